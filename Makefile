@@ -1,0 +1,54 @@
+# Two commands do all: `make serve` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+MODEL  ?=
+ARGS   ?=
+BIN     = $(VENV)/bin
+# mlx's backend: Metal comes with the plain package on a Mac; on Linux an extra brings the CPU's or CUDA's.
+EXTRA  ?= $(if $(filter Darwin,$(shell uname -s)),dev,$(if $(shell command -v nvidia-smi),cuda$(comma)dev,cpu$(comma)dev))
+comma  := ,
+
+.PHONY: help setup serve test test-full check format bench clean
+
+help:
+	@echo "make serve      set up and serve the bundled model (PORT=8000 MODEL= ARGS=)"
+	@echo "make test       set up and run the quick tests"
+	@echo "make test-full  the long matrix, the real clients and the soak"
+	@echo "make check      format, lint, types, direction of imports"
+	@echo "make format     let ruff rewrite the files"
+	@echo "make bench      the speed table of docs/benchmarks.md on this machine"
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlx-mtp needs Python 3.10 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
+	@touch $@
+
+setup: $(VENV)/.installed
+
+serve: setup
+	$(BIN)/mlx-mtp serve $(MODEL) --enable-mtp --port $(PORT) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m benchmarks.concurrency
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,174 @@
+"""Get the machine ready for mlx, before anything imports it.
+
+On Linux mlx's own wheel has no backend: an extra brings one, and two of them would overwrite each
+other's library. The CPU's is linked to the slow reference BLAS, which an OpenBLAS loaded earlier
+with global symbols replaces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from mlx_mtp.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+_CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
+_REFERENCE_BLAS = "reference BLAS (slow)"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What mlx computes on.
+
+    Args:
+        device: "Metal", "CUDA" or "CPU".
+        blas: the BLAS that the CPU's matrix products use, for the log; empty where it doesn't matter.
+        mlx_version: of the installed mlx.
+    """
+
+    device: str
+    blas: str
+    mlx_version: str
+
+    def __str__(self) -> str:
+        blas = f", {self.blas}" if self.blas else ""
+        return f"mlx {self.mlx_version} on {self.device}{blas}"
+
+
+@functools.lru_cache(maxsize=1)
+def prepare() -> BackendInfo:
+    """Check that mlx has one backend, and give the CPU's a fast BLAS. Later calls do nothing.
+
+    Raises:
+        BackendError: there is no backend, or there are two; the message says what to install.
+    """
+    device = _device()
+    blas = _fast_blas() if device == "CPU" else ""
+    return BackendInfo(device=device, blas=blas, mlx_version=_version("mlx") or "unknown")
+
+
+def _device() -> str:
+    if _version("mlx") is None:
+        raise BackendError(f"mlx is not installed. {_install_hint()}")
+    if platform.system() == "Darwin":
+        return "Metal"
+    cuda = next((name for name in _CUDA_DISTRIBUTIONS if _version(name)), None)
+    cpu = _version("mlx-cpu") is not None
+    if cuda and cpu:
+        raise BackendError(
+            f"both mlx-cpu and {cuda} are installed, and each overwrites the other's library. "
+            f"Uninstall mlx, mlx-cpu and {cuda}, and start again. {_install_hint()}"
+        )
+    if not cuda and not cpu:
+        raise BackendError(f"mlx has no backend on this machine. {_install_hint()}")
+    return "CUDA" if cuda else "CPU"
+
+
+def _install_hint() -> str:
+    if platform.system() == "Darwin":
+        return "Install it: pip install mlx-mtp (on Apple silicon)."
+    return (
+        "Install one: pip install 'mlx-mtp[cpu]', or pip install 'mlx-mtp[cuda]' "
+        "for an NVIDIA GPU; never both."
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fast_blas() -> str:
+    """Load the first OpenBLAS that there is, with global symbols; say which."""
+    process = ctypes.CDLL(None)
+    if hasattr(process, "openblas_get_config"):
+        return f"{_describe(process)} (already loaded)"
+    if "mlx.core" in sys.modules:
+        # Symbols are bound when a library is loaded: a BLAS that comes now replaces nothing.
+        logger.warning("mlx was imported before backend.prepare(): its slow reference BLAS stays.")
+        return _REFERENCE_BLAS
+    sources: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (_system, _ngsolve, _cmeel)
+    for source in sources:
+        try:
+            library, where = source()
+        except (OSError, LookupError) as error:
+            logger.debug("no OpenBLAS from %s: %s", source.__name__.strip("_"), error)
+            continue
+        return f"{_describe(library)} ({where})"
+    logger.warning(
+        "No OpenBLAS found: mlx falls back on the reference BLAS, whose matrix products are about "
+        "four times slower (prefill nine times). Install libopenblas0 (Debian, Ubuntu), openblas "
+        "(Fedora, Arch), or pip install 'mlx-mtp[cpu]'."
+    )
+    return _REFERENCE_BLAS
+
+
+def _system() -> tuple[ctypes.CDLL, str]:
+    return _load("libopenblas.so.0"), "system"
+
+
+def _ngsolve() -> tuple[ctypes.CDLL, str]:
+    """The PyPI package ngsolve_openblas, whose library wants a libgfortran that mlx-cpu brings.
+
+    Its run path is its own folder, so a folder of links gives it both; the links may go once the
+    library is loaded.
+    """
+    package = _package_folder("ngsolve_openblas")
+    blas = _only(package, "libopenblas*.so*")
+    bundled = _package_folder("mlx").parent / "mlx_cpu.libs"
+    with tempfile.TemporaryDirectory(prefix="mlx-mtp-blas-") as folder:
+        links = Path(folder)
+        (links / "libopenblas.so.0").symlink_to(blas)
+        (links / "libgfortran.so.5").symlink_to(_only(bundled, "libgfortran-*.so.5*"))
+        quadmath = next(bundled.glob("libquadmath-*"), None)
+        if quadmath is not None:
+            (links / quadmath.name).symlink_to(quadmath)
+        return _load(str(links / "libopenblas.so.0")), "ngsolve-openblas"
+
+
+def _cmeel() -> tuple[ctypes.CDLL, str]:
+    """The PyPI package cmeel-openblas, which installs into a prefix inside site-packages."""
+    site = _package_folder("mlx").parent
+    return _load(str(site / "cmeel.prefix" / "lib" / "libopenblas.so.0")), "cmeel-openblas"
+
+
+def _load(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+
+def _package_folder(name: str) -> Path:
+    # Found without importing it: importing ngsolve_openblas prints, and importing mlx is too early.
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise LookupError(f"the package {name} is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = next(iter(sorted(folder.glob(pattern))), None)
+    if found is None:
+        raise LookupError(f"{folder} has no {pattern}")
+    return found
+
+
+def _describe(library: ctypes.CDLL) -> str:
+    try:
+        config = library.openblas_get_config
+    except AttributeError:
+        return "OpenBLAS"
+    config.restype = ctypes.c_char_p
+    text = config() or b""
+    return " ".join(text.decode(errors="replace").split()[:2]) or "OpenBLAS"

@@ -1,0 +1,84 @@
+"""All layers' caches of one batch, advanced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.kv import RaggedKVCache
+
+LayerCache = RaggedKVCache | GatedDeltaCache
+
+
+class BatchCache:
+    """The caches of a model's layers for B rows, with one length per row.
+
+    A forward is: `begin`, the model, `commit`. Between `begin` and `commit` every layer has
+    written its window; `commit` says how much of it each row keeps.
+
+    Attributes:
+        layers: one cache per layer, in order.
+        offset: int32 [B], tokens each row holds, on the device.
+    """
+
+    def __init__(self, layers: list[LayerCache], batch_size: int) -> None:
+        self.layers = layers
+        self.offset = mx.zeros(batch_size, dtype=mx.int32)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows B."""
+        return self.offset.shape[0]
+
+    def begin(self, limit: int, lengths: mx.array | None = None) -> None:
+        """Prepare for a window.
+
+        Args:
+            limit: at least every row's length plus the window's.
+            lengths: int32 [B], how much of the window each row will keep where that is known
+                already; None for a verify window.
+        """
+        for cache in self.layers:
+            if isinstance(cache, RaggedKVCache):
+                cache.reserve(limit)
+            else:
+                cache.lengths = lengths
+
+    def commit(self, num_kept: mx.array) -> None:
+        """Keep the first `num_kept[b]` positions of the window that just ran (int32 [B])."""
+        self.offset = self.offset + num_kept
+        for cache in self.layers:
+            if isinstance(cache, RaggedKVCache):
+                cache.offset = self.offset
+            elif cache.lengths is None:
+                cache.num_kept = num_kept
+
+    def take(self, rows: mx.array) -> BatchCache:
+        """Caches of these rows alone (int32 [B'], in the order given)."""
+        taken = BatchCache([cache.take(rows) for cache in self.layers], rows.shape[0])
+        taken.offset = self.offset[rows]
+        return taken
+
+    def extend(self, other: BatchCache) -> None:
+        """Append the other batch's rows."""
+        self.offset = mx.concatenate([self.offset, other.offset])
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            assert type(mine) is type(theirs)
+            mine.extend(theirs)  # type: ignore[arg-type]
+
+    def arrays(self) -> Iterator[mx.array]:
+        """What must be evaluated with a step."""
+        yield self.offset
+        for cache in self.layers:
+            yield from cache.arrays()
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> LayerCache:
+        return self.layers[index]
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)

@@ -1,0 +1,137 @@
+"""Attention KV for rows of different lengths: left-aligned, a length per row, nothing ever moved."""
+
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+
+_GROWTH = 256
+
+
+class RaggedKVCache:
+    """Keys and values of one attention layer, each row left-aligned.
+
+    Row b's valid entries are the first `offset[b]`; what lies beyond is scratch that the next
+    window writes over, so a rejection costs nothing. The interface (`offset`, `update_and_fetch`,
+    `make_mask`) is the one mlx-lm's attention modules call.
+
+    Args:
+        batch_size: rows B.
+
+    Attributes:
+        keys, values: [B, heads, capacity, dim], None until the first write.
+        offset: int32 [B] on the device, shared by all layers of a batch.
+        limit: entries that attention reads; at least the longest row plus the window, so the host
+            must know a bound of every row's length (`reserve`).
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = mx.zeros(batch_size, dtype=mx.int32)
+        self.limit = 0
+
+    @property
+    def capacity(self) -> int:
+        """Entries each row has room for."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def reserve(self, limit: int) -> None:
+        """Make room for `limit` entries a row, and let attention read that many.
+
+        A write past the capacity would silently land in the next row, so every forward must be
+        preceded by this.
+        """
+        self.limit = limit
+        if self.keys is not None and limit > self.capacity:
+            self.keys = _widen(self.keys, limit)
+            self.values = _widen(self.values, limit)
+
+    def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
+        """Put T new entries of each row at `start[b]` and after.
+
+        Args:
+            keys, values: [B, heads, T, dim].
+            start: int32 [B].
+        """
+        if self.keys is None:
+            self.keys = _empty(keys, self.limit)
+            self.values = _empty(values, self.limit)
+        num_new = keys.shape[2]
+        assert num_new <= self.limit <= self.capacity, (num_new, self.limit, self.capacity)
+        where = (start[:, None] + mx.arange(num_new))[:, None, :, None]
+        self.keys = mx.put_along_axis(self.keys, where, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, where, values, axis=2)
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """Keys and values, the first `limit` entries: [B, heads, limit, dim]."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[:, :, : self.limit], self.values[:, :, : self.limit]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write at the rows' ends without moving them, and fetch (mlx-lm's interface)."""
+        self.write(keys, values, self.offset)
+        return self.fetch()
+
+    def make_mask(
+        self, length: int, return_array: bool = True, window_size: int | None = None
+    ) -> mx.array:
+        """Which entries each of `length` new positions may see: bool [B, 1, length, limit].
+
+        Raises:
+            ValueError: for a sliding window, which no supported family has.
+        """
+        if window_size is not None:
+            raise ValueError("RaggedKVCache has no sliding window")
+        return causal_mask(self.offset, length, self.limit)
+
+    def take(self, rows: mx.array) -> RaggedKVCache:
+        """A cache of these rows alone (int32 [B'], in the order given)."""
+        taken = copy.copy(self)
+        taken.offset = self.offset[rows]
+        if self.keys is not None and self.values is not None:
+            taken.keys, taken.values = self.keys[rows], self.values[rows]
+        return taken
+
+    def extend(self, other: RaggedKVCache) -> None:
+        """Append the other's rows."""
+        self.offset = mx.concatenate([self.offset, other.offset])
+        capacity = max(self.capacity, other.capacity)
+        self.limit = max(self.limit, other.limit)
+        self.keys = _stack(self.keys, other.keys, capacity)
+        self.values = _stack(self.values, other.values, capacity)
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated with a step."""
+        return [self.offset] + [a for a in (self.keys, self.values) if a is not None]
+
+
+def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
+    """Mask for `length` positions from `start[b]`: bool [B, 1, length, limit]."""
+    last = start[:, None] + mx.arange(length)
+    return (mx.arange(limit) <= last[..., None])[:, None]
+
+
+def _rounded(limit: int) -> int:
+    return -(-limit // _GROWTH) * _GROWTH
+
+
+def _empty(like: mx.array, limit: int) -> mx.array:
+    batch, heads, _, dim = like.shape
+    return mx.zeros((batch, heads, _rounded(limit), dim), dtype=like.dtype)
+
+
+def _widen(array: mx.array | None, limit: int) -> mx.array:
+    assert array is not None
+    batch, heads, capacity, dim = array.shape
+    more = mx.zeros((batch, heads, _rounded(limit) - capacity, dim), dtype=array.dtype)
+    return mx.concatenate([array, more], axis=2)
+
+
+def _stack(one: mx.array | None, other: mx.array | None, capacity: int) -> mx.array | None:
+    if one is None or other is None:
+        assert one is None and other is None, "a batch joins one that never ran"
+        return None
+    parts = [a if a.shape[2] >= capacity else _widen(a, capacity) for a in (one, other)]
+    return mx.concatenate(parts, axis=0)

@@ -1,0 +1,49 @@
+"""Frozen settings, put together by `cli.py` and read by everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_DRAFT_TOKENS = 8
+DEFAULT_DRAFT_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine batches and speculates.
+
+    Args:
+        num_draft_tokens: drafts per step (the depth k), 0 to 8; 0 is plain decoding.
+        max_num_seqs: rows that may be in the engine at once, prefilling ones included.
+        max_model_len: most tokens of prompt and answer together; None: what the model allows.
+        prefill_step_size: most tokens, padding included, that one prefill chunk computes.
+        overlap: launch step i+1 before the tokens of step i are read.
+    """
+
+    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    prefill_step_size: int = 512
+    overlap: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the HTTP server answers.
+
+    Args:
+        model_name: the id that clients see and may ask for.
+        api_key: when set, every route but /health wants it as a bearer token.
+        seed: seeds the generator of seeds for requests that bring none.
+        keep_alive_seconds: a stream silent for longer gets an SSE comment.
+        max_choices: largest `n` of one request.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    seed: int | None = None
+    keep_alive_seconds: float = 10.0
+    max_choices: int = 16
+    max_body_bytes: int = 16 << 20

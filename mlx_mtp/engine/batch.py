@@ -1,0 +1,112 @@
+"""The device's side of a set of rows: caches, last tokens, drafts, limits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence as Rows
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.speculative.acceptance import Verdict
+from mlx_mtp.speculative.proposer import DraftState
+
+
+class Batch:
+    """Rows that run together. A row is one `Sequence`; row i of every array is `sequences[i]`.
+
+    Args:
+        sequences: the rows.
+        cache: of the trunk.
+        draft_state: of the proposer; None without one.
+        vocab_size: of the tokenizer.
+
+    Attributes:
+        last: int32 [B], the last token each row emitted, which is not in the caches yet.
+        drafts: int32 [B, k], proposed to follow it.
+        remaining: int32 [B], tokens each row may still emit.
+        ended: bool [B], rows that emit nothing any more; their caches stand still.
+        stop_ids: int32 [B, S], padded with -1.
+    """
+
+    def __init__(
+        self,
+        sequences: Rows[Sequence],
+        cache: BatchCache,
+        draft_state: DraftState | None,
+        vocab_size: int,
+    ) -> None:
+        count = len(sequences)
+        self.sequences = list(sequences)
+        self.cache = cache
+        self.draft_state = draft_state
+        self.sampler = Sampler(
+            [s.request.sampling for s in sequences], [s.prompt for s in sequences], vocab_size
+        )
+        self.last = mx.zeros(count, dtype=mx.int32)
+        self.drafts = mx.zeros((count, 0), dtype=mx.int32)
+        self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
+        self.ended = mx.zeros(count, dtype=mx.bool_)
+        self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def settle(self, verdict: Verdict, targets: mx.array) -> None:
+        """Take over what came of a window: counts, limits and the last token."""
+        self.sampler.count(targets, verdict.num_kept)
+        self.last, self.remaining, self.ended = verdict.last, verdict.remaining, verdict.finished
+
+    def take(self, wanted: Callable[[Sequence], bool]) -> Batch:
+        """A batch of the wanted rows; itself when that is all of them."""
+        chosen = [i for i, s in enumerate(self.sequences) if wanted(s)]
+        if len(chosen) == len(self):
+            return self
+        rows = mx.array(chosen, dtype=mx.int32)
+        taken = copy.copy(self)
+        taken.sequences = [self.sequences[i] for i in chosen]
+        taken.cache = self.cache.take(rows)
+        taken.sampler = self.sampler.take(chosen)
+        if self.draft_state is not None:
+            taken.draft_state = self.draft_state.take(chosen)
+        for name in ("last", "drafts", "remaining", "ended", "stop_ids"):
+            setattr(taken, name, getattr(self, name)[rows])
+        return taken
+
+    def join(self, other: Batch) -> None:
+        """Append the other batch's rows."""
+        self.sequences += other.sequences
+        self.cache.extend(other.cache)
+        self.sampler.extend(other.sampler)
+        if self.draft_state is not None and other.draft_state is not None:
+            self.draft_state.extend(other.draft_state)
+        # Windows are one rectangle: where depths differ, the longer row's last drafts are let go.
+        depth = min(self.drafts.shape[1], other.drafts.shape[1])
+        self.drafts = mx.concatenate([self.drafts[:, :depth], other.drafts[:, :depth]])
+        self.last = mx.concatenate([self.last, other.last])
+        self.remaining = mx.concatenate([self.remaining, other.remaining])
+        self.ended = mx.concatenate([self.ended, other.ended])
+        width = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
+        self.stop_ids = mx.concatenate([_widen(b.stop_ids, width) for b in (self, other)])
+
+    def arrays(self) -> Iterator[mx.array]:
+        """What must be evaluated with a step."""
+        yield from (self.last, self.drafts, self.remaining, self.ended)
+        yield from self.cache.arrays()
+        yield from self.sampler.arrays()
+        if self.draft_state is not None:
+            yield from self.draft_state.arrays()
+
+
+def _padded(ids: Rows[tuple[int, ...]]) -> np.ndarray:
+    out = np.full((len(ids), max(map(len, ids), default=0)), -1, dtype=np.int32)
+    for row, values in enumerate(ids):
+        out[row, : len(values)] = values
+    return out
+
+
+def _widen(stop_ids: mx.array, width: int) -> mx.array:
+    return mx.pad(stop_ids, ((0, 0), (0, width - stop_ids.shape[1])), constant_values=-1)

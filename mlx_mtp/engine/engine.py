@@ -1,0 +1,223 @@
+"""The engine: one thread that schedules, runs and updates. Token ids in, tokens out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence as Many
+from dataclasses import dataclass
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.runner import Launched, ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+)
+from mlx_mtp.speculative.counters import SpeculationCounters
+from mlx_mtp.speculative.depth import DepthPolicy
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Many[RequestOutput]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a client of the engine needs to know of the model.
+
+    Args:
+        vocab_size: token ids are below this.
+        eos_token_ids: ids that end a sequence unless it ignores them.
+        max_model_len: most tokens of prompt and answer together.
+        num_draft_tokens: the depth; 0 when MTP is off.
+        model_type: as in config.json.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_draft_tokens: int
+    model_type: str
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Everything that touches the device happens on the engine's thread; `submit` and `cancel` leave
+    a note there and wake it.
+
+    Args:
+        info: of the model.
+        config: limits.
+        make_runner: builds the runner, called on the engine's thread.
+        depth: drafts per step.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        config: EngineConfig,
+        make_runner: Callable[[], ModelRunner],
+        depth: DepthPolicy,
+    ) -> None:
+        self.info = info
+        self._config = config
+        self._make_runner = make_runner
+        self._scheduler = Scheduler(config, depth)
+        self._inbox: list[Sequence | str] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._failure: str | None = None
+        self._deliver: Deliver | None = None
+        self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
+        self._counters = SpeculationCounters()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def healthy(self) -> bool:
+        """The engine's thread runs and takes requests."""
+        return self.unhealthy_reason is None
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why it does not, or None."""
+        if self._failure is not None:
+            return self._failure
+        if self._stopping:
+            return "the engine is stopping"
+        return None if self._thread.is_alive() else "the engine is not started"
+
+    def start(self, deliver: Deliver) -> None:
+        """Begin.
+
+        Args:
+            deliver: called on the engine's thread, once a step, with all outputs of that step.
+        """
+        self._deliver = deliver
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step it is in; requests that are left end with an error."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: a parameter or a token id is out of range.
+            ContextLengthError: the prompt leaves no room for an answer.
+            EngineStoppedError: the engine takes no requests.
+        """
+        self._check(request)
+        sampling = request.sampling
+        own = () if sampling.ignore_eos else self.info.eos_token_ids
+        room = self.info.max_model_len - len(request.prompt_token_ids)
+        stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+        self._post(Sequence(request, stop_ids, min(sampling.max_tokens, room)))
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request; unknown ids are ignored."""
+        if self.unhealthy_reason is None:
+            self._post(request_id)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        spec = self._counters
+        return EngineStats(
+            num_requests_running=self._scheduler.num_running,
+            num_requests_waiting=self._scheduler.num_waiting,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_drafts=spec.num_drafts,
+            num_draft_tokens=spec.num_draft_tokens,
+            num_accepted_tokens=spec.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
+        )
+
+    def _check(self, request: Request) -> None:
+        vocab_size, limit = self.info.vocab_size, self.info.max_model_len
+        request.sampling.validate(vocab_size)
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
+        if len(prompt) >= limit:
+            raise ContextLengthError(
+                f"The prompt has {len(prompt)} tokens, but this server's context is {limit} tokens "
+                "for prompt and answer together.",
+                param="prompt",
+            )
+        wrong = next((t for t in prompt if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"The prompt holds token {wrong}, but token ids are 0 to {vocab_size - 1}.",
+                param="prompt",
+            )
+
+    def _post(self, note: Sequence | str) -> None:
+        with self._wake:
+            if self.unhealthy_reason is not None:
+                raise EngineStoppedError(f"No request is taken: {self.unhealthy_reason}.")
+            self._inbox.append(note)
+            self._wake.notify()
+
+    def _main(self) -> None:
+        try:
+            self._loop(self._make_runner())
+        except Exception as error:
+            logger.exception("The engine's thread died")
+            self._failure = f"the engine's thread died: {type(error).__name__}: {error}"
+        reason = self._failure or "the engine is stopping"
+        self._take_inbox(wait=False)
+        self._send(self._scheduler.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+
+    def _loop(self, runner: ModelRunner) -> None:
+        """Schedule, run, update; the tokens of a step are read after the next one is launched."""
+        in_flight: list[Launched] = []
+        while True:
+            self._take_inbox(wait=self._scheduler.idle and not in_flight)
+            if self._stopping:
+                return
+            plan = self._scheduler.schedule()
+            launched = runner.run(plan)
+            if not self._config.overlap:
+                in_flight, launched = launched, []
+            self._update(runner, in_flight)
+            in_flight = launched
+
+    def _update(self, runner: ModelRunner, in_flight: list[Launched]) -> None:
+        results = runner.read(in_flight)
+        outputs = self._scheduler.update(results)
+        for result in results:
+            self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
+        self._prompt_tokens += sum(
+            n for window in in_flight if window.is_prefill for n in window.num_positions
+        )
+        self._generation_tokens += sum(len(o.token_ids) for o in outputs)
+        self._send(outputs)
+
+    def _take_inbox(self, *, wait: bool) -> None:
+        with self._wake:
+            if wait:
+                self._wake.wait_for(lambda: self._inbox or self._stopping)
+            notes, self._inbox = self._inbox, []
+        for note in notes:
+            if isinstance(note, Sequence):
+                self._scheduler.add(note)
+            else:
+                self._scheduler.cancel(note)
+
+    def _send(self, outputs: Many[RequestOutput]) -> None:
+        if outputs and self._deliver is not None:
+            self._deliver(outputs)
+
+

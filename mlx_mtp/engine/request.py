@@ -1,0 +1,62 @@
+"""What goes into the engine and what comes out: token ids, nothing of HTTP or text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.sampling.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate.
+
+    Args:
+        request_id: unique among the requests in the engine.
+        prompt_token_ids: at least one id, each below the tokenizer's vocabulary.
+        sampling: how to sample; validated by `Engine.submit`.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log) at one position, of the model's unprocessed distribution.
+
+    Args:
+        logprob: of the token that was taken.
+        top: (token id, logprob) of the most probable tokens, best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step brought for one request. The last one has a finish reason.
+
+    Args:
+        token_ids: new tokens, in order. The token that stops the sequence, if one did, is the last.
+        logprobs: one per token when the request asked for them, else empty.
+        finish_reason: None while the sequence goes on. "stop": an end-of-sequence or stop id;
+            "length": max_tokens or the context is used up; "error": see `error`.
+        error: set when finish_reason is "error".
+        num_draft_tokens: drafts verified for this request in this step.
+        num_accepted_tokens: how many of them the model agreed with.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: MlxMtpError | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

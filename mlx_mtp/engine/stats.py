@@ -1,0 +1,30 @@
+"""Counters of the engine, as one immutable snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since the start, and the two gauges.
+
+    Args:
+        num_requests_running: rows in a prefill or decode batch.
+        num_requests_waiting: requests not yet admitted.
+        prompt_tokens: prompt tokens computed.
+        generation_tokens: tokens given to requests.
+        num_drafts: verify windows that had at least one draft, counted per row.
+        num_draft_tokens: drafts verified.
+        num_accepted_tokens: drafts that were accepted.
+        num_accepted_tokens_per_pos: the same, by position in the window (from 0).
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()

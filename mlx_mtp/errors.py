@@ -1,0 +1,148 @@
+"""The one tree of errors.
+
+    MlxMtpError
+    |-- UsageError              the command line or a setting is wrong (exit status 2)
+    |-- ModelError              a model can't be used
+    |   |-- UnsupportedModelError   no family for its model_type
+    |   |-- MissingHeadError        --enable-mtp, and there is no MTP head
+    |   `-- CheckpointError         a tensor or a file is missing, misshapen or damaged
+    |-- RequestError            the client's fault (HTTP 4xx), with the field at fault in `param`
+    |   |-- InvalidRequestError     400
+    |   |-- UnsupportedParameterError   400
+    |   |-- ContextLengthError      400
+    |   |-- AuthenticationError     401
+    |   |-- ForbiddenError          403
+    |   |-- NotFoundError           404
+    |   |   `-- ModelNotFoundError      404, code model_not_found
+    |   `-- PayloadTooLargeError    413
+    |-- EngineError             the server's fault (HTTP 5xx)
+    |   |-- StepError               a step failed: the requests in it end with this (500)
+    |   `-- EngineStoppedError      the engine is shutting down or dead (503)
+    `-- BackendError            mlx has no backend here, or the one it has can't do this
+
+Every message says what was wrong and what would be right. `server/http_errors.py` is the one place
+that turns these into HTTP answers.
+"""
+
+from __future__ import annotations
+
+
+class MlxMtpError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class UsageError(MlxMtpError):
+    """The command line, an environment variable or a setting is wrong."""
+
+
+class BackendError(MlxMtpError):
+    """mlx is missing its backend, or the backend can't run what was asked."""
+
+
+class ModelError(MlxMtpError):
+    """A model can't be used."""
+
+
+class UnsupportedModelError(ModelError):
+    """No family in the registry serves this model_type."""
+
+
+class MissingHeadError(ModelError):
+    """MTP was asked for and the model has no head."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint's file or tensor is missing, misshapen or damaged."""
+
+
+class RequestError(MlxMtpError):
+    """The client's request can't be served as it is.
+
+    Args:
+        message: what was wrong and what would be right.
+        param: the request's field at fault, if there is one.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    """A field's value is of the wrong type or out of range."""
+
+    code = "invalid_value"
+
+
+class UnsupportedParameterError(RequestError):
+    """A field, or a value of it, that this server does not offer."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer do not fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """The request is understood and refused."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class NotFoundError(RequestError):
+    """No such route or model."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class PayloadTooLargeError(RequestError):
+    """The body is larger than the server reads."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class EngineError(MlxMtpError):
+    """The server failed, not the client."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+
+class StepError(EngineError):
+    """A step failed; the requests that were in it end with this."""
+
+    code = "step_failed"
+
+
+class EngineStoppedError(EngineError):
+    """The engine takes no requests: it is shutting down, or its thread died."""
+
+    status = 503
+    code = "engine_stopped"

@@ -1,0 +1,226 @@
+"""Finding an MTP head's tensors and giving them the names, layout and convention of `MTPHead`.
+
+Two things about a file can't be read off its values and are decided by where it comes from: whether
+its norms are zero-centred (Hugging Face stores w, MLX 1 + w), and so whether to add the 1; real
+weights fool every threshold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+from safetensors import SafetensorError, safe_open
+
+from mlx_mtp.errors import CheckpointError
+
+SIDECAR_PATTERN = "mtp*.safetensors"
+NORM_CONVENTION_KEY = "norm_convention"
+PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
+
+Convention = Literal["hf", "mlx"]
+_KEY = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(.+)$")
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+_NORMS = (
+    "norm.weight",
+    "pre_fc_norm_embedding.weight",
+    "pre_fc_norm_hidden.weight",
+    "layers.0.input_layernorm.weight",
+    "layers.0.post_attention_layernorm.weight",
+    "layers.0.self_attn.q_norm.weight",
+    "layers.0.self_attn.k_norm.weight",
+)
+# Copies of the trunk's own matrices that some checkpoints carry in the head.
+_TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """A head as it was found.
+
+    Args:
+        tensors: by name without the `mtp.` prefix, as stored.
+        convention: of its norms.
+        source: where it was found, for messages.
+    """
+
+    tensors: dict[str, mx.array]
+    convention: Convention
+    source: str
+
+
+def split_head(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Separate a checkpoint's trunk from its head, the head's keys without their prefix."""
+    trunk, head = {}, {}
+    for key, value in weights.items():
+        match = _KEY.match(key)
+        if match:
+            head[match[1]] = value
+        else:
+            trunk[key] = value
+    return trunk, head
+
+
+def trunk_convention(trunk: dict[str, mx.array]) -> Convention:
+    """HF or MLX, by the layout of the convolutions: [C, 1, K] or [C, K, 1]."""
+    layouts = {v.shape[-1] != 1 for k, v in trunk.items() if k.endswith("conv1d.weight")}
+    return "hf" if True in layouts else "mlx"
+
+
+def read_sidecar(model_path: Path) -> HeadTensors | None:
+    """The head in `mtp.safetensors` (or its shards) beside the model, if there is one.
+
+    Raises:
+        CheckpointError: the file is damaged, or does not say its norm convention.
+    """
+    files = sorted(model_path.glob(SIDECAR_PATTERN))
+    if not files:
+        return None
+    tensors: dict[str, mx.array] = {}
+    conventions: set[str | None] = set()
+    for file in files:
+        conventions.add(_metadata(file).get(NORM_CONVENTION_KEY))
+        tensors.update(_load(file))
+    convention = conventions.pop() if len(conventions) == 1 else None
+    names = ", ".join(f.name for f in files)
+    if convention not in ("hf", "mlx"):
+        raise CheckpointError(
+            f"{names} in {model_path} does not say in its header whether its norms are "
+            f"zero-centred (metadata key {NORM_CONVENTION_KEY!r}: 'hf' or 'mlx'). "
+            "Write it again with scripts/add_mtp_weights.py."
+        )
+    _, head = split_head(tensors)
+    if not head:
+        raise CheckpointError(f"{names} in {model_path} has no tensor whose name begins with 'mtp.'.")
+    return HeadTensors(head, "hf" if convention == "hf" else "mlx", f"sidecar {names}")
+
+
+def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
+    """Names, expert layout and norm convention of `MTPHead`.
+
+    Experts end up stacked under `switch_mlp`; zero-centred norms get their 1 in float32.
+    """
+    weights = stack_experts({k: v for k, v in found.tensors.items() if k not in _TIED})
+    if found.convention == "hf":
+        for name in _NORMS:
+            if name in weights:
+                weights[name] = weights[name].astype(mx.float32) + 1.0
+    return weights
+
+
+def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Bring experts stored one by one, or stacked as `gate_up_proj`, under `switch_mlp`.
+
+    Args:
+        weights: any checkpoint keys; those that are no experts pass through.
+
+    Raises:
+        CheckpointError: an expert is missing.
+    """
+    out: dict[str, mx.array] = {}
+    single: dict[str, dict[int, mx.array]] = {}
+    for key, value in weights.items():
+        match = _EXPERT.match(key)
+        if match:
+            name = f"{match[1].removesuffix('experts')}switch_mlp.{match[3]}.weight"
+            single.setdefault(name, {})[int(match[2])] = value
+        elif key.endswith(".experts.gate_up_proj"):
+            base = key.removesuffix("experts.gate_up_proj")
+            half = value.shape[-2] // 2
+            out[f"{base}switch_mlp.gate_proj.weight"] = value[..., :half, :]
+            out[f"{base}switch_mlp.up_proj.weight"] = value[..., half:, :]
+        elif key.endswith(".experts.down_proj"):
+            out[key.replace(".experts.down_proj", ".switch_mlp.down_proj.weight")] = value
+        else:
+            out[key] = value
+    for name, experts in single.items():
+        missing = sorted(set(range(max(experts) + 1)) - set(experts))
+        if missing:
+            raise CheckpointError(f"{name}: expert {missing[0]} is missing from the checkpoint.")
+        out[name] = mx.stack([experts[i] for i in sorted(experts)])
+    return out
+
+
+def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
+    """Quantize the module where the tensors are, check every shape, and load.
+
+    Raises:
+        CheckpointError: names the first tensor that is missing, unknown or misshapen, with the
+            shape it has and the shape expected.
+    """
+    fp8 = [k for k in weights if k.endswith(".weight_scale_inv")]
+    if fp8:
+        raise CheckpointError(
+            f"The head in {source} is stored as FP8 ({fp8[0]}), which MLX can't run. "
+            "Convert it with scripts/add_mtp_weights.py."
+        )
+
+    def quantization(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
+            return False
+        config = infer_quant_config(path, module, weights)
+        return {k: config[k] for k in ("group_size", "bits", "mode")}
+
+    try:
+        nn.quantize(head, class_predicate=quantization)
+    except (ValueError, ZeroDivisionError, KeyError) as error:
+        raise CheckpointError(f"The quantized head in {source} is malformed: {error}") from error
+    expected = {name: tuple(value.shape) for name, value in tree_flatten(head.parameters())}
+    check_shapes({k: tuple(v.shape) for k, v in weights.items()}, expected, source)
+    head.load_weights(list(weights.items()))
+    head.eval()
+
+
+def check_shapes(
+    found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], source: str
+) -> None:
+    """Compare names and shapes of a head's tensors with what the trunk asks for.
+
+    Raises:
+        CheckpointError: at the first difference.
+    """
+    for name, shape in expected.items():
+        if name not in found:
+            raise CheckpointError(
+                f"The head in {source} has no tensor mtp.{name} (expected shape {shape})."
+            )
+        if found[name] != shape:
+            raise CheckpointError(
+                f"The head in {source} does not fit this model: mtp.{name} has shape "
+                f"{found[name]}, expected {shape}."
+            )
+    unknown = sorted(set(found) - set(expected))
+    if unknown:
+        raise CheckpointError(
+            f"The head in {source} has a tensor this model has no place for: mtp.{unknown[0]} "
+            f"{found[unknown[0]]}."
+        )
+
+
+def has_router(names: Iterable[str]) -> bool:
+    """Whether the head's layer is a mixture of experts."""
+    return any(name.startswith("layers.0.mlp.gate.") for name in names)
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            return opened.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+
+
+def _load(file: Path) -> dict[str, mx.array]:
+    try:
+        loaded = mx.load(str(file))
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+    assert isinstance(loaded, dict)
+    return loaded

@@ -1,0 +1,71 @@
+"""Where a model's files are: the bundled demo, a local directory, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mlx_mtp.errors import ModelError
+
+BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
+
+# No Python files: nothing that a checkpoint brings is executed.
+_FILES = [
+    "*.json",
+    "model*.safetensors",
+    "mtp*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "*.txt",
+]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+def resolve_model(name_or_path: str | None) -> Path:
+    """The directory that holds a model, downloaded if it has to be.
+
+    Args:
+        name_or_path: None for the bundled model, a local directory, or a hub id `organisation/name`.
+
+    Raises:
+        ModelError: there is no such model, or it can't be had; the message says why.
+    """
+    if name_or_path is None:
+        return BUNDLED_MODEL
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{name_or_path} is a file; give the directory that holds the model.")
+    if not _HUB_ID.fullmatch(name_or_path):
+        raise ModelError(
+            f"{name_or_path!r} is neither an existing directory nor a hub id of the form "
+            "organisation/name."
+        )
+    return _download(name_or_path)
+
+
+def _download(repo: str) -> Path:
+    # Imported here: it takes a while, and a local model doesn't need it.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_FILES))
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then "
+            "`hf auth login` or set HF_TOKEN."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"There is no local directory {repo}, and the hub has no such model that you may see. "
+            "Check the spelling; for a private model, `hf auth login` or set HF_TOKEN."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{repo} is not, or not completely, in the local cache, and the hub can't be reached: "
+            f"{error.__cause__ or 'it is offline, or HF_HUB_OFFLINE is set'}"
+        ) from error
+    except Exception as error:
+        # Whatever else the download's HTTP client or the disk raises is no bug of ours.
+        raise ModelError(f"{repo} could not be downloaded: {error}") from error

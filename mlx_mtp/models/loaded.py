@@ -1,0 +1,99 @@
+"""A loaded model as the engine sees it: a trunk, perhaps a head, and the caches they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.models.family import Family, lm_logits
+from mlx_mtp.models.head import MTPHead
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The patched mlx-lm instance and what its files say.
+
+    Args:
+        path: its directory.
+        config: config.json.
+        generation_config: generation_config.json, empty if there is none.
+        model: mlx-lm's model, patched, with the head as its `mtp` if one was loaded.
+        family: how to reach its parts.
+        head_source: where the head came from; None without one.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    model: nn.Module
+    family: Family
+    head_source: str | None
+
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        return str(self.config["model_type"])
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of config.json."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Most positions the model was made for."""
+        return int(self.text_config.get("max_position_embeddings", 4096))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padding included."""
+        return int(self.causal_lm.args.vocab_size)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence, as generation_config.json or else config.json names them."""
+        for source in (self.generation_config, self.config, self.text_config):
+            value = source.get("eos_token_id")
+            if isinstance(value, int):
+                return (value,)
+            if isinstance(value, list) and value:
+                return tuple(int(v) for v in value)
+        return ()
+
+    @property
+    def causal_lm(self) -> nn.Module:
+        """The language model inside."""
+        return self.family.causal_lm(self.model)
+
+    @property
+    def head(self) -> MTPHead | None:
+        """The MTP head, if it was loaded."""
+        return self.model.get("mtp")
+
+    def make_cache(self, batch_size: int) -> BatchCache:
+        """Empty caches for the trunk's layers."""
+        layers: list[RaggedKVCache | GatedDeltaCache] = [
+            GatedDeltaCache() if layer.is_linear else RaggedKVCache(batch_size)
+            for layer in self.causal_lm.model.layers
+        ]
+        return BatchCache(layers, batch_size)
+
+    def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
+        """Post-norm hidden states [B, T, H] of token ids [B, T]."""
+        return self.causal_lm.model(tokens, cache)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[..., V] from post-norm hidden states [..., H], the trunk's or the head's."""
+        return lm_logits(self.causal_lm, hidden)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """The trunk's embedding of token ids: [..., H]."""
+        return self.causal_lm.model.embed_tokens(tokens)

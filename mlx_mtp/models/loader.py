@@ -1,0 +1,185 @@
+"""From a directory to a model that runs on our caches, with its head."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import load_model as mlx_lm_load_model
+
+from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
+from mlx_mtp.models.family import Family
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.head_weights import (
+    PREFIXES,
+    SIDECAR_PATTERN,
+    Convention,
+    HeadTensors,
+    has_router,
+    load_into,
+    read_sidecar,
+    split_head,
+    to_mlx,
+    trunk_convention,
+)
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.registry import family_of
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+# A quantized model is expanded to float32 on the CPU only if that takes less of the memory than this.
+_DEQUANTIZED_SHARE = 0.5
+
+
+def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedModel:
+    """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
+
+    Args:
+        path: a directory with config.json and model*.safetensors.
+        enable_mtp: load the head, which must then be there.
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on the CPU (which has no MoE in
+            any other type), else as the checkpoint is stored.
+
+    Raises:
+        UnsupportedModelError: no family serves it.
+        MissingHeadError: `enable_mtp`, and there is no head.
+        CheckpointError: a tensor or file is missing, misshapen or damaged.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
+    config = _read_json(path / "config.json")
+    family = family_of(config, str(path))
+    found = _load_trunk(path, family)
+    head = read_sidecar(path) or found.head_in_files(path) if enable_mtp else None
+    if enable_mtp and head is None:
+        raise _missing_head(path)
+    family.patch(found.model)
+    if head is not None:
+        found.model.mtp = _build_head(family.causal_lm(found.model).args, family, head)
+    _cast(found, dtype)
+    mx.eval(found.model.parameters())
+    return LoadedModel(
+        path=path,
+        config=config,
+        generation_config=_read_json(path / "generation_config.json", default={}),
+        model=found.model,
+        family=family,
+        head_source=None if head is None else head.source,
+    )
+
+
+@dataclass
+class _Trunk:
+    """What came out of the model*.safetensors files."""
+
+    model: nn.Module = field(default_factory=nn.Module)
+    head: dict[str, mx.array] = field(default_factory=dict)
+    convention: Convention = "mlx"
+    dtype: mx.Dtype = mx.bfloat16
+
+    def head_in_files(self, path: Path) -> HeadTensors | None:
+        if not self.head:
+            return None
+        return HeadTensors(self.head, self.convention, f"{path / 'model*.safetensors'}")
+
+
+def _load_trunk(path: Path, family: Family) -> _Trunk:
+    found = _Trunk()
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        base, args = family.classes(config)
+
+        class Model(base):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                trunk, found.head = split_head(weights)
+                found.convention = trunk_convention(trunk)
+                trunk = family.prepare_weights(trunk)
+                found.dtype = _stored_dtype(trunk)
+                if found.convention == "hf":
+                    # mlx-lm adds the norms' 1 in the stored type; in float32 nothing is lost.
+                    trunk = {k: _norm_to_float32(k, v) for k, v in trunk.items()}
+                return super().sanitize(trunk)
+
+        return Model, args
+
+    try:
+        found.model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no model*.safetensors file.") from error
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} can't be loaded: {error}") from error
+    return found
+
+
+def _build_head(args: Any, family: Family, found: HeadTensors) -> MTPHead:
+    weights = to_mlx(found)
+    layer = family.head_layer(args, moe=has_router(weights))
+    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+    load_into(head, weights, found.source)
+    return head
+
+
+def _cast(found: _Trunk, dtype: str) -> None:
+    on_cpu = mx.default_device() == mx.cpu
+    target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
+    # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
+    cast = [
+        (name, value.astype(target))
+        for name, value in tree_flatten(found.model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating) and not name.endswith("A_log")
+    ]
+    found.model.load_weights(cast, strict=False)
+    if on_cpu and target == mx.float32 and _dequantized_fits(found.model):
+        # Quantized matmuls on the CPU are about five times slower than float32 ones.
+        dequantize_model(found.model)
+
+
+def _dequantized_fits(model: nn.Module) -> bool:
+    size = 0
+    for _, module in model.named_modules():
+        if hasattr(module, "bits") and "scales" in module:
+            size += 4 * module.weight.size * 32 // module.bits
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size < _DEQUANTIZED_SHARE * memory
+
+
+def _stored_dtype(weights: dict[str, mx.array]) -> mx.Dtype:
+    """The type of the final norm: activations have it, whatever the matrices are packed in."""
+    for key, value in weights.items():
+        if key.endswith("model.norm.weight") or key.endswith("language_model.norm.weight"):
+            return value.dtype
+    return mx.bfloat16
+
+
+def _norm_to_float32(key: str, value: mx.array) -> mx.array:
+    is_norm = key.endswith("norm.weight") and value.ndim == 1
+    return value.astype(mx.float32) if is_norm else value
+
+
+def _missing_head(path: Path) -> MissingHeadError:
+    return MissingHeadError(
+        f"{path} has no MTP head. Looked for {SIDECAR_PATTERN} beside the model, and for tensors "
+        f"named {', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions "
+        "lose the head; add it with: python scripts/add_mtp_weights.py --mlx-model-path "
+        f"{path} --source-model <the original Hugging Face model>. Or serve without --enable-mtp."
+    )
+
+
+def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if default is not None:
+            return default
+        raise ModelError(f"{path.parent} has no {path.name}; it is no model directory.") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not hold a JSON object.")
+    return content

@@ -1,0 +1,59 @@
+"""What is done to the logits before a token is drawn, in this pinned order:
+
+penalties, bias, temperature, top_k, top_p, min_p, noise. Every function leaves a row whose
+parameters are neutral exactly as it was, so that a row's tokens don't depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def apply_penalties(
+    logits: mx.array,
+    counts: mx.array,
+    seen: mx.array,
+    repetition: mx.array,
+    presence: mx.array,
+    frequency: mx.array,
+) -> mx.array:
+    """Repetition, presence and frequency penalties.
+
+    Args:
+        logits: float32 [B, T, V].
+        counts: int32 [B, T, V], occurrences in the output before each position.
+        seen: bool [B, T, V], token is in the prompt or in the output before the position.
+        repetition, presence, frequency: float32 [B, 1, 1].
+    """
+    repeated = mx.where(logits > 0, logits / repetition, logits * repetition)
+    logits = mx.where(seen, repeated, logits)
+    return logits - presence * (counts > 0) - frequency * counts
+
+
+def truncate(
+    logits: mx.array, top_k: mx.array, top_p: mx.array, min_p: mx.array
+) -> mx.array:
+    """Set tokens outside top_k, then top_p, then min_p to minus infinity.
+
+    Each cut keeps all tokens that tie with the last one it keeps.
+
+    Args:
+        logits: float32 [B, T, V], already divided by the temperature.
+        top_k: int32 [B, 1, 1], V to keep all.
+        top_p: float32 [B, 1, 1]; of the distribution left by top_k, the smallest set of most
+            probable tokens that reaches this is kept.
+        min_p: float32 [B, 1, 1], share of the most probable token's probability.
+    """
+    vocab_size = logits.shape[-1]
+    ordered = mx.sort(logits, axis=-1)[..., ::-1]
+    rank = mx.arange(vocab_size)
+    by_k = mx.take_along_axis(ordered, mx.broadcast_to(top_k - 1, (*logits.shape[:2], 1)), axis=-1)
+    ordered = mx.where(ordered >= by_k, ordered, -mx.inf)
+    probabilities = mx.softmax(ordered, axis=-1, precise=True)
+    before = mx.cumsum(probabilities, axis=-1) - probabilities
+    # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
+    in_p = (before < top_p) | (rank == 0) | (top_p >= 1.0)
+    by_p = mx.min(mx.where(in_p, ordered, mx.inf), axis=-1, keepdims=True)
+    by_min = mx.where(min_p > 0, ordered[..., :1] + mx.log(min_p), -mx.inf)
+    threshold = mx.maximum(mx.maximum(by_k, by_p), by_min)
+    return mx.where(logits >= threshold, logits, -mx.inf)

@@ -1,0 +1,42 @@
+"""--api-key: a bearer token before every route but /health, unknown routes included."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_mtp.errors import AuthenticationError
+from mlx_mtp.server.http_errors import error_response
+
+_OPEN_PATHS = frozenset({"/health", "/health/"})
+
+
+class ApiKeyMiddleware:
+    """Pure ASGI, so that disconnects and streams pass through it untouched.
+
+    Args:
+        app: what is protected.
+        api_key: the one key that opens it.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._is_allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        error = AuthenticationError(
+            "This server wants its API key, as the header `Authorization: Bearer KEY`."
+        )
+        response = error_response(error, headers={"WWW-Authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Compared as bytes and in constant time; headers are Latin-1.
+        given = token.strip().encode("latin-1")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given, self._key)

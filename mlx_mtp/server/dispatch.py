@@ -1,0 +1,131 @@
+"""Between the engine's thread and the event loop: one call per step, then one inbox per request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.errors import EngineStoppedError, MlxMtpError
+from mlx_mtp.server.protocols import EngineLike
+
+
+class Inbox:
+    """The outputs of one HTTP request's sequences, in the order in which they came."""
+
+    def __init__(self, dispatcher: Dispatcher, request_ids: Sequence[str]) -> None:
+        self._dispatcher = dispatcher
+        self._open = set(request_ids)
+        self._arrived: list[tuple[float, RequestOutput]] = []
+        self._error: MlxMtpError | None = None
+        self._wakeup = asyncio.Event()
+
+    def close(self) -> None:
+        """Nobody reads this any more: cancel whatever is unfinished in the engine."""
+        for request_id in list(self._open):
+            self.drop(request_id)
+
+    async def take(self, timeout: float) -> list[tuple[float, RequestOutput]]:
+        """Everything that has arrived, each with its time; empty after `timeout` seconds of silence.
+
+        Raises:
+            MlxMtpError: the engine died or is being stopped.
+        """
+        if self._error is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wakeup.wait(), timeout)
+        self._wakeup.clear()
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            # What has arrived goes out first; then the end is told.
+            self._error = self._error or self._dispatcher.engine_failure()
+            if self._error is not None:
+                raise self._error
+        return arrived
+
+    def drop(self, request_id: str) -> None:
+        """No more of this sequence is wanted: free its row."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._dispatcher.forget(request_id, cancel=True)
+
+    def put(self, at: float, output: RequestOutput) -> None:
+        """An output has arrived (on the event loop)."""
+        if output.request_id not in self._open:
+            return
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+            self._dispatcher.forget(output.request_id, cancel=False)
+        self._arrived.append((at, output))
+        self._wakeup.set()
+
+    def fail(self, error: MlxMtpError) -> None:
+        """Nothing more will come."""
+        self._error = error
+        self._wakeup.set()
+
+
+class Dispatcher:
+    """Starts and stops the engine's deliveries, and hands each output to its inbox."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._inboxes: dict[str, Inbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the engine; call it on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._engine.start(self._deliver)
+
+    async def stop(self) -> None:
+        """Stop the engine and end what is still waiting for it."""
+        # Joining the engine's thread takes up to a step, and its last outputs need this loop.
+        await asyncio.to_thread(self._engine.stop)
+        self.end_all()
+
+    def end_all(self) -> None:
+        """End every open request with an error, because the server is stopping."""
+        for inbox in set(self._inboxes.values()):
+            inbox.fail(EngineStoppedError("The server is shutting down."))
+
+    def open(self, requests: Sequence[Request]) -> Inbox:
+        """Submit sequences; all of them, or none and an error.
+
+        Raises:
+            RequestError, EngineError: as `Engine.submit` does.
+        """
+        inbox = Inbox(self, [request.request_id for request in requests])
+        try:
+            for request in requests:
+                self._inboxes[request.request_id] = inbox
+                self._engine.submit(request)
+        except BaseException:
+            inbox.close()
+            raise
+        return inbox
+
+    def forget(self, request_id: str, *, cancel: bool) -> None:
+        """Deliver no more of this sequence."""
+        if self._inboxes.pop(request_id, None) is not None and cancel:
+            self._engine.cancel(request_id)
+
+    def engine_failure(self) -> MlxMtpError | None:
+        """The error that requests end with when the engine can't serve them any more."""
+        if self._engine.healthy:
+            return None
+        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason()}")
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        assert self._loop is not None, "the engine delivers only after start()"
+        # On the engine's thread. A loop that was closed by force has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
+
+    def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.put(at, output)

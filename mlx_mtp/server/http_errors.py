@@ -1,0 +1,97 @@
+"""The one place where errors become HTTP answers, all of them in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp.errors import (
+    EngineError,
+    InvalidRequestError,
+    MlxMtpError,
+    NotFoundError,
+    RequestError,
+    UnsupportedParameterError,
+)
+from mlx_mtp.server.messages import UNSUPPORTED
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that went away: nobody reads it but the access log."""
+
+_MAX_NAME = 120
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The JSON of an error, as a stream carries it too."""
+    if isinstance(error, RequestError | EngineError):
+        kind, code = error.type, error.code
+    else:
+        kind, code = EngineError.type, EngineError.code
+    # The words of an error that nobody raised on purpose belong in the log, not to the client.
+    message = str(error) if isinstance(error, MlxMtpError) else "The server failed; see its log."
+    param = error.param if isinstance(error, RequestError) else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The HTTP answer to an error."""
+    status = error.status if isinstance(error, RequestError | EngineError) else EngineError.status
+    return JSONResponse(error_body(error), status_code=status, headers=headers)
+
+
+def from_validation(error: ValidationError) -> RequestError:
+    """The first thing that pydantic found wrong, with the field's name as a client writes it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    location = [*first["loc"], *filter(None, [first.get("ctx", {}).get("field")])]
+    param = _field_name(location) or None
+    if first["type"] == "extra_forbidden":
+        return UnsupportedParameterError(f"{param} is not a parameter of this server.", param=param)
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is required.", param=param)
+    message = f"{param or 'The body'}: {first['msg']}."
+    if first["type"] in (UNSUPPORTED, "literal_error"):
+        return UnsupportedParameterError(message, param=param)
+    return InvalidRequestError(message, param=param)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in this module's way."""
+    app.add_exception_handler(MlxMtpError, _on_own_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_own_error)
+
+
+def _field_name(location: list[str | int]) -> str:
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}"
+    name = name.removeprefix(".")
+    return name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "..."
+
+
+async def _on_own_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    route = f"{request.method} {request.url.path[:_MAX_NAME]}"
+    if error.status_code == NotFoundError.status:
+        return error_response(NotFoundError(f"There is no route {route}."))
+    message = f"{error.detail}: {route}."
+    body = {"message": message, "type": RequestError.type, "param": None, "code": None}
+    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_disconnect(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)

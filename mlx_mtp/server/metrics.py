@@ -1,0 +1,84 @@
+"""Prometheus metrics: the engine's counters as they are when asked for, and two latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlx_mtp.server.protocols import EngineLike
+
+PREFIX = "mlx_mtp:"
+_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's statistics at each scrape, so that nothing is counted twice."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauges and counters, in Prometheus' own types."""
+        stats = self._engine.stats()
+        yield _gauge("num_requests_running", "Requests in a batch.", stats.num_requests_running)
+        yield _gauge("num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting)
+        yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)
+        yield _counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens)
+        yield _counter(
+            "spec_decode_num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens
+        )
+        by_position = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by position in the window.",
+            labels=["position"],
+        )
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            by_position.add_metric([str(position)], count)
+        yield by_position
+
+
+class Metrics:
+    """One app's metrics, in a registry of its own."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine))
+        self._first_token = Histogram(
+            PREFIX + "time_to_first_token_seconds",
+            "From a request's arrival in the engine to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self._between_tokens = Histogram(
+            PREFIX + "inter_token_latency_seconds",
+            "Time per token after the first; the tokens of one step share its time.",
+            buckets=_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came after this time."""
+        self._first_token.observe(seconds)
+
+    def more_tokens(self, seconds: float, count: int) -> None:
+        """Some more tokens of a request came in one step, after this time."""
+        for _ in range(count):
+            self._between_tokens.observe(seconds / count)
+
+    def render(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def _gauge(name: str, text: str, value: int) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counter(name: str, text: str, value: int) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value=value)

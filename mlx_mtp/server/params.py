@@ -1,0 +1,161 @@
+"""From a request body, the model's defaults and the room in the context to engine requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_mtp.engine.request import Request
+from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.protocols import EngineInfoLike
+from mlx_mtp.server.wire import MAX_SEQUENCES, GenerateRequest
+
+# Seeds that we choose stay exact in clients whose numbers are doubles.
+_SEED_BITS = 53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What applies where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingDefaults:
+        """Read the model's generation_config.json; OpenAI's defaults fill what it leaves open.
+
+        Raises:
+            ModelError: a value there is none that a sampler could use.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        given = {name: config[name] for name in names if config.get(name) is not None}
+        if config.get("do_sample") is False:
+            given["temperature"] = 0.0
+        try:
+            SamplingParams(max_tokens=1, **given).validate(vocab_size=1)
+        except (InvalidRequestError, TypeError) as error:
+            raise ModelError(f"The model's generation_config.json can't be used: {error}") from error
+        return cls(**given)
+
+
+class SeedSource:
+    """Seeds for requests that bring none.
+
+    Args:
+        seed: makes the sequence of seeds repeatable; None: the system's entropy.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = random.Random(seed)
+
+    def next(self) -> int:
+        """A fresh seed."""
+        return self._random.getrandbits(_SEED_BITS)
+
+
+def sampling_params(
+    body: GenerateRequest, defaults: SamplingDefaults, seed: int, vocab_size: int
+) -> SamplingParams:
+    """How the request's sequences are sampled; `max_tokens` is still to be cut to the room there is.
+
+    Raises:
+        InvalidRequestError: some value is out of its range; it names the field.
+    """
+    chosen = {
+        field.name: _first(getattr(body, field.name), getattr(defaults, field.name))
+        for field in dataclasses.fields(defaults)
+    }
+    params = SamplingParams(
+        max_tokens=_first(body.answer_tokens, 1),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple((_token_id(key), value) for key, value in body.logit_bias.items()),
+        seed=seed,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        top_logprobs=body.wanted_logprobs,
+        **chosen,
+    )
+    params.validate(vocab_size)
+    return params
+
+
+def check_choices(n: int, prompts: int, max_choices: int) -> None:
+    """Bound the sequences of one request.
+
+    Raises:
+        InvalidRequestError: there are too many, or none.
+    """
+    if not 1 <= n <= max_choices:
+        raise InvalidRequestError(f"n is {n}, but must be 1 to {max_choices}.", param="n")
+    if prompts * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{prompts} prompts times n = {n} are more than the {MAX_SEQUENCES} answers "
+            "that one request may ask for.",
+            param="prompt",
+        )
+
+
+def engine_requests(
+    request_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    body: GenerateRequest,
+    info: EngineInfoLike,
+) -> list[Request]:
+    """One engine request for each prompt and choice, in the order of the answer's choices.
+
+    Raises:
+        ContextLengthError: prompt and answer don't fit the context.
+    """
+    requests = []
+    for number, prompt in enumerate(prompts):
+        max_tokens = room(len(prompt), body.answer_tokens, info.max_model_len)
+        for choice in range(body.n):
+            sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
+            index = number * body.n + choice
+            requests.append(Request(f"{request_id}-{index}", prompt, sampling))
+    return requests
+
+
+def room(prompt_tokens: int, wanted: int | None, max_model_len: int) -> int:
+    """Most tokens that the answer may have.
+
+    Raises:
+        ContextLengthError: it has no room, or not as much as is wanted.
+    """
+    if prompt_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"The prompt has {prompt_tokens} tokens, which leaves no room for an answer: "
+            f"this model's context is {max_model_len} tokens."
+        )
+    if wanted is None:
+        return max_model_len - prompt_tokens
+    if prompt_tokens + wanted > max_model_len:
+        raise ContextLengthError(
+            f"This model's context is {max_model_len} tokens, but {prompt_tokens + wanted} were "
+            f"asked for: {prompt_tokens} of prompt and {wanted} of answer.",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def _first(value: Any, fallback: Any) -> Any:
+    return fallback if value is None else value
+
+
+def _token_id(key: str) -> int:
+    # As an integer prints itself, so that no two keys name one token.
+    if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
+        raise InvalidRequestError(
+            f"logit_bias has the key {key[:40]!r}, which is no token id.", param="logit_bias"
+        )
+    return int(key)

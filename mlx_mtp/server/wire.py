@@ -1,0 +1,195 @@
+"""The two request bodies. What is not named here is refused by name: nothing is silently ignored."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from mlx_mtp.server.messages import Message, Tool, WireModel, refusal
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_SEQUENCES = 128
+"""Most prompts times choices in one request."""
+
+# Exact ranges are the sampler's to check; this keeps integers that fit nowhere out of messages too.
+Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Float = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _only(neutral: object) -> Callable[[Any], Any]:
+    """Let the value through that changes nothing; refuse the feature by its name."""
+
+    def check(value: Any) -> Any:
+        if value != neutral:
+            raise refusal(f"this server supports only {json.dumps(neutral)}", unsupported=True)
+        return value
+
+    return check
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _is_scalar(value: object) -> object:
+    if isinstance(value, str | int | float | bool):
+        return value
+    raise refusal("must be a string, a number or a boolean")
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)]
+Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
+OnlyTrue = Annotated[bool, AfterValidator(_only(True))]
+OnlyFalse = Annotated[bool, AfterValidator(_only(False))]
+
+
+class StreamOptions(WireModel):
+    """What a stream carries beside the answer."""
+
+    include_usage: bool = False
+
+
+class GenerateRequest(WireModel):
+    """What both endpoints take."""
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    presence_penalty: Float = 0.0
+    frequency_penalty: Float = 0.0
+    logit_bias: dict[str, Float] = Field(default_factory=dict)
+    seed: Int | None = None
+    stop: Stops = Field(default_factory=list)
+    stop_token_ids: list[Int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    n: Int = 1
+    # Labels, which mean nothing to a model: OpenAI's own servers act on none of them either.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> GenerateRequest:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("needs stream: true", field="stream_options")
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Most tokens to generate for each choice; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
+    @abstractmethod
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None: no logprobs."""
+
+    @property
+    def include_usage(self) -> bool:
+        """The stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ResponseFormat(WireModel):
+    """The form of the answer: text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerateRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Int | None = None
+    logprobs: bool = False
+    top_logprobs: Int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: OnlyTrue = True
+    chat_template_kwargs: dict[str, Scalar] = Field(default_factory=dict)
+    response_format: ResponseFormat | None = None
+    store: OnlyFalse = False
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refusal("needs logprobs: true", field="top_logprobs")
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise refusal("differs from max_completion_tokens; give one of them", field="max_tokens")
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Either of the field's two names."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """`logprobs` switches them on, `top_logprobs` says how many."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.for_template() for tool in self.tools]
+
+
+def _as_prompts(value: object) -> object:
+    """One prompt, as text or as token ids, becomes a list of one."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise refusal("must be a string, a list of token ids, or a non-empty list of either")
+    for number, prompt in enumerate(value):
+        ids = isinstance(prompt, list) and all(_is_id(token) for token in prompt)
+        if not isinstance(prompt, str) and not ids:
+            raise refusal(f"prompt {number} is neither a string nor a list of token ids")
+        if not prompt:
+            raise refusal(f"prompt {number} is empty")
+    return value
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class CompletionRequest(GenerateRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    echo: OnlyFalse = False
+    suffix: Annotated[str, AfterValidator(_only(""))] = ""
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> CompletionRequest:
+        if self.best_of not in (None, 1, self.n):
+            raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        return self.prompt
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """One number does both."""
+        return self.logprobs

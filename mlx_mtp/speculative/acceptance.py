@@ -1,0 +1,66 @@
+"""Which of a verify window's tokens each row keeps, decided on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Verdict(NamedTuple):
+    """What came of a window.
+
+    Args:
+        num_kept: int32 [B], tokens each row emits: the accepted drafts and one recovered or bonus
+            token, cut at a stop id or at the row's limit; 0 for rows that had finished before.
+        num_accepted: int32 [B], how many of the emitted tokens were drafts.
+        finished: bool [B], the row emits nothing from here on.
+        remaining: int32 [B], tokens each row may still emit.
+        last: int32 [B], the last token each row has emitted.
+    """
+
+    num_kept: mx.array
+    num_accepted: mx.array
+    finished: mx.array
+    remaining: mx.array
+    last: mx.array
+
+
+def accept(
+    targets: mx.array,
+    window: mx.array,
+    *,
+    stop_ids: mx.array,
+    remaining: mx.array,
+    finished: mx.array,
+) -> Verdict:
+    """Compare drafts with the tokens that the model drew itself.
+
+    Token j of a row is right only if every draft before it was, so a row keeps the drafts up to
+    the first that differs, and the model's own token there.
+
+    Args:
+        targets: int32 [B, T], the token drawn after each position of the window.
+        window: int32 [B, T], the last emitted token and T-1 drafts.
+        stop_ids: int32 [B, S], padded with -1.
+        remaining: int32 [B], tokens each row may still emit.
+        finished: bool [B], rows that had finished before.
+    """
+    agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
+    num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
+    allowed = mx.minimum(num_agreed + 1, remaining)
+    is_stop = (targets[..., None] == stop_ids[:, None]).any(axis=-1)
+    stop_in = is_stop & (mx.arange(targets.shape[1]) < allowed[:, None])
+    stopped = stop_in.any(axis=1)
+    num_kept = mx.where(stopped, mx.argmax(stop_in, axis=1).astype(mx.int32) + 1, allowed)
+    num_kept = mx.where(finished, 0, num_kept)
+    remaining = remaining - num_kept
+    at_last = mx.maximum(num_kept - 1, 0)[:, None]
+    newest = mx.take_along_axis(targets, at_last, axis=1)[:, 0]
+    return Verdict(
+        num_kept=num_kept,
+        num_accepted=mx.minimum(num_agreed, num_kept),
+        finished=finished | stopped | (remaining <= 0),
+        remaining=remaining,
+        last=mx.where(num_kept > 0, newest, window[:, 0]),
+    )
