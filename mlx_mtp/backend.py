@@ -33,7 +33,7 @@ class BackendInfo:
 
     Args:
         device: "Metal", "CUDA" or "CPU".
-        blas: the BLAS that the CPU's matrix products use, for the log; empty where it doesn't matter.
+        blas: what the CPU's matrix products use, for the log; empty where it doesn't matter.
         mlx_version: of the installed mlx.
     """
 

@@ -1,4 +1,4 @@
-"""Attention KV for rows of different lengths: left-aligned, a length per row, nothing ever moved."""
+"""Attention KV for rows of different lengths: left-aligned, a length per row, nothing moved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RaggedKVCache:
             keys, values: [B, heads, T, dim].
             start: int32 [B].
         """
-        if self.keys is None:
+        if self.keys is None or self.values is None:
             self.keys = _empty(keys, self.limit)
             self.values = _empty(values, self.limit)
         num_new = keys.shape[2]

@@ -1,0 +1,1 @@
+"""Giving a checkpoint its MTP head back."""

@@ -1,0 +1,1 @@
+"""Requests in, tokens out: scheduler, runner, thread."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence as Rows
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
 
 import mlx.core as mx
 import numpy as np
@@ -109,4 +110,5 @@ def _padded(ids: Rows[tuple[int, ...]]) -> np.ndarray:
 
 
 def _widen(stop_ids: mx.array, width: int) -> mx.array:
-    return mx.pad(stop_ids, ((0, 0), (0, width - stop_ids.shape[1])), constant_values=-1)
+    missing = width - stop_ids.shape[1]
+    return mx.pad(stop_ids, [(0, 0), (0, missing)], constant_values=-1)

@@ -61,6 +61,7 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
         return model.max_model_len
     if not 2 <= config.max_model_len <= model.max_model_len:
         raise UsageError(
-            f"max_model_len is {config.max_model_len}; this model allows 2 to {model.max_model_len}."
+            f"max_model_len is {config.max_model_len}; "
+            f"this model allows 2 to {model.max_model_len}."
         )
     return config.max_model_len

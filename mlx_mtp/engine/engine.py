@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.engine.runner import Launched, ModelRunner
+from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
@@ -18,7 +23,6 @@ from mlx_mtp.errors import (
     EngineStoppedError,
     InvalidRequestError,
 )
-from mlx_mtp.speculative.counters import SpeculationCounters
 from mlx_mtp.speculative.depth import DepthPolicy
 
 logger = logging.getLogger(__name__)
@@ -75,9 +79,7 @@ class Engine:
         self._failure: str | None = None
         self._deliver: Deliver | None = None
         self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
-        self._counters = SpeculationCounters()
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._core: EngineCore | None = None
 
     @property
     def healthy(self) -> bool:
@@ -101,6 +103,7 @@ class Engine:
         """
         self._deliver = deliver
         self._thread.start()
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the thread after the step it is in; requests that are left end with an error."""
@@ -109,6 +112,7 @@ class Engine:
             self._wake.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self.stop)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -132,24 +136,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        spec = self._counters
-        return EngineStats(
-            num_requests_running=self._scheduler.num_running,
-            num_requests_waiting=self._scheduler.num_waiting,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_drafts=spec.num_drafts,
-            num_draft_tokens=spec.num_draft_tokens,
-            num_accepted_tokens=spec.num_accepted_tokens,
-            num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
-        )
+        return EngineStats() if self._core is None else self._core.stats()
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len
         request.sampling.validate(vocab_size)
         prompt = request.prompt_token_ids
         if not prompt:
-            raise InvalidRequestError("The prompt is empty; it needs at least one token.", param="prompt")
+            raise InvalidRequestError(
+                "The prompt is empty; it needs at least one token.", param="prompt"
+            )
         if len(prompt) >= limit:
             raise ContextLengthError(
                 f"The prompt has {len(prompt)} tokens, but this server's context is {limit} tokens "
@@ -171,53 +167,38 @@ class Engine:
             self._wake.notify()
 
     def _main(self) -> None:
+        core = self._core = EngineCore(
+            self._scheduler, self._make_runner(), overlap=self._config.overlap
+        )
         try:
-            self._loop(self._make_runner())
+            self._loop(core)
         except Exception as error:
             logger.exception("The engine's thread died")
             self._failure = f"the engine's thread died: {type(error).__name__}: {error}"
-        reason = self._failure or "the engine is stopping"
-        self._take_inbox(wait=False)
-        self._send(self._scheduler.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+        reason = self.unhealthy_reason
+        self._take_inbox(core, wait=False)
+        self._send(core.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+        # A thread that leaves its streams behind makes mlx abort the process at exit.
+        mx.clear_streams()
 
-    def _loop(self, runner: ModelRunner) -> None:
-        """Schedule, run, update; the tokens of a step are read after the next one is launched."""
-        in_flight: list[Launched] = []
+    def _loop(self, core: EngineCore) -> None:
         while True:
-            self._take_inbox(wait=self._scheduler.idle and not in_flight)
+            self._take_inbox(core, wait=core.idle)
             if self._stopping:
                 return
-            plan = self._scheduler.schedule()
-            launched = runner.run(plan)
-            if not self._config.overlap:
-                in_flight, launched = launched, []
-            self._update(runner, in_flight)
-            in_flight = launched
+            self._send(core.step())
 
-    def _update(self, runner: ModelRunner, in_flight: list[Launched]) -> None:
-        results = runner.read(in_flight)
-        outputs = self._scheduler.update(results)
-        for result in results:
-            self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
-        self._prompt_tokens += sum(
-            n for window in in_flight if window.is_prefill for n in window.num_positions
-        )
-        self._generation_tokens += sum(len(o.token_ids) for o in outputs)
-        self._send(outputs)
-
-    def _take_inbox(self, *, wait: bool) -> None:
+    def _take_inbox(self, core: EngineCore, *, wait: bool) -> None:
         with self._wake:
             if wait:
                 self._wake.wait_for(lambda: self._inbox or self._stopping)
             notes, self._inbox = self._inbox, []
         for note in notes:
             if isinstance(note, Sequence):
-                self._scheduler.add(note)
+                core.add(note)
             else:
-                self._scheduler.cancel(note)
+                core.cancel(note)
 
     def _send(self, outputs: Many[RequestOutput]) -> None:
         if outputs and self._deliver is not None:
             self._deliver(outputs)
-
-

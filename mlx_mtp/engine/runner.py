@@ -267,7 +267,7 @@ class ModelRunner:
         """The running batch with exactly the wanted rows."""
         rows = frozenset(wanted)
         parts = [self._decoding] if self._decoding is not None else []
-        waiting = []
+        waiting: list[Batch] = []
         for batch in self._ready:
             (parts if rows.issuperset(batch.sequences) else waiting).append(batch)
         kept = [p for p in (part.take(lambda s: s in rows) for part in parts) if len(p)]
@@ -329,7 +329,7 @@ def _results(window: Launched) -> list[RowResult]:
         return [RowResult(s, n, error=window.error) for s, n in rows]
     if window.tokens is None or window.verdict is None:
         rows = zip(window.sequences, window.num_positions, strict=True)
-        return [RowResult(s, n, num_kept=n) for s, n in rows]
+        return [RowResult(s, n, num_kept=n, num_prompt_tokens=n) for s, n in rows]
     tokens = np.array(window.tokens)
     num_kept = np.array(window.verdict.num_kept).tolist()
     num_accepted = np.array(window.verdict.num_accepted).tolist()
@@ -347,6 +347,7 @@ def _results(window: Launched) -> list[RowResult]:
                 token_ids=tuple(tokens[row, :kept].tolist()),
                 logprobs=() if tables is None or top is None else _report(tables, row, kept, top),
                 finished=finished[row],
+                num_prompt_tokens=length if window.is_prefill else 0,
                 num_draft_tokens=0 if window.is_prefill or kept == 0 else length - 1,
                 num_accepted_tokens=0 if window.is_prefill else num_accepted[row],
             )

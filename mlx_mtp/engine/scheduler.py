@@ -64,6 +64,7 @@ class RowResult:
         token_ids: tokens emitted.
         logprobs: one per token if asked for.
         finished: the device ended the row.
+        num_prompt_tokens: prompt tokens this window computed.
         num_draft_tokens, num_accepted_tokens: of this window.
         error: the step failed; nothing else is valid.
     """
@@ -74,6 +75,7 @@ class RowResult:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finished: bool = False
+    num_prompt_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: MlxMtpError | None = None
@@ -226,4 +228,3 @@ class Scheduler:
 def _failed(sequence: Sequence, error: MlxMtpError) -> RequestOutput:
     sequence.status = Status.FINISHED
     return RequestOutput(sequence.request_id, finish_reason="error", error=error)
-

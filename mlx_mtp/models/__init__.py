@@ -1,0 +1,1 @@
+"""mlx-lm's models on our caches, and the MTP head."""

@@ -74,9 +74,9 @@ class Family(ABC):
 
 
 _NEEDED = (
-    "conv1d conv_kernel_size key_dim num_k_heads num_v_heads head_k_dim head_v_dim "
-    "A_log dt_bias norm out_proj"
-).split()
+    *("conv1d", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads"),
+    *("head_k_dim", "head_v_dim", "A_log", "dt_bias", "norm", "out_proj"),
+)
 
 
 def _expect(condition: bool, index: int, what: str) -> None:

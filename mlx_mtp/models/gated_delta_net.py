@@ -29,7 +29,9 @@ class WindowedGatedDeltaNet(nn.Module):
         """
         raise NotImplementedError
 
-    def __call__(self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    def __call__(
+        self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
         """Run a window: [B, T, H] to [B, T, H]."""
         if not isinstance(cache, GatedDeltaCache):
             return super().__call__(inputs, mask, cache)

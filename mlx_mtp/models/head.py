@@ -6,7 +6,8 @@ Row p of the head joins the trunk's post-norm hidden state h_p with the next tok
     m = norm(layer(z))                                   # lm_head(m) predicts x_{p+2}
 
 As published with Qwen3-Next (the head of DeepSeek-V3's technical report, section 2.2, with a
-gated-attention layer). A second draft feeds m, the drafted token and position p+1 to the same layer.
+gated-attention layer). A second draft feeds m, the drafted token and position p+1 to the same
+layer.
 """
 
 from __future__ import annotations

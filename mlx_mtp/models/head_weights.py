@@ -98,7 +98,9 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
         )
     _, head = split_head(tensors)
     if not head:
-        raise CheckpointError(f"{names} in {model_path} has no tensor whose name begins with 'mtp.'.")
+        raise CheckpointError(
+            f"{names} in {model_path} has no tensor whose name begins with 'mtp.'."
+        )
     return HeadTensors(head, "hf" if convention == "hf" else "mlx", f"sidecar {names}")
 
 

@@ -25,7 +25,7 @@ def resolve_model(name_or_path: str | None) -> Path:
     """The directory that holds a model, downloaded if it has to be.
 
     Args:
-        name_or_path: None for the bundled model, a local directory, or a hub id `organisation/name`.
+        name_or_path: None for the bundled model, a local directory, or a hub id like `Qwen/Name`.
 
     Raises:
         ModelError: there is no such model, or it can't be had; the message says why.

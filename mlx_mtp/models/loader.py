@@ -33,7 +33,7 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.registry import family_of
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-# A quantized model is expanded to float32 on the CPU only if that takes less of the memory than this.
+# A quantized model is expanded to float32 on the CPU only if it takes less of the memory.
 _DEQUANTIZED_SHARE = 0.5
 
 
@@ -128,16 +128,22 @@ def _build_head(args: Any, family: Family, found: HeadTensors) -> MTPHead:
 def _cast(found: _Trunk, dtype: str) -> None:
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
-    # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
-    cast = [
-        (name, value.astype(target))
-        for name, value in tree_flatten(found.model.parameters())
-        if mx.issubdtype(value.dtype, mx.floating) and not name.endswith("A_log")
-    ]
-    found.model.load_weights(cast, strict=False)
+    _cast_floats(found.model, target)
     if on_cpu and target == mx.float32 and _dequantized_fits(found.model):
         # Quantized matmuls on the CPU are about five times slower than float32 ones.
         dequantize_model(found.model)
+        # Modes whose scales are no floats come out in BF16.
+        _cast_floats(found.model, target)
+
+
+def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
+    # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
+    cast = [
+        (name, value.astype(target))
+        for name, value in tree_flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating) and not name.endswith("A_log")
+    ]
+    model.load_weights(cast, strict=False)
 
 
 def _dequantized_fits(model: nn.Module) -> bool:
@@ -152,7 +158,7 @@ def _dequantized_fits(model: nn.Module) -> bool:
 def _stored_dtype(weights: dict[str, mx.array]) -> mx.Dtype:
     """The type of the final norm: activations have it, whatever the matrices are packed in."""
     for key, value in weights.items():
-        if key.endswith("model.norm.weight") or key.endswith("language_model.norm.weight"):
+        if key.endswith(("model.norm.weight", "language_model.norm.weight")):
             return value.dtype
     return mx.bfloat16
 

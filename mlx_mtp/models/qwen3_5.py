@@ -10,8 +10,8 @@ from mlx_lm.models import qwen3_5 as mlx_lm_qwen3_5
 from mlx_lm.models import qwen3_5_moe as mlx_lm_qwen3_5_moe
 
 from mlx_mtp.models.family import Family
-from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.gated_delta_net import WindowedGatedDeltaNet
+from mlx_mtp.models.head_weights import stack_experts
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, mlx_lm_qwen3_5.GatedDeltaNet):

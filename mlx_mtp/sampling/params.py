@@ -102,9 +102,7 @@ class SamplingParams:
             _token_id("stop_token_ids", token, vocab_size)
 
 
-def _within(
-    name: str, value: float, low: float, high: float, *, open_low: bool = False
-) -> None:
+def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be a finite number, not {value}.", param=name)
     if value > high or value < low or (open_low and value == low):
@@ -116,7 +114,9 @@ def _within(
 
 def _at_most(name: str, count: int, limit: int) -> None:
     if count > limit:
-        raise InvalidRequestError(f"{name} has {count} entries; at most {limit} are allowed.", param=name)
+        raise InvalidRequestError(
+            f"{name} has {count} entries; at most {limit} are allowed.", param=name
+        )
 
 
 def _token_id(name: str, token: int, vocab_size: int) -> None:

@@ -30,9 +30,7 @@ def apply_penalties(
     return logits - presence * (counts > 0) - frequency * counts
 
 
-def truncate(
-    logits: mx.array, top_k: mx.array, top_p: mx.array, min_p: mx.array
-) -> mx.array:
+def truncate(logits: mx.array, top_k: mx.array, top_p: mx.array, min_p: mx.array) -> mx.array:
     """Set tokens outside top_k, then top_p, then min_p to minus infinity.
 
     Each cut keeps all tokens that tie with the last one it keeps.

@@ -45,7 +45,7 @@ class Sampler:
         self.any_penalties = any(p.has_penalties for p in params)
         reported = [p.top_logprobs for p in params if p.top_logprobs is not None]
         self.num_logprobs = max(reported, default=None)
-        self.greedy = mx.array([p.greedy for p in params])[:, None]
+        self.greedy = mx.array([p.greedy for p in params])[:, None, None]
         self.seeds = mx.array([p.noise_seed() for p in params], dtype=mx.uint32)
         self.temperature = _column([1.0 if p.greedy else p.temperature for p in params])
         self.top_k = _column([min(p.top_k or self.vocab_size, self.vocab_size) for p in params])
@@ -68,6 +68,10 @@ class Sampler:
         Returns:
             int32 [B, T].
         """
+        return mx.argmax(self.scores(logits, positions, window), axis=-1).astype(mx.int32)
+
+    def scores(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
+        """What `draw` takes the largest of: processed logits, noise included, float32 [B, T, V]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         if self.output_counts is not None and self.in_prompt is not None:
             drafted = _draft_counts(window, self.vocab_size)[:, -logits.shape[1] :]
@@ -78,14 +82,13 @@ class Sampler:
             )
         if self.bias is not None:
             scores = scores + self.bias
-        best = mx.argmax(scores, axis=-1)
-        if self.any_sampled:
-            scores = scores / self.temperature
-            if self.any_truncated:
-                scores = truncate(scores, self.top_k, self.top_p, self.min_p)
-            noise = keyed_gumbel(self.seeds, positions, self.vocab_size)
-            best = mx.where(self.greedy, best, mx.argmax(scores + noise, axis=-1))
-        return best.astype(mx.int32)
+        if not self.any_sampled:
+            return scores
+        noisy = scores / self.temperature
+        if self.any_truncated:
+            noisy = truncate(noisy, self.top_k, self.top_p, self.min_p)
+        noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size)
+        return mx.where(self.greedy, scores, noisy)
 
     def count(self, tokens: mx.array, num_kept: mx.array) -> None:
         """Add the first `num_kept[b]` of the tokens [B, T] that were drawn to the counts."""
@@ -124,7 +127,7 @@ class Sampler:
         taken.output_counts = taken.in_prompt = None
         if taken.any_penalties:
             counts, in_prompt = self._tables()
-            where = mx.array(rows, dtype=mx.int32)
+            where = mx.array(list(rows), dtype=mx.int32)
             taken.output_counts, taken.in_prompt = counts[where], in_prompt[where]
         return taken
 
@@ -132,8 +135,8 @@ class Sampler:
         """Append the other's rows."""
         if self.any_penalties or other.any_penalties:
             counts, prompts = zip(self._tables(), other._tables(), strict=True)
-            self.output_counts = mx.concatenate(counts)
-            self.in_prompt = mx.concatenate(prompts)
+            self.output_counts = mx.concatenate(list(counts))
+            self.in_prompt = mx.concatenate(list(prompts))
         self._set_params([*self.params, *other.params])
 
     def _tables(self) -> tuple[mx.array, mx.array]:
@@ -149,7 +152,7 @@ class Sampler:
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(values)[:, None, None]
+    return mx.array(list(values))[:, None, None]
 
 
 def _mark(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:

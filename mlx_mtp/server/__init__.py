@@ -1,0 +1,1 @@
+"""HTTP: wire models, chat template, detokenizing, server-sent events. No mlx here."""

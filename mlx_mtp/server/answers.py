@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -151,14 +151,15 @@ class TextDialect:
             "tokens": [name(info.token_id) for info in tokens],
             "token_logprobs": [max(info.logprobs.logprob, _LEAST_LOGPROB) for info in tokens],
             "top_logprobs": [
-                {name(token): max(value, _LEAST_LOGPROB) for token, value in info.logprobs.top}
+                # The token that was taken is always among them, as OpenAI has it.
+                {
+                    name(token): max(value, _LEAST_LOGPROB)
+                    for token, value in (*info.logprobs.top, (info.token_id, info.logprobs.logprob))
+                }
                 for info in tokens
             ],
             "text_offset": [info.offset for info in tokens],
         }
-
-
-MakeDialect = Callable[[TokenNames, bool], Dialect]
 
 
 def whole(deltas: Iterable[Delta], count: int) -> list[Delta]:

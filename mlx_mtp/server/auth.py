@@ -26,6 +26,7 @@ class ApiKeyMiddleware:
         self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the call through, or answer 401."""
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._is_allowed(scope):
             await self._app(scope, receive, send)
             return

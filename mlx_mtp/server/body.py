@@ -55,7 +55,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         if _SURROGATE_ESCAPE.search(text):
             # Half of a surrogate pair is valid in JSON, but no character that could be encoded.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
     except RecursionError:
         raise InvalidRequestError("The body's JSON is nested too deeply.") from None

@@ -10,8 +10,8 @@ class Detokenizer:
     """One sequence's text, given out as soon as it is certain.
 
     Bytes of an unfinished character wait for the rest of it; text that may turn out to be the start
-    of a stop string waits until it is, or isn't. Tokens go in singly, so what comes out over a whole
-    sequence doesn't depend on how many of them a step brought.
+    of a stop string waits until it is, or isn't. Tokens go in singly, so what comes out over a
+    whole sequence doesn't depend on how many of them a step brought.
 
     Args:
         text_bytes: the UTF-8 bytes that a token adds to the text, none for a special token.

@@ -28,7 +28,7 @@ class Inbox:
             self.drop(request_id)
 
     async def take(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        """Everything that has arrived, each with its time; empty after `timeout` seconds of silence.
+        """All that has arrived, each with its time; nothing after `timeout` seconds of silence.
 
         Raises:
             MlxMtpError: the engine died or is being stopped.
@@ -116,7 +116,7 @@ class Dispatcher:
         """The error that requests end with when the engine can't serve them any more."""
         if self._engine.healthy:
             return None
-        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason()}")
+        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None, "the engine delivers only after start()"

@@ -47,7 +47,7 @@ class Delta:
 class Choice:
     """One sequence: detokenizes it and counts its tokens.
 
-    Tokens are taken singly, so that text, counts and logprobs don't depend on how many a step brought.
+    Tokens are taken singly: text, counts and logprobs don't depend on how many a step brought.
     """
 
     def __init__(self, index: int, request: Request, detokenizer: Detokenizer) -> None:
@@ -143,7 +143,7 @@ class Generation:
         Raises:
             MlxMtpError: a choice failed, or the engine did.
         """
-        while any(choice.finish_reason is None for choice in self.choices.values()):
+        while not self.is_finished:
             arrived = await self._inbox.take(patience)
             if not arrived:
                 yield []
@@ -160,7 +160,7 @@ class Generation:
         before = choice.num_tokens
         delta = choice.take(output)
         self._note_times(at, output.request_id, choice.num_tokens - before)
-        if choice.finish_reason is not None:
+        if delta.finish_reason is not None:
             self._inbox.drop(output.request_id)
         return delta
 
@@ -177,6 +177,11 @@ class Generation:
             self._first = at
         if at == self._first:
             self._first_tokens += count
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has its finish reason."""
+        return all(choice.finish_reason is not None for choice in self.choices.values())
 
     @property
     def completion_tokens(self) -> int:

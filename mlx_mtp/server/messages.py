@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -47,7 +46,7 @@ def _joined_text(value: object) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise refusal(
-                f"part {number} is of type {json.dumps(kind)[:80]}, but this server takes text only",
+                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
                 unsupported=True,
             )
         if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
@@ -75,7 +74,7 @@ class ToolCall(WireModel):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The call with its arguments as an object, which Qwen's templates want, where they are one."""
+        """The call; arguments that are an object become one, as Qwen's templates want them."""
         return {
             "id": self.id,
             "type": self.type,
@@ -110,7 +109,9 @@ class Message(WireModel):
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.content is None and not self.tool_calls:
             alternative = " or tool_calls" if self.role == "assistant" else ""
-            raise refusal(f"a message of role {self.role} needs content{alternative}", field="content")
+            raise refusal(
+                f"a message of role {self.role} needs content{alternative}", field="content"
+            )
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -163,11 +164,6 @@ class Tool(WireModel):
         if self.function.parameters is not None:
             function["parameters"] = self.function.parameters
         return {"type": self.type, "function": function}
-
-
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """All messages as chat templates take them."""
-    return [message.for_template() for message in messages]
 
 
 def _object_or_text(text: str) -> Any:

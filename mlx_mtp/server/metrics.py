@@ -25,7 +25,9 @@ class EngineCollector(Collector):
         """The gauges and counters, in Prometheus' own types."""
         stats = self._engine.stats()
         yield _gauge("num_requests_running", "Requests in a batch.", stats.num_requests_running)
-        yield _gauge("num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting)
+        yield _gauge(
+            "num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting
+        )
         yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)

@@ -40,9 +40,13 @@ class SamplingDefaults:
         if config.get("do_sample") is False:
             given["temperature"] = 0.0
         try:
+            if not isinstance(given.get("top_k", 0), int):
+                raise TypeError(f"top_k is {given['top_k']!r}, which is no integer")
             SamplingParams(max_tokens=1, **given).validate(vocab_size=1)
         except (InvalidRequestError, TypeError) as error:
-            raise ModelError(f"The model's generation_config.json can't be used: {error}") from error
+            raise ModelError(
+                f"The model's generation_config.json can't be used: {error}"
+            ) from error
         return cls(**given)
 
 
@@ -64,7 +68,7 @@ class SeedSource:
 def sampling_params(
     body: GenerateRequest, defaults: SamplingDefaults, seed: int, vocab_size: int
 ) -> SamplingParams:
-    """How the request's sequences are sampled; `max_tokens` is still to be cut to the room there is.
+    """How the request's sequences are sampled, before the context's room is known.
 
     Raises:
         InvalidRequestError: some value is out of its range; it names the field.
@@ -114,10 +118,13 @@ def engine_requests(
     """One engine request for each prompt and choice, in the order of the answer's choices.
 
     Raises:
+        InvalidRequestError: a prompt came out empty.
         ContextLengthError: prompt and answer don't fit the context.
     """
     requests = []
     for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise InvalidRequestError("The prompt has no tokens.")
         max_tokens = room(len(prompt), body.answer_tokens, info.max_model_len)
         for choice in range(body.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)

@@ -36,6 +36,7 @@ class EngineLike(Protocol):
     def healthy(self) -> bool:
         """The engine's thread lives and takes requests."""
 
+    @property
     def unhealthy_reason(self) -> str | None:
         """Why it doesn't; None while it does."""
 

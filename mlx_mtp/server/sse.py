@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -137,7 +138,9 @@ class EventStreamResponse(Response):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        with self._open_generation() as generation:
+        """Generate and send, until the end or until the client leaves."""
+        # After the first byte nobody above could turn a disconnect into anything.
+        with self._open_generation() as generation, contextlib.suppress(ClientDisconnect):
             await until_disconnect(receive, self._send(generation, send))
 
     async def _send(self, generation: Generation, send: Send) -> None:

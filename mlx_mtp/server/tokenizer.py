@@ -26,12 +26,14 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, source: str) -> None:
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(index for index, token in added.items() if token.special)
         self._byte_of = _byte_level_alphabet()
         if self._backend is None or not _is_byte_level(self._backend):
-            raise ModelError(f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served.")
+            raise ModelError(
+                f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
+            )
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -54,13 +56,11 @@ class Tokenizer:
         """Ids are below this; the model's own vocabulary may be padded beyond it."""
         return len(self._tokenizer)
 
-    def eos_token_ids(self, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ids that end an answer: generation_config.json's, and the tokenizer's own."""
-        configured = generation_config.get("eos_token_id")
-        ids = [configured] if isinstance(configured, int) else list(configured or [])
-        if self._tokenizer.eos_token_id is not None:
-            ids.append(self._tokenizer.eos_token_id)
-        return tuple(dict.fromkeys(i for i in ids if 0 <= i < self.vocab_size))
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What the tokenizer itself says ends an answer; a model's configuration may name more."""
+        eos = self._tokenizer.eos_token_id
+        return () if eos is None else (eos,)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a plain prompt, with what the tokenizer itself puts before it."""

@@ -1,4 +1,4 @@
-"""The two request bodies. What is not named here is refused by name: nothing is silently ignored."""
+"""The two request bodies. What is not named here is refused by name, never silently ignored."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.messages import Message, Tool, WireModel, refusal
 
 MAX_STOPS = 16
@@ -130,7 +131,9 @@ class ChatRequest(GenerateRequest):
             raise refusal("needs logprobs: true", field="top_logprobs")
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
-            raise refusal("differs from max_completion_tokens; give one of them", field="max_tokens")
+            raise refusal(
+                "differs from max_completion_tokens; give one of them", field="max_tokens"
+            )
         return self
 
     @property
@@ -173,7 +176,7 @@ class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
-    logprobs: Int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Int | None = None
     echo: OnlyFalse = False
     suffix: Annotated[str, AfterValidator(_only(""))] = ""

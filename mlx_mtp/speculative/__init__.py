@@ -1,0 +1,1 @@
+"""Drafts: where they come from, how many, and which are accepted."""

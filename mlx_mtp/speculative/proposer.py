@@ -69,7 +69,7 @@ class HeadState:
 
     def take(self, rows: Sequence[int]) -> HeadState:
         """See `DraftState`."""
-        return HeadState(self.cache.take(mx.array(rows, dtype=mx.int32)))
+        return HeadState(self.cache.take(mx.array(list(rows), dtype=mx.int32)))
 
     def extend(self, other: DraftState) -> None:
         """See `DraftState`."""

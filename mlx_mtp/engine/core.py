@@ -1,0 +1,80 @@
+"""One engine step, on one thread: schedule, run, update."""
+
+from __future__ import annotations
+
+from mlx_mtp.engine.request import RequestOutput
+from mlx_mtp.engine.runner import Launched, ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.speculative.counters import SpeculationCounters
+
+
+class EngineCore:
+    """Scheduler and runner, advanced step by step.
+
+    Args:
+        scheduler: says what the next step is.
+        runner: does it.
+        overlap: read a step's tokens only after the next step is launched, so that the host's work
+            hides behind the device's. Without it the loop is plain, and the reference.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._overlap = overlap
+        self._in_flight: list[Launched] = []
+        self._counters = SpeculationCounters()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def idle(self) -> bool:
+        """No request is here and nothing is in flight."""
+        return self._scheduler.idle and not self._in_flight
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        self._scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request; unknown ids are ignored."""
+        self._scheduler.cancel(request_id)
+
+    def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
+        """End every request with an error."""
+        return self._scheduler.fail_all(error)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, and read the one before it (with overlap; else the same)."""
+        plan = self._scheduler.schedule()
+        launched = self._runner.run(plan)
+        return self._update(launched)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        spec = self._counters
+        return EngineStats(
+            num_requests_running=self._scheduler.num_running,
+            num_requests_waiting=self._scheduler.num_waiting,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_drafts=spec.num_drafts,
+            num_draft_tokens=spec.num_draft_tokens,
+            num_accepted_tokens=spec.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
+        )
+
+    def _update(self, launched: list[Launched]) -> list[RequestOutput]:
+        ready = launched
+        if self._overlap:
+            ready, self._in_flight = self._in_flight, launched
+        results = self._runner.read(ready)
+        outputs = self._scheduler.update(results)
+        for result in results:
+            self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
+            self._prompt_tokens += result.num_prompt_tokens
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        return outputs

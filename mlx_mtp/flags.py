@@ -1,0 +1,140 @@
+"""Command-line flags that may also come from the environment: --port is MLX_MTP_PORT.
+
+The flag wins over the variable, the variable over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_mtp.errors import UsageError
+
+PREFIX = "MLX_MTP_"
+_BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
+
+Parse = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting.
+
+    Args:
+        name: as in "--port"; without dashes it is a positional argument that may be left out.
+        help: one line; the default is added to it.
+        parse: from text to the value, raising argparse.ArgumentTypeError; None for a boolean.
+        default: where neither flag nor variable is given.
+        metavar: names the value in the help.
+    """
+
+    name: str
+    help: str
+    parse: Parse | None = None
+    default: Any = None
+    metavar: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The attribute's name."""
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable's name."""
+        return PREFIX + self.key.upper()
+
+    def from_text(self, text: str) -> Any:
+        """The value of the environment variable."""
+        parse = self.parse or boolean
+        try:
+            return parse(text)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(
+                f"The environment variable {self.variable} is wrong: {error}"
+            ) from None
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
+    """Add them without defaults, so that `resolve` can see which of them were given."""
+    for flag in flags:
+        default = "" if flag.default in (None, False) else f" (default: {flag.default})"
+        options: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
+        if flag.parse is None:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options.update(type=flag.parse, metavar=flag.metavar)
+        if not flag.name.startswith("-"):
+            options["nargs"] = "?"
+        parser.add_argument(flag.name, **options)
+
+
+def resolve(
+    given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
+) -> argparse.Namespace:
+    """Fill in what the command line left open.
+
+    Raises:
+        UsageError: a variable's value is wrong; the variable is named.
+    """
+    values = vars(given).copy()
+    for flag in flags:
+        if flag.key not in values:
+            text = environ.get(flag.variable)
+            values[flag.key] = flag.default if text is None else flag.from_text(text)
+    return argparse.Namespace(**values)
+
+
+def boolean(text: str) -> bool:
+    """1, 0, true or false."""
+    value = _BOOLEANS.get(text.lower())
+    if value is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_BOOLEANS)}")
+    return value
+
+
+def whole(low: int, high: int) -> Parse:
+    """An integer in a closed range."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
+        return value
+
+    return parse
+
+
+def real(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not finite")
+    return value
+
+
+def text(value: str) -> str:
+    """Any text but the empty one."""
+    if not value:
+        raise argparse.ArgumentTypeError("it must not be empty")
+    return value
+
+
+def one_of(*choices: str) -> Parse:
+    """One of a few words."""
+
+    def parse(value: str) -> str:
+        if value not in choices:
+            raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
+        return value
+
+    return parse

@@ -1,0 +1,55 @@
+"""The HTTP application, put together from an engine, a tokenizer and settings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import FastAPI
+
+from mlx_mtp import __version__
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.server import http_errors
+from mlx_mtp.server.auth import ApiKeyMiddleware
+from mlx_mtp.server.context import Context
+from mlx_mtp.server.protocols import EngineLike
+from mlx_mtp.server.routes import router
+from mlx_mtp.server.tokenizer import Tokenizer
+
+
+def create_app(
+    engine: EngineLike, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
+) -> FastAPI:
+    """Build the application; serving it starts the engine, and ending it stops the engine.
+
+    Args:
+        engine: not yet started.
+        tokenizer: the model's own.
+        config: how to answer.
+        defaults: the model's generation_config.json.
+    """
+    context = Context.build(engine, tokenizer, config, defaults)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        context.dispatcher.start()
+        try:
+            yield
+        finally:
+            await context.dispatcher.stop()
+
+    app = FastAPI(
+        title="mlx-mtp",
+        version=__version__,
+        lifespan=lifespan,
+        # The bodies are read by hand, so FastAPI could not describe them.
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    app.include_router(router)
+    http_errors.install(app)
+    if config.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    return app

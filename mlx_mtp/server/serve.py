@@ -1,0 +1,81 @@
+"""Run the application with uvicorn, on a socket that was bound before the model was loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from mlx_mtp.errors import UsageError
+from mlx_mtp.server.dispatch import Dispatcher
+
+GRACE_SECONDS = 5
+"""How long answers in progress may go on after ctrl-C."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address, without listening yet; port 0 takes a free one.
+
+    Raises:
+        UsageError: the address is in use, or isn't this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio switches Nagle's algorithm off only for sockets that say that they are TCP's; left on,
+    # it delays each event of a stream by 40 ms.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"Port {port} on {host} is in use; choose another --port.") from None
+        raise UsageError(f"Can't listen on {host}, port {port}: {error.strerror}.") from None
+    return sock
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which tells when it is ready and ends open answers when it is stopped.
+
+    Args:
+        config: uvicorn's.
+        dispatcher: the application's.
+        on_ready: called once, when requests are taken.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, dispatcher: Dispatcher, on_ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._dispatcher = dispatcher
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and tell."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: answers in progress get a little time, then an error that says why."""
+        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._dispatcher.end_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def make_server(
+    app: FastAPI, *, log_level: str = "info", on_ready: Callable[[], None] = lambda: None
+) -> Server:
+    """The server for `create_app`'s application; run it with the bound socket."""
+    config = uvicorn.Config(
+        app,
+        log_level=log_level,
+        # Twice the grace: clients that don't read their error must not keep the process alive.
+        timeout_graceful_shutdown=2 * GRACE_SECONDS,
+        server_header=False,
+    )
+    return Server(config, app.state.context.dispatcher, on_ready)

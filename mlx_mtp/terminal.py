@@ -1,0 +1,107 @@
+"""`mlx-mtp generate`: one answer, streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.generation import Choice
+from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
+from mlx_mtp.server.protocols import EngineLike
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.wire import ChatRequest
+
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
+
+
+def stream_answer(
+    engine: EngineLike,
+    tokenizer: Tokenizer,
+    generation_config: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> int:
+    """Print an answer as it comes, and its speed on standard error; returns the exit status."""
+    request, stops = _request(engine, tokenizer, generation_config, options)
+    choice = Choice(0, request, Detokenizer(tokenizer.text_bytes, stops))
+    arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
+
+    def deliver(outputs: Any) -> None:
+        for output in outputs:
+            arrived.put((time.perf_counter(), output))
+
+    engine.start(deliver)
+    try:
+        began = time.perf_counter()
+        engine.submit(request)
+        times: list[tuple[float, int]] = []
+        while choice.finish_reason is None:
+            at, output = arrived.get()
+            print(choice.take(output).text, end="", flush=True)
+            times.append((at, choice.num_tokens))
+    finally:
+        engine.stop()
+    print()
+    print(summary(choice, began, times), file=sys.stderr)
+    return 0
+
+
+def summary(choice: Choice, began: float, times: list[tuple[float, int]]) -> str:
+    """Speed and acceptance in one line.
+
+    Args:
+        choice: finished.
+        began: when it was submitted.
+        times: when each output came, and how many tokens there were by then.
+    """
+    (first, first_tokens), (last, tokens) = times[0], times[-1]
+    # The first step's tokens belong to the prompt's time.
+    rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
+    line = (
+        f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
+        f"{len(choice.request.prompt_token_ids)} tokens in {first - began:.2f} s; "
+    )
+    if not choice.num_drafts:
+        return line + "no drafts]"
+    share = choice.num_accepted / choice.num_drafts
+    return line + f"{choice.num_accepted} of {choice.num_drafts} drafts accepted ({share:.0%})]"
+
+
+def _request(
+    engine: EngineLike,
+    tokenizer: Tokenizer,
+    generation_config: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> tuple[Request, list[str]]:
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
+    try:
+        body = ChatRequest.model_validate({"model": "-", "messages": messages, **sampling})
+    except ValidationError as error:
+        raise from_validation(error) from None
+    seed = SeedSource(None).next() if body.seed is None else body.seed
+    defaults = SamplingDefaults.from_generation_config(generation_config)
+    params = sampling_params(body, defaults, seed, engine.info.vocab_size)
+    prompt = tokenizer.encode_chat([message.for_template() for message in body.messages])
+    return engine_requests("generate", [prompt], params, body, engine.info)[0], body.stop

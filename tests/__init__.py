@@ -1,0 +1,1 @@
+"""The test suite; each file says on top what it holds."""

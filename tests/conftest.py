@@ -1,0 +1,32 @@
+"""Fixtures for all tests. The backend is prepared before anything imports mlx."""
+
+from __future__ import annotations
+
+from mlx_mtp import backend
+
+backend.prepare()
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
+from mlx_mtp.models.loader import load_model  # noqa: E402
+from tests.tiny_models import FAMILIES, Layout, write_checkpoint  # noqa: E402
+
+DEMO = Path(backend.__file__).parent / "demo"
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> LoadedModel:
+    """The bundled model with its head."""
+    return load_model(DEMO, enable_mtp=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    """A random model of each family, with a random head."""
+    root = tmp_path_factory.mktemp("tiny")
+    for family in FAMILIES:
+        write_checkpoint(root / family, Layout(family, stacked_experts=family == "qwen3_5_moe"))
+    return {family: load_model(root / family, enable_mtp=True) for family in FAMILIES}

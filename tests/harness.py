@@ -1,0 +1,208 @@
+"""Plain decoding with mlx-lm's own modules as the reference, and the engine without its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence as Many
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
+from mlx_mtp.speculative.proposer import MTPProposer, Proposer
+
+TIE = 1e-4  # two candidates closer than this may change places when shapes change
+
+
+def greedy(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: Iterable[int], sampling: SamplingParams) -> Request:
+    return Request(name, tuple(int(t) for t in prompt), sampling)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A reference answer: its tokens, and how far the runner-up was behind at each."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+
+
+def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[int] = ()) -> Plain:
+    """One token at a time through mlx-lm's modules and caches, with the same keyed noise."""
+    cache = make_prompt_cache(model.model)
+    sampler = Sampler([wanted.sampling], [wanted.prompt_token_ids], vocab_size)
+    logits = model.model(mx.array([wanted.prompt_token_ids]), cache=cache)[:, -1:]
+    position, tokens, gaps = len(wanted.prompt_token_ids), [], []
+    while True:
+        before = mx.zeros((1, 1), dtype=mx.int32)
+        where = mx.array([[position]])
+        scores = sampler.scores(logits, where, before)
+        ranked = np.sort(np.array(scores[0, 0]).astype(np.float64))[::-1]
+        token = int(mx.argmax(scores[0, 0]).item())
+        tokens.append(token)
+        gaps.append(float(ranked[0] - ranked[1]))
+        if len(tokens) == wanted.sampling.max_tokens or token in stop_ids:
+            return Plain(tuple(tokens), tuple(gaps))
+        sampler.count(mx.array([[token]]), mx.array([1]))
+        logits = model.model(mx.array([[token]]), cache=cache)
+        position += 1
+
+
+@dataclass
+class Ties:
+    """Places where an answer left the reference at a rounding tie, which is allowed and listed."""
+
+    places: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def check(self, name: str, got: Many[int], reference: Plain) -> None:
+        """Equal token for token, or parted at a tie."""
+        self.num_tokens += len(reference.tokens)
+        if tuple(got) == reference.tokens:
+            return
+        pairs = enumerate(zip(got, reference.tokens))
+        first = next((i for i, (a, b) in pairs if a != b), min(len(got), len(reference.tokens)))
+        gap = reference.gaps[first] if first < len(reference.gaps) else float("inf")
+        assert gap < TIE, (
+            f"{name}: token {first} differs and is no tie (gap {gap:.3g}): "
+            f"{list(got)} instead of {list(reference.tokens)}"
+        )
+        self.places.append(f"{name} at token {first}, gap {gap:.2e}")
+
+    def report(self) -> None:
+        """List them; more than one in a thousand tokens would not be rounding."""
+        print(f"{len(self.places)} ties in {self.num_tokens} tokens", *self.places, sep="\n  ")
+        assert len(self.places) <= 1 + self.num_tokens / 1000
+
+
+class Driver:
+    """An `EngineCore` stepped by hand.
+
+    Args:
+        model: its head drafts unless another proposer is given.
+        stop_ids: ends every request that doesn't ignore it.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        vocab_size: int | None = None,
+        stop_ids: tuple[int, ...] = (),
+        config: EngineConfig | None = None,
+        proposer: Proposer | None = None,
+        depth: DepthPolicy | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        self.vocab_size = vocab_size or model.vocab_size
+        self.stop_ids = stop_ids
+        if proposer is None and model.head is not None:
+            proposer = MTPProposer(model)
+        self.runner = ModelRunner(model, proposer, self.vocab_size)
+        self.scheduler = Scheduler(config, depth or FixedDepth(config.num_draft_tokens))
+        self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, wanted: Request) -> Sequence:
+        own = () if wanted.sampling.ignore_eos else self.stop_ids
+        stops = (*own, *wanted.sampling.stop_token_ids)
+        sequence = Sequence(wanted, stops, wanted.sampling.max_tokens)
+        self.outputs[wanted.request_id] = []
+        self.core.add(sequence)
+        return sequence
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.core.step()
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+        return outputs
+
+    def run(self, limit: int = 10_000) -> dict[str, list[int]]:
+        """Step until idle; tokens by request."""
+        for _ in range(limit):
+            if self.core.idle:
+                return {name: self.tokens(name) for name in self.outputs}
+            self.step()
+        raise AssertionError("the engine did not come to rest")
+
+    def run_arrivals(
+        self, arrivals: Mapping[int, Many[Request]], cancels: Mapping[int, Many[str]] | None = None
+    ) -> dict[str, list[int]]:
+        """Requests join, and are cancelled, before the given steps."""
+        cancels = cancels or {}
+        for number in range(max([*arrivals, *cancels, 0]) + 1):
+            for wanted in arrivals.get(number, ()):
+                self.add(wanted)
+            for name in cancels.get(number, ()):
+                self.core.cancel(name)
+            self.step()
+        return self.run()
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for output in self.outputs[name] for t in output.token_ids]
+
+    def reason(self, name: str) -> str | None:
+        return self.outputs[name][-1].finish_reason
+
+
+class OracleState:
+    """The known continuation of each row: int32 [B, L], the token at each absolute position."""
+
+    def __init__(self, known: mx.array) -> None:
+        self.known = known
+
+    def take(self, rows: Many[int]) -> OracleState:
+        return OracleState(self.known[mx.array(list(rows), dtype=mx.int32)])
+
+    def extend(self, other: OracleState) -> None:
+        self.known = mx.concatenate([self.known, other.known])
+
+    def arrays(self) -> list[mx.array]:
+        return [self.known]
+
+
+class OracleProposer:
+    """Synthetic acceptance: drafts are forced to the known answer or spoiled.
+
+    Args:
+        answers: prompt and answer by request id.
+        rate: share of positions whose draft is right, by a hash of the position; 0 and 1 are exact.
+        length: longest prompt and answer.
+    """
+
+    def __init__(
+        self, answers: Mapping[str, Many[int]], vocab_size: int, rate: float, length: int = 256
+    ) -> None:
+        self.answers = answers
+        self.vocab_size = vocab_size
+        self.rate = rate
+        self.length = length
+
+    def make_state(self, request_ids: Many[str]) -> OracleState:
+        table = np.zeros((len(request_ids), self.length), dtype=np.int32)
+        for row, name in enumerate(request_ids):
+            table[row, : len(self.answers[name])] = self.answers[name]
+        return OracleState(mx.array(table))
+
+    def propose(  # noqa: D417
+        self, state, *, hidden, targets, start, num_kept, num_draft_tokens, limit, sampler
+    ) -> mx.array:
+        position = (start + num_kept)[:, None] + 1 + mx.arange(num_draft_tokens)
+        where = mx.minimum(position, self.length - 1)
+        right = mx.take_along_axis(state.known, where, axis=1)
+        spoiled = (right + 1) % self.vocab_size
+        mixed = (position * 7919) % 1000 < int(self.rate * 1000)
+        return mx.where(mixed, right, spoiled).astype(mx.int32)

@@ -1,0 +1,66 @@
+"""A served application on a loopback port, around whatever engine a test scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.server.app import create_app
+from mlx_mtp.server.serve import Server, bind, make_server
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.fake_engine import FakeEngine
+
+MODEL = "test/model"
+
+
+class Served(httpx.Client):
+    """A client for a server that a test may also stop."""
+
+    server: Server
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.base_url.host, self.base_url.port or 0
+
+
+Serve = Callable[..., contextlib.AbstractContextManager[Served]]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def serve(tokenizer: Tokenizer) -> Serve:
+    """`with serve(engine, **settings) as client`: a real server and a client for it."""
+
+    @contextlib.contextmanager
+    def serving(
+        engine: FakeEngine, defaults: dict[str, Any] | None = None, **settings: Any
+    ) -> Iterator[Served]:
+        config = ServerConfig(**({"model_name": MODEL, "seed": 1} | settings))
+        app = create_app(engine, tokenizer, config, defaults or {})
+        ready = threading.Event()
+        server = make_server(app, log_level="critical", on_ready=ready.set)
+        sock = bind("127.0.0.1", 0)
+        port = sock.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(30)
+            with Served(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                client.server = server
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join()
+
+    return serving

@@ -1,0 +1,162 @@
+"""An engine without a model: a thread that plays scripts, one output per request and step."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
+from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.errors import EngineStoppedError
+
+EOS = 4089
+
+Output = RequestOutput | None
+"""What a script yields: a step's output (its request id is filled in), or None for silence."""
+Script = Callable[[Request], Iterator[Output]]
+
+
+@dataclass(frozen=True)
+class FakeInfo:
+    vocab_size: int = 4096
+    max_model_len: int = 1024
+    num_draft_tokens: int = 2
+
+
+def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:
+    """One step's output."""
+    return RequestOutput("", token_ids=token_ids, finish_reason=finish, **more)
+
+
+def answer(tokens: Sequence[int], sizes: Iterable[int] = (1, 2, 3)) -> Script:
+    """Give these tokens, so many a step in turn, then the end-of-sequence token; heed max_tokens."""
+
+    def script(request: Request) -> Iterator[Output]:
+        ids, rounds = [*tokens, EOS], list(sizes)
+        limit, given, step = request.sampling.max_tokens, 0, 0
+        while True:
+            window = ids[given : given + rounds[step % len(rounds)]][: limit - given]
+            given, step = given + len(window), step + 1
+            ended = "stop" if given == len(ids) else "length" if given == limit else None
+            yield out(
+                *window,
+                finish=ended,
+                logprobs=tuple(fake_logprobs(t, request) for t in window)
+                if request.sampling.top_logprobs is not None
+                else (),
+                num_draft_tokens=2,
+                num_accepted_tokens=len(window) - 1,
+            )
+            if ended:
+                return
+
+    return script
+
+
+def fake_logprobs(token: int, request: Request) -> TokenLogprobs:
+    """Recognizable numbers: the token's own, then as many ids after it as were asked for."""
+    top = tuple((token + i, -0.25 * (i + 1)) for i in range(request.sampling.top_logprobs or 0))
+    return TokenLogprobs(logprob=-0.25, top=top)
+
+
+def endless(token: int) -> Script:
+    """The same token for ever."""
+
+    def script(request: Request) -> Iterator[Output]:
+        while True:
+            yield out(token)
+
+    return script
+
+
+class FakeEngine:
+    """Plays `script` for each request. Waiting for it is bounded: a test that hangs fails."""
+
+    def __init__(self, script: Script, info: FakeInfo | None = None) -> None:
+        self.script = script
+        self.info = info or FakeInfo()
+        self.submitted: list[Request] = []
+        self.cancelled: set[str] = set()
+        self.reported = EngineStats()
+        self.refusal: Exception | None = None
+        self.unhealthy_reason: str | None = None
+        self._running: dict[str, Iterator[Output]] = {}
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+
+    @property
+    def healthy(self) -> bool:
+        return self.unhealthy_reason is None
+
+    def start(self, deliver: Callable[[Sequence[RequestOutput]], None]) -> None:
+        self._deliver = deliver
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        request.sampling.validate(self.info.vocab_size)
+        with self._changed:
+            if self.refusal is not None:
+                raise self.refusal
+            assert request.request_id not in self._running
+            self.submitted.append(request)
+            self._running[request.request_id] = self.script(request)
+            self._changed.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        with self._changed:
+            self.cancelled.add(request_id)
+            self._running.pop(request_id, None)
+            self._changed.notify_all()
+
+    def stats(self) -> EngineStats:
+        return self.reported
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait until `condition` holds, looking after each change."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout=30)
+
+    @property
+    def running(self) -> set[str]:
+        return set(self._running)
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._running or self._stopping)
+                if self._stopping:
+                    self._deliver(
+                        [
+                            RequestOutput(
+                                name, finish_reason="error", error=EngineStoppedError("stopped")
+                            )
+                            for name in self._running
+                        ]
+                    )
+                    return
+                outputs = self._step()
+                # A breath between steps; without it an endless script floods the event loop.
+                self._changed.wait(0.001)
+            if outputs:
+                self._deliver(outputs)
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = []
+        for name, script in list(self._running.items()):
+            output = next(script)
+            if output is not None:
+                outputs.append(dataclasses.replace(output, request_id=name))
+                if output.finish_reason is not None:
+                    del self._running[name]
+        self._changed.notify_all()
+        return outputs

@@ -1,0 +1,187 @@
+"""The backend: which installations are refused with what advice, and which BLAS is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_mtp import backend
+from mlx_mtp.errors import BackendError
+
+ON_LINUX_CPU = platform.system() == "Linux" and backend._version("mlx-cpu") is not None
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    backend.prepare.cache_clear()
+    yield
+    backend.prepare.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`machine("Linux", "mlx", ...)`: that system, with those distributions installed."""
+
+    def pretend(system: str, *installed: str) -> None:
+        monkeypatch.setattr(platform, "system", lambda: system)
+        monkeypatch.setattr(backend, "_version", lambda name: "0.32" if name in installed else None)
+        monkeypatch.setattr(backend, "_fast_blas", lambda: "some BLAS")
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("system", "installed", "device"),
+    [
+        ("Linux", ("mlx", "mlx-cpu"), "CPU"),
+        ("Linux", ("mlx", "mlx-cuda-13"), "CUDA"),
+        ("Linux", ("mlx", "mlx-cuda-12"), "CUDA"),
+        ("Darwin", ("mlx",), "Metal"),
+    ],
+)
+def test_one_backend_is_found(
+    machine: Any, system: str, installed: tuple[str, ...], device: str
+) -> None:
+    machine(system, *installed)
+    info = backend.prepare()
+    assert info.device == device
+    assert info.blas == ("some BLAS" if device == "CPU" else "")
+    assert f"mlx 0.32 on {device}" in str(info)
+
+
+@pytest.mark.parametrize(
+    ("system", "installed", "words"),
+    [
+        ("Linux", ("mlx",), ["no backend", "mlx-mtp[cpu]", "mlx-mtp[cuda]", "never both"]),
+        ("Linux", (), ["not installed", "mlx-mtp[cpu]"]),
+        ("Darwin", (), ["not installed", "pip install mlx-mtp"]),
+        ("Linux", ("mlx", "mlx-cpu", "mlx-cuda-13"), ["overwrites", "mlx-cuda-13", "Uninstall"]),
+    ],
+)
+def test_none_and_two_are_refused_with_advice(
+    machine: Any, system: str, installed: tuple[str, ...], words: list[str]
+) -> None:
+    machine(system, *installed)
+    with pytest.raises(BackendError) as caught:
+        backend.prepare()
+    assert all(word in str(caught.value) for word in words)
+
+
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own: what is loaded here stays loaded."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environ,
+    )
+
+
+@pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
+def test_mlx_gets_openblas() -> None:
+    code = """
+import ctypes, sys
+from mlx_mtp import backend
+info = backend.prepare()
+assert backend.prepare() is info
+assert "mlx.core" not in sys.modules
+assert info.blas.startswith("OpenBLAS"), info
+import mlx.core as mx
+assert mx.allclose(mx.eye(64) @ mx.ones((64, 64)), mx.ones((64, 64))).item()
+# Where the name that mlx calls leads to, in this process's global scope:
+address = ctypes.cast(ctypes.CDLL(None).cblas_sgemm, ctypes.c_void_p).value
+for line in open("/proc/self/maps"):
+    low, high = (int(part, 16) for part in line.split()[0].split("-"))
+    if low <= address < high:
+        print(line.split()[-1])
+"""
+    assert "openblas" in run(code).stdout
+
+
+@pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
+def test_coming_after_mlx_is_told() -> None:
+    code = """
+import logging, mlx.core
+logging.basicConfig()
+from mlx_mtp import backend
+print(backend.prepare().blas)
+"""
+    result = run(code)
+    assert "reference" in result.stdout
+    assert "before backend.prepare()" in result.stderr
+
+
+@pytest.fixture
+def no_blas_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which neither mlx nor OpenBLAS has been loaded."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+
+
+def fails(error: Exception) -> Any:
+    def source() -> Any:
+        raise error
+
+    return source
+
+
+@pytest.mark.usefixtures("no_blas_yet")
+def test_the_sources_are_tried_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_cmeel", lambda: (object(), "third"))
+    assert_blas = {"_system": "first", "_ngsolve": "second"}
+    for name, where in assert_blas.items():
+        monkeypatch.setattr(backend, name, lambda where=where: (object(), where))
+    assert backend._fast_blas() == "OpenBLAS (first)"
+    monkeypatch.setattr(backend, "_system", fails(OSError("no such library")))
+    assert backend._fast_blas() == "OpenBLAS (second)"
+    monkeypatch.setattr(backend, "_ngsolve", fails(LookupError("no such package")))
+    assert backend._fast_blas() == "OpenBLAS (third)"
+
+
+@pytest.mark.usefixtures("no_blas_yet")
+def test_without_any_the_log_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("_system", "_ngsolve", "_cmeel"):
+        monkeypatch.setattr(backend, name, fails(OSError("no")))
+    with caplog.at_level(logging.WARNING):
+        assert "slow" in backend._fast_blas()
+    assert "libopenblas0" in caplog.text
+    assert "slower" in caplog.text
+
+
+@pytest.mark.usefixtures("no_blas_yet")
+def test_the_links_are_gone_after_loading(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    for name in ("ngsolve_openblas/libopenblasp-r0.so", "mlx/core.so"):
+        (site / name).parent.mkdir(parents=True)
+        (site / name).touch()
+    (site / "mlx_cpu.libs").mkdir()
+    for name in ("libgfortran-1.so.5.0.0", "libquadmath-2.so.0"):
+        (site / "mlx_cpu.libs" / name).touch()
+    seen: dict[str, str] = {}
+
+    def load(path: str) -> object:
+        seen["path"] = path
+        seen.update((link.name, str(link.resolve())) for link in Path(path).parent.iterdir())
+        return object()
+
+    monkeypatch.setattr(backend, "_package_folder", lambda name: site / name)
+    monkeypatch.setattr(backend, "_load", load)
+    assert backend._ngsolve()[1] == "ngsolve-openblas"
+    assert seen["libopenblas.so.0"].endswith("libopenblasp-r0.so")
+    assert seen["libgfortran.so.5"].endswith("libgfortran-1.so.5.0.0")
+    assert seen["libquadmath-2.so.0"].endswith("libquadmath-2.so.0")
+    assert not Path(seen["path"]).parent.exists()

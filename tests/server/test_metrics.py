@@ -1,0 +1,74 @@
+"""/metrics: the promised names, the engine's numbers, and one observation per token."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlx_mtp.engine.stats import EngineStats
+from tests.server.conftest import MODEL, Serve, Served
+from tests.server.fake_engine import FakeEngine, answer
+
+
+def samples(client: Served) -> dict[str, float]:
+    """Each sample's name, with its labels, to its value."""
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
+    engine = FakeEngine(answer([300]))
+    engine.reported = EngineStats(
+        num_requests_running=1,
+        num_requests_waiting=2,
+        prompt_tokens=3,
+        generation_tokens=4,
+        num_drafts=5,
+        num_draft_tokens=6,
+        num_accepted_tokens=7,
+        num_accepted_tokens_per_pos=(8, 9),
+    )
+    with serve(engine) as client:
+        found = samples(client)
+        assert {name: value for name, value in found.items() if "seconds" not in name} == {
+            "mlx_mtp:num_requests_running": 1,
+            "mlx_mtp:num_requests_waiting": 2,
+            "mlx_mtp:prompt_tokens_total": 3,
+            "mlx_mtp:generation_tokens_total": 4,
+            "mlx_mtp:spec_decode_num_drafts_total": 5,
+            "mlx_mtp:spec_decode_num_draft_tokens_total": 6,
+            "mlx_mtp:spec_decode_num_accepted_tokens_total": 7,
+            "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
+            "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total{position=1}": 9,
+        }
+        engine.reported = EngineStats(prompt_tokens=30)
+        assert samples(client)["mlx_mtp:prompt_tokens_total"] == 30
+
+
+def test_latencies_count_each_sequence_once_and_each_later_token_once(serve: Serve) -> None:
+    tokens = [300] * 9
+    with serve(FakeEngine(answer(tokens, sizes=(2, 3)))) as client:
+        first, between = (
+            f"mlx_mtp:{name}_seconds_count"
+            for name in ("time_to_first_token", "inter_token_latency")
+        )
+        assert samples(client)[first] == samples(client)[between] == 0
+        body = {"model": MODEL, "prompt": "hi", "n": 2}
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        assert usage["completion_tokens"] == 20
+        found = samples(client)
+        assert found[first] == 2
+        # The two tokens of each sequence's first step have no time of their own.
+        assert found[between] == 20 - 2 * 2
+
+
+def test_two_apps_do_not_share_their_metrics(serve: Serve) -> None:
+    with serve(FakeEngine(answer([300]))) as one, serve(FakeEngine(answer([300]))) as two:
+        one.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
+        name = "mlx_mtp:time_to_first_token_seconds_count"
+        assert (samples(one)[name], samples(two)[name]) == (1, 0)
