@@ -169,7 +169,7 @@ def serve(options: argparse.Namespace) -> int:
         try:
             server.run(sockets=[sock])
         finally:
-            # A second ctrl-C makes uvicorn leave without stopping the engine.
+            # Leaving by force, uvicorn doesn't stop the engine.
             engine.stop()
     return 0
 

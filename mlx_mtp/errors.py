@@ -5,7 +5,8 @@
     |-- ModelError              a model can't be used
     |   |-- UnsupportedModelError   no family for its model_type
     |   |-- MissingHeadError        --enable-mtp, and there is no MTP head
-    |   `-- CheckpointError         a tensor or a file is missing, misshapen or damaged
+    |   |-- CheckpointError         a tensor or a file is missing, misshapen or damaged
+    |   `-- ConvertError            the converter can't make what was asked; nothing was changed
     |-- RequestError            the client's fault (HTTP 4xx), with the field at fault in `param`
     |   |-- InvalidRequestError     400
     |   |-- UnsupportedParameterError   400
@@ -53,6 +54,10 @@ class MissingHeadError(ModelError):
 
 class CheckpointError(ModelError):
     """A checkpoint's file or tensor is missing, misshapen or damaged."""
+
+
+class ConvertError(ModelError):
+    """The converter can't make what was asked, and has left everything as it was."""
 
 
 class RequestError(MlxMtpError):

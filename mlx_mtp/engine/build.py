@@ -37,6 +37,9 @@ def build_engine(
         raise UsageError(
             f"num_draft_tokens is {config.num_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}."
         )
+    for name in ("max_num_seqs", "prefill_step_size"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
     if proposer is None and model.head is not None:
         proposer = MTPProposer(model)
     num_draft_tokens = config.num_draft_tokens if proposer is not None else 0

@@ -7,6 +7,7 @@ weights fool every threshold.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,14 +22,18 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_mtp.errors import CheckpointError
 
+SIDECAR = "mtp.safetensors"
+# Written last, so that a sharded sidecar is there as a whole or not at all.
+SIDECAR_INDEX = "mtp.safetensors.index.json"
 SIDECAR_PATTERN = "mtp*.safetensors"
 NORM_CONVENTION_KEY = "norm_convention"
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 
 Convention = Literal["hf", "mlx"]
 _KEY = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(.+)$")
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-_NORMS = (
+_SHARD = re.compile(r"^mtp-\d{5}-of-(\d{5})\.safetensors$")
+EXPERT_KEY = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+NORMS = (
     "norm.weight",
     "pre_fc_norm_embedding.weight",
     "pre_fc_norm_hidden.weight",
@@ -38,7 +43,7 @@ _NORMS = (
     "layers.0.self_attn.k_norm.weight",
 )
 # Copies of the trunk's own matrices that some checkpoints carry in the head.
-_TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,21 @@ class HeadTensors:
     source: str
 
 
+def head_name(key: str) -> str | None:
+    """A checkpoint key without its `mtp.` prefix; None if it is none of the head's."""
+    match = _KEY.match(key)
+    return match[1] if match else None
+
+
 def split_head(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """Separate a checkpoint's trunk from its head, the head's keys without their prefix."""
     trunk, head = {}, {}
     for key, value in weights.items():
-        match = _KEY.match(key)
-        if match:
-            head[match[1]] = value
-        else:
+        name = head_name(key)
+        if name is None:
             trunk[key] = value
+        else:
+            head[name] = value
     return trunk, head
 
 
@@ -74,13 +85,42 @@ def trunk_convention(trunk: dict[str, mx.array]) -> Convention:
     return "hf" if True in layouts else "mlx"
 
 
+def sidecar_files(model_path: Path) -> list[Path]:
+    """The files of the sidecar beside a model: those its index names, else `mtp.safetensors`.
+
+    Shards that no index names are what an interrupted conversion left, unless they are a plain set
+    (`mtp-00001-of-00002.safetensors`, ..), which must then be complete.
+
+    Raises:
+        CheckpointError: the index is damaged, or a shard is missing.
+    """
+    index = model_path / SIDECAR_INDEX
+    if index.is_file():
+        try:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} can't be read: {error!r}") from error
+        # Only the last part: an index must not lead out of the model's directory.
+        names = sorted({Path(str(shard)).name for shard in shards})
+    elif (model_path / SIDECAR).is_file():
+        names = [SIDECAR]
+    else:
+        counts = [m[1] for f in model_path.glob(SIDECAR_PATTERN) if (m := _SHARD.match(f.name))]
+        count = int(counts[0]) if counts else 0
+        names = [f"mtp-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for name in names:
+        if not (model_path / name).is_file():
+            raise CheckpointError(f"The sidecar in {model_path} is incomplete: there is no {name}.")
+    return [model_path / name for name in names]
+
+
 def read_sidecar(model_path: Path) -> HeadTensors | None:
     """The head in `mtp.safetensors` (or its shards) beside the model, if there is one.
 
     Raises:
         CheckpointError: the file is damaged, or does not say its norm convention.
     """
-    files = sorted(model_path.glob(SIDECAR_PATTERN))
+    files = sidecar_files(model_path)
     if not files:
         return None
     tensors: dict[str, mx.array] = {}
@@ -109,9 +149,9 @@ def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
 
     Experts end up stacked under `switch_mlp`; zero-centred norms get their 1 in float32.
     """
-    weights = stack_experts({k: v for k, v in found.tensors.items() if k not in _TIED})
+    weights = stack_experts({k: v for k, v in found.tensors.items() if k not in TIED})
     if found.convention == "hf":
-        for name in _NORMS:
+        for name in NORMS:
             if name in weights:
                 weights[name] = weights[name].astype(mx.float32) + 1.0
     return weights
@@ -129,7 +169,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     out: dict[str, mx.array] = {}
     single: dict[str, dict[int, mx.array]] = {}
     for key, value in weights.items():
-        match = _EXPERT.match(key)
+        match = EXPERT_KEY.match(key)
         if match:
             name = f"{match[1].removesuffix('experts')}switch_mlp.{match[3]}.weight"
             single.setdefault(name, {})[int(match[2])] = value

@@ -64,8 +64,12 @@ def _download(repo: str) -> Path:
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
             f"{repo} is not, or not completely, in the local cache, and the hub can't be reached: "
-            f"{error.__cause__ or 'it is offline, or HF_HUB_OFFLINE is set'}"
+            f"{_first_line(error.__cause__) or 'it is offline, or HF_HUB_OFFLINE is set'}"
         ) from error
     except Exception as error:
         # Whatever else the download's HTTP client or the disk raises is no bug of ours.
-        raise ModelError(f"{repo} could not be downloaded: {error}") from error
+        raise ModelError(f"{repo} could not be downloaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error or "").partition("\n")[0]

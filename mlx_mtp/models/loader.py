@@ -53,7 +53,7 @@ def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedMo
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     family = family_of(config, str(path))
     found = _load_trunk(path, family)
     head = read_sidecar(path) or found.head_in_files(path) if enable_mtp else None
@@ -67,7 +67,7 @@ def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedMo
     return LoadedModel(
         path=path,
         config=config,
-        generation_config=_read_json(path / "generation_config.json", default={}),
+        generation_config=read_json(path / "generation_config.json", default={}),
         model=found.model,
         family=family,
         head_source=None if head is None else head.source,
@@ -177,7 +177,12 @@ def _missing_head(path: Path) -> MissingHeadError:
     )
 
 
-def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object of a model's directory.
+
+    Raises:
+        ModelError: it can't be read, or it is missing and there is no default.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -123,7 +123,7 @@ class TextDialect:
         self._names = names
         self._with_logprobs = with_logprobs
 
-    def opening(self, index: int) -> dict[str, Any] | None:  # noqa: ARG002
+    def opening(self, index: int) -> dict[str, Any] | None:
         """Text has no role."""
         return None
 

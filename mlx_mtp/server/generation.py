@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
-from mlx_mtp.errors import EngineError
+from mlx_mtp.errors import EngineError, MlxMtpError
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.metrics import Metrics
@@ -148,10 +148,25 @@ class Generation:
             if not arrived:
                 yield []
                 continue
-            deltas = [self._take(at, output) for at, output in arrived]
-            told = [delta for delta in deltas if not delta.is_empty]
+            told, failure = self._take_all(arrived)
             if told:
                 yield told
+            if failure is not None:
+                raise failure
+
+    def _take_all(
+        self, arrived: Sequence[tuple[float, RequestOutput]]
+    ) -> tuple[list[Delta], MlxMtpError | None]:
+        """What is to be told, up to the first error; what came before it is still told."""
+        told: list[Delta] = []
+        for at, output in arrived:
+            try:
+                delta = self._take(at, output)
+            except MlxMtpError as error:
+                return told, error
+            if not delta.is_empty:
+                told.append(delta)
+        return told, None
 
     def _take(self, at: float, output: RequestOutput) -> Delta:
         choice = self.choices[output.request_id]

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -53,9 +54,20 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._dispatcher = dispatcher
         self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first ctrl-C lets answers go on for a while, the second ends them, the third all."""
+        if self.should_exit and not self._hurried and self._loop is not None:
+            self._hurried = True
+            self._loop.call_soon_threadsafe(self._dispatcher.end_all)
+        else:
+            super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and tell."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_ready()

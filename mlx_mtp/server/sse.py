@@ -137,7 +137,7 @@ class EventStreamResponse(Response):
         self._open_generation = open_generation
         self._stream = stream
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the end or until the client leaves."""
         # After the first byte nobody above could turn a disconnect into anything.
         with self._open_generation() as generation, contextlib.suppress(ClientDisconnect):

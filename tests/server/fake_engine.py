@@ -31,7 +31,7 @@ def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOu
 
 
 def answer(tokens: Sequence[int], sizes: Iterable[int] = (1, 2, 3)) -> Script:
-    """Give these tokens, so many a step in turn, then the end-of-sequence token; heed max_tokens."""
+    """Give these tokens, so many a step in turn, then the end; heed max_tokens."""
 
     def script(request: Request) -> Iterator[Output]:
         ids, rounds = [*tokens, EOS], list(sizes)

@@ -161,9 +161,7 @@ def test_without_any_the_log_says_what_to_install(
 
 
 @pytest.mark.usefixtures("no_blas_yet")
-def test_the_links_are_gone_after_loading(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_links_are_gone_after_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     site = tmp_path / "site"
     for name in ("ngsolve_openblas/libopenblasp-r0.so", "mlx/core.so"):
         (site / name).parent.mkdir(parents=True)

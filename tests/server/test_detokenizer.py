@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +36,7 @@ def cut_at_stop(text: str, stops: list[str]) -> str:
 def pieces_of(text: str, borders: list[int]) -> list[bytes]:
     raw = text.encode()
     cuts = sorted({0, len(raw), *(border % (len(raw) + 1) for border in borders)})
-    return [raw[a:b] for a, b in zip(cuts, cuts[1:])]
+    return [raw[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 @given(texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -385,17 +386,35 @@ def test_a_finished_request_is_not_cancelled(serve: Serve) -> None:
 def test_stopping_the_server_ends_its_streams_with_a_reason(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve_module, "GRACE_SECONDS", 0)
     with (
         serve(FakeEngine(endless(40))) as client,
         client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
     ):
         lines = response.iter_lines()
         next(lines)
-        client.server.should_exit = True
+        monkeypatch.setattr(serve_module, "GRACE_SECONDS", 0)
+        client.server.handle_exit(signal.SIGTERM, None)
         *_, error, done = [line for line in lines if line]
         assert "shutting down" in error
         assert done == "data: [DONE]"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_streams(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        serve(FakeEngine(endless(40))) as client,
+        client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        monkeypatch.setattr(serve_module, "GRACE_SECONDS", 1000)
+        client.server.handle_exit(signal.SIGINT, None)
+        client.server.handle_exit(signal.SIGINT, None)
+        *_, error, done = [line for line in lines if line]
+        assert "shutting down" in error
+        assert done == "data: [DONE]"
+        assert not client.server.force_exit
 
 
 def test_models(client: Served) -> None:

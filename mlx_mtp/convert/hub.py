@@ -1,0 +1,262 @@
+"""Single files of a repository on the Hugging Face hub, into its usual cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_download, hf_hub_url
+from huggingface_hub import errors as hub_errors
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from huggingface_hub.utils import enable_progress_bars
+
+from mlx_mtp.convert.console import Console, size_text
+from mlx_mtp.errors import ConvertError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_CHUNK = 1 << 20
+_MAX_ATTEMPTS = 5
+_SECONDS_BEFORE_RETRY = 1.0
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """What the hub says of a file without sending it.
+
+    Args:
+        name: in the repository.
+        size: in bytes.
+        etag: for a large file its SHA-256.
+        commit: of the revision asked for.
+    """
+
+    name: str
+    size: int
+    etag: str
+    commit: str
+
+
+class HubRepo:
+    """A model repository at one revision.
+
+    Args:
+        repo_id: like `Qwen/Qwen3-Next-80B-A3B-Instruct`.
+        revision: a branch, tag or commit; None for the main branch.
+        retry_seconds: pause after a broken connection.
+    """
+
+    def __init__(
+        self, repo_id: str, revision: str | None, retry_seconds: float = _SECONDS_BEFORE_RETRY
+    ) -> None:
+        self.repo_id, self._revision = repo_id, revision
+        self._retry_seconds = retry_seconds
+
+    @cached_property
+    def commit(self) -> str:
+        """What the revision stands for."""
+        path = self.small("config.json")
+        if path is not None:
+            return path.parent.name
+        for name in ("model.safetensors.index.json", "mtp.safetensors", "model.safetensors"):
+            found = self._head(name, self._revision)
+            if found is not None:
+                return found.commit
+        raise ConvertError(
+            f"{self.repo_id} has neither a config.json nor a safetensors file: it is no model."
+        )
+
+    def small(self, name: str) -> Path | None:
+        """A file of no great size, downloaded or from the cache; None if there is no such file."""
+        revision = self._revision if name == "config.json" else self.commit
+        with self._explained(name), _quiet():
+            try:
+                return Path(hf_hub_download(self.repo_id, name, revision=revision))
+            except hub_errors.RemoteEntryNotFoundError:
+                return None
+
+    def remote(self, name: str) -> RemoteFile | None:
+        """Size of a file; None if there is no such file."""
+        return self._head(name, self.commit)
+
+    def cached(self, name: str) -> Path | None:
+        """A file that has been downloaded already."""
+        path = self._storage / "snapshots" / self.commit / name
+        return path if path.exists() else None
+
+    def fetch(self, names: Sequence[str], console: Console) -> list[Path]:
+        """Files of any size, downloaded in turn unless they are in the cache.
+
+        A download that breaks off goes on where it stopped, now or in a later run.
+
+        Raises:
+            ConvertError: it doesn't come to an end, or the disk is too small.
+        """
+        missing = [self._known(name) for name in names if self.cached(name) is None]
+        if missing:
+            self._announce(missing, len(names), console)
+        for file in missing:
+            self._download(file, console)
+        paths = [self.cached(name) for name in names]
+        return [path for path in paths if path is not None]
+
+    def _announce(self, missing: Sequence[RemoteFile], num_files: int, console: Console) -> None:
+        total = sum(file.size for file in missing)
+        left = total - sum(self._done(self._partial(file)) for file in missing)
+        here = "" if len(missing) == num_files else f" of {num_files}, the others are cached"
+        begun = "" if left == total else f", {size_text(left)} of them still to come"
+        console.say(
+            f"Downloading {len(missing)} file(s){here} from {self.repo_id} at {self.commit[:12]}: "
+            f"{size_text(total)}{begun}."
+        )
+        self._storage.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._storage).free
+        if left > free:
+            raise ConvertError(
+                f"{self._storage} has {size_text(free)} free and {size_text(left)} are to be "
+                "downloaded. Make room, or set HF_HOME to a larger disk."
+            )
+
+    def _download(self, file: RemoteFile, console: Console) -> None:
+        """Into the cache's folder of contents; huggingface_hub then gives it its name there."""
+        partial = self._partial(file)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        done = self._done(partial)
+        with (
+            self._explained(file.name),
+            partial.open("ab") as out,
+            _exclusively(out, file.name),
+            console.progress(f"Downloading {file.name}", file.size, done) as advance,
+        ):
+            self._receive(file, out, advance)
+            partial.replace(partial.with_name(file.etag))
+        with self._explained(file.name), _quiet():
+            hf_hub_download(self.repo_id, file.name, revision=self.commit)
+
+    def _receive(self, file: RemoteFile, out: Any, advance: Callable[[int], None]) -> None:
+        attempts = 0
+        while out.tell() < file.size:
+            before = out.tell()
+            try:
+                self._receive_once(file, out, advance)
+            except hub_errors.HfHubHTTPError:
+                raise
+            # The HTTP client that huggingface_hub brings has its own tree of errors.
+            except Exception:
+                attempts = 1 if out.tell() > before else attempts + 1
+                if attempts == _MAX_ATTEMPTS:
+                    raise
+                time.sleep(self._retry_seconds)
+        if out.tell() != file.size:
+            out.truncate(0)
+            raise ConvertError(
+                f"{file.name} came with more than the {file.size} bytes it should have."
+            )
+
+    def _receive_once(self, file: RemoteFile, out: Any, advance: Callable[[int], None]) -> None:
+        headers = {
+            **build_hf_headers(),
+            "Range": f"bytes={out.tell()}-",
+            "Accept-Encoding": "identity",
+        }
+        url = hf_hub_url(self.repo_id, file.name, revision=self.commit)
+        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+            hf_raise_for_status(response)
+            if response.status_code != 206:
+                advance(-out.tell())
+                out.seek(0)
+                out.truncate()
+            for chunk in response.iter_bytes(_CHUNK):
+                out.write(chunk)
+                advance(len(chunk))
+
+    def _head(self, name: str, revision: str | None) -> RemoteFile | None:
+        with self._explained(name):
+            try:
+                found = get_hf_file_metadata(hf_hub_url(self.repo_id, name, revision=revision))
+            except hub_errors.RemoteEntryNotFoundError:
+                return None
+        if found.size is None or found.etag is None or found.commit_hash is None:
+            raise ConvertError(f"The hub does not tell the size of {name} in {self.repo_id}.")
+        return RemoteFile(name, found.size, found.etag, found.commit_hash)
+
+    def _known(self, name: str) -> RemoteFile:
+        file = self.remote(name)
+        if file is None:
+            raise ConvertError(
+                f"{self.repo_id} has no {name}, which its model.safetensors.index.json names."
+            )
+        return file
+
+    @property
+    def _storage(self) -> Path:
+        return Path(constants.HF_HUB_CACHE) / f"models--{self.repo_id.replace('/', '--')}"
+
+    def _partial(self, file: RemoteFile) -> Path:
+        return self._storage / "blobs" / f"{file.etag}.mlx-mtp.incomplete"
+
+    def _done(self, partial: Path) -> int:
+        return partial.stat().st_size if partial.exists() else 0
+
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """What the hub's errors mean to whoever typed the command."""
+        repo, at = self.repo_id, f" at revision {self._revision}" if self._revision else ""
+        try:
+            yield
+        except ConvertError:
+            raise
+        except hub_errors.GatedRepoError as error:
+            raise ConvertError(
+                f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then "
+                "`hf auth login` or set HF_TOKEN."
+            ) from error
+        except hub_errors.RevisionNotFoundError as error:
+            raise ConvertError(f"{repo} has no revision {self._revision!r}.") from error
+        except hub_errors.RepositoryNotFoundError as error:
+            raise ConvertError(
+                f"There is no local directory {repo}, and the hub has no such model that you may "
+                "see. Check the spelling; for a private model, `hf auth login` or set HF_TOKEN."
+            ) from error
+        except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled) as error:
+            raise ConvertError(
+                f"{name} of {repo}{at} is not in the local cache, and the hub can't be reached: "
+                f"{error.__cause__ or 'it is offline, or HF_HUB_OFFLINE is set'}"
+            ) from error
+        except Exception as error:
+            # Whatever else the HTTP client or the disk raises is no bug of ours.
+            raise ConvertError(
+                f"{name} of {repo}{at} could not be downloaded: {error}. What has arrived is kept: "
+                "the same command goes on from there."
+            ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar for a file of a few kilobytes, nor for one that is there already."""
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _exclusively(file: Any, name: str) -> Iterator[None]:
+    """Keep two runs from appending to one file."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConvertError(f"Another run is downloading {name}; wait for it.") from error
+    yield

@@ -1,0 +1,287 @@
+"""The engine on its thread: limits, faults, cancellation, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.build import build_engine
+from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+    StepError,
+    UsageError,
+)
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.proposer import MTPProposer
+from tests.harness import Driver, greedy, plain, request
+from tests.tiny_models import VOCAB
+
+
+class Client:
+    """Collects an engine's outputs; `wait` blocks until requests have ended."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        self.changed = threading.Condition()
+        engine.start(self._deliver)
+
+    def _deliver(self, outputs) -> None:
+        with self.changed:
+            for output in outputs:
+                self.outputs[output.request_id].append(output)
+            self.changed.notify_all()
+
+    def wait(self, *names: str) -> None:
+        def ended() -> bool:
+            return all(self.outputs[n] and self.outputs[n][-1].finish_reason for n in names)
+
+        with self.changed:
+            assert self.changed.wait_for(ended, timeout=60), f"no end of {names}"
+
+    def wait_for_tokens(self, name: str, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.tokens(name)) >= count, timeout=60)
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for o in self.outputs[name] for t in o.token_ids]
+
+
+@pytest.fixture
+def client(tiny_models):
+    made = []
+
+    def make(family="qwen3_next", **options) -> Client:
+        config = options.pop("config", EngineConfig(num_draft_tokens=2, prefill_step_size=32))
+        engine = build_engine(tiny_models[family], config, VOCAB, (1,), **options)
+        made.append(Client(engine))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.engine.stop()
+
+
+def test_answers_and_counts(client, tiny_models):
+    served = client()
+    wanted = [request(f"r{i}", range(2, 4 + i), greedy(12, ignore_eos=True)) for i in range(5)]
+    for each in wanted:
+        served.engine.submit(each)
+    served.wait(*(r.request_id for r in wanted))
+    for each in wanted:
+        expected = plain(tiny_models["qwen3_next"], each, VOCAB).tokens
+        assert tuple(served.tokens(each.request_id)) == expected
+        assert served.outputs[each.request_id][-1].finish_reason == "length"
+    stats = served.engine.stats()
+    assert stats.generation_tokens == 60
+    assert stats.prompt_tokens == sum(len(r.prompt_token_ids) for r in wanted)
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+    drafted = sum(o.num_draft_tokens for outs in served.outputs.values() for o in outs)
+    assert stats.num_draft_tokens >= drafted > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
+    """An accepted draft after the stop id, or past max_tokens, is never given out."""
+    model = tiny_models["qwen3_5"]
+    full = plain(model, request("x", [5, 6, 7], greedy(30)), VOCAB).tokens
+    for cut in range(1, 12):
+        stop = full[cut]
+        first = full.index(stop)
+        driver = Driver(
+            model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=5, overlap=overlap)
+        )
+        driver.add(request("stop", [5, 6, 7], greedy(30, stop_token_ids=(stop, 90))))
+        driver.add(request("length", [5, 6, 7], greedy(cut)))
+        got = driver.run()
+        assert tuple(got["stop"]) == full[: first + 1]
+        assert driver.reason("stop") == "stop"
+        assert tuple(got["length"]) == full[:cut]
+        assert driver.reason("length") == "length"
+
+
+def test_caches_stand_still_after_the_end(tiny_models):
+    """The state at the end of an answer is exact: all tokens but the last are in the caches."""
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB, config=EngineConfig())
+    driver.add(request("short", [5, 6, 7], greedy(4, ignore_eos=True)))
+    driver.add(request("long", [8, 9], greedy(30, ignore_eos=True)))
+    seen = []
+    for _ in range(12):
+        driver.step()
+        batch = driver.runner._decoding
+        if batch is not None and driver.tokens("short") and len(batch) == 2:
+            names = [s.request_id for s in batch.sequences]
+            row = names.index("short")
+            if bool(batch.ended[row].item()):
+                seen.append(int(batch.cache.offset[row].item()))
+    assert seen, "the row left before its end was seen"
+    assert set(seen) == {3 + 4 - 1}
+
+
+def test_context_limit_with_drafts_in_flight(client):
+    served = client(config=EngineConfig(num_draft_tokens=5, max_model_len=20))
+    served.engine.submit(request("a", [5] * 15, greedy(500, ignore_eos=True)))
+    served.wait("a")
+    assert len(served.tokens("a")) == 5
+    assert served.outputs["a"][-1].finish_reason == "length"
+    with pytest.raises(ContextLengthError, match=r"20 tokens.*20 tokens"):
+        served.engine.submit(request("b", [5] * 20, greedy(1)))
+
+
+def test_bad_requests_are_refused_and_hurt_nobody(client):
+    served = client()
+    served.engine.submit(request("good", [5, 6], greedy(40, ignore_eos=True)))
+    for bad, field in (
+        (Request("b", (), greedy(1)), "prompt"),
+        (Request("b", (5, VOCAB), greedy(1)), "prompt"),
+        (Request("b", (5, -1), greedy(1)), "prompt"),
+        (Request("b", (2**40,), greedy(1)), "prompt"),
+        (Request("b", (5,), greedy(0)), "max_tokens"),
+        (Request("b", (5,), greedy(1, logit_bias=((VOCAB, 1.0),))), "logit_bias"),
+        (Request("b", (5,), greedy(1, stop_token_ids=(VOCAB,))), "stop_token_ids"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            served.engine.submit(bad)
+        assert caught.value.param == field
+    served.wait("good")
+    assert len(served.tokens("good")) == 40
+
+
+def test_cancel_frees_the_row(client):
+    served = client(config=EngineConfig(max_num_seqs=1))
+    served.engine.submit(request("long", [5, 6], greedy(400, ignore_eos=True)))
+    served.engine.submit(request("next", [7, 8], greedy(5, ignore_eos=True)))
+    served.wait_for_tokens("long", 6)
+    served.engine.cancel("long")
+    served.engine.cancel("never there")
+    served.wait("next")
+    assert len(served.tokens("long")) < 400
+    assert served.engine.stats().num_requests_running == 0
+
+
+class Faulty(MTPProposer):
+    """Fails when told to: at launch, or on the device while the step is evaluated."""
+
+    kind: str | None = None
+
+    def propose(self, state, **more):
+        drafts = super().propose(state, **more)
+        if self.kind == "launch" and more["targets"].shape[1] == 3:
+            self.kind = None
+            raise MemoryError("out of memory while building a step")
+        if self.kind == "device" and more["targets"].shape[1] == 3:
+            self.kind = None
+            # An operation that mlx refuses only when it is evaluated on the CPU.
+            weights = mx.zeros((2, 4, 4), dtype=mx.float16)
+            bad = mx.gather_mm(mx.zeros((1, 1, 4), dtype=mx.float16), weights, None, mx.array([0]))
+            return drafts + bad.sum().astype(mx.int32)
+        return drafts
+
+
+@pytest.mark.parametrize("kind", ["launch", "device"])
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(client, tiny_models, kind, caplog):
+    proposer = Faulty(tiny_models["qwen3_next"])
+    served = client(proposer=proposer)
+    served.engine.submit(request("a", [5, 6], greedy(200, ignore_eos=True)))
+    served.engine.submit(request("b", [7, 8, 9], greedy(200, ignore_eos=True)))
+    served.wait_for_tokens("a", 5)
+    served.wait_for_tokens("b", 5)
+    proposer.kind = kind
+    served.wait("a", "b")
+    for name in ("a", "b"):
+        last = served.outputs[name][-1]
+        assert last.finish_reason == "error"
+        assert isinstance(last.error, StepError)
+    after = request("c", [5, 6], greedy(20, ignore_eos=True))
+    served.engine.submit(after)
+    served.wait("c")
+    expected = plain(tiny_models["qwen3_next"], after, VOCAB).tokens
+    assert tuple(served.tokens("c")) == expected
+    assert served.engine.healthy
+    assert served.engine.stats().num_requests_running == 0
+
+
+def test_a_failed_prefill_does_not_touch_the_running_rows(client, tiny_models, monkeypatch):
+    served = client()
+    running = request("running", [5, 6], greedy(150, ignore_eos=True))
+    served.engine.submit(running)
+    served.wait_for_tokens("running", 3)
+    model = tiny_models["qwen3_next"]
+    original = type(model).hidden
+
+    def failing(self, tokens, cache):
+        if tokens.shape[1] == 11:
+            raise RuntimeError("no memory for this prompt")
+        return original(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "hidden", failing)
+    served.engine.submit(request("poison", [7] * 11, greedy(5)))
+    served.wait("poison", "running")
+    assert served.outputs["poison"][-1].finish_reason == "error"
+    assert tuple(served.tokens("running")) == plain(model, running, VOCAB).tokens
+
+
+def test_stop_ends_what_is_left_and_refuses_more(client):
+    served = client()
+    served.engine.submit(request("a", [5, 6], greedy(400, ignore_eos=True)))
+    served.wait_for_tokens("a", 2)
+    served.engine.stop()
+    served.wait("a")
+    assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
+    assert not served.engine.healthy
+    with pytest.raises(EngineStoppedError):
+        served.engine.submit(request("b", [5], greedy(1)))
+    served.engine.cancel("a")
+
+
+def test_settings_out_of_range_are_refused(tiny_models):
+    for config, text in (
+        (EngineConfig(num_draft_tokens=9), "0 to 8"),
+        (EngineConfig(max_model_len=1), "2 to 512"),
+        (EngineConfig(max_model_len=513), "2 to 512"),
+        (EngineConfig(max_num_seqs=0), "max_num_seqs"),
+        (EngineConfig(prefill_step_size=0), "prefill_step_size"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            build_engine(tiny_models["qwen3_5"], config, VOCAB, ())
+
+
+def test_logprobs_of_accepted_tokens_are_the_true_ones(tiny_models):
+    """Not 0 or 1, and the same with MTP on and off."""
+    reports = []
+    for depth in (0, 3):
+        driver = Driver(
+            tiny_models["qwen3_5_moe"],
+            vocab_size=VOCAB,
+            config=EngineConfig(num_draft_tokens=depth),
+        )
+        sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
+        driver.add(request("a", [5, 6, 7], sampling))
+        driver.add(request("b", [5, 6], greedy(15)))
+        driver.run()
+        reports.append([p for o in driver.outputs["a"] for p in o.logprobs])
+        assert all(not o.logprobs for o in driver.outputs["b"])
+    plain_report, mtp_report = reports
+    assert len(plain_report) == len(mtp_report) == 15
+    for one, other in zip(plain_report, mtp_report, strict=True):
+        assert one.logprob < 0.0
+        assert abs(one.logprob - other.logprob) < 1e-4
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        assert one.top[0][1] >= one.logprob
+
+
+def test_padded_vocabulary_is_never_sampled(tiny_models):
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB - 60, config=EngineConfig())
+    for seed in range(6):
+        sampling = SamplingParams(max_tokens=20, temperature=3.0, seed=seed)
+        driver.add(request(f"r{seed}", [5, 6, 7], sampling))
+    for tokens in driver.run().values():
+        assert max(tokens) < VOCAB - 60

@@ -1,0 +1,197 @@
+"""The policy, with no model: chunks, turns, admission, and rows that end in every way."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.scheduler import Plan, RowResult, Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.errors import StepError
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.depth import FixedDepth
+
+
+def sequence(name: str, num_prompt: int, max_tokens: int = 5) -> Sequence:
+    request = Request(name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens))
+    return Sequence(request, (1,), max_tokens)
+
+
+def scheduler(**limits: int) -> Scheduler:
+    return Scheduler(EngineConfig(**limits), FixedDepth(2))
+
+
+def finish_chunk(policy: Scheduler, plan: Plan) -> list[RequestOutput]:
+    """What a runner would report of a plan's chunk: a first token where a prompt ends."""
+    assert plan.chunk is not None
+    results = []
+    for row, start, length in plan.chunk.rows:
+        row.launched(length)
+        tokens = (7,) if start + length == row.num_prompt else ()
+        results.append(RowResult(row, length, num_kept=length, token_ids=tokens))
+    return policy.update(results)
+
+
+def finish_decode(policy: Scheduler, plan: Plan, *, stop: bool) -> list[RequestOutput]:
+    """What a runner would report of a plan's rows: a token each, the last where they must end."""
+    results = []
+    for row in plan.decode:
+        row.launched(3)
+        finished = stop or row.num_output + 1 == row.max_new_tokens
+        results.append(RowResult(row, 3, num_kept=1, token_ids=(7,), finished=finished))
+    return policy.update(results)
+
+
+def test_chunks_end_at_multiples_of_the_step_size():
+    policy = scheduler(prefill_step_size=16)
+    policy.add(sequence("a", 37))
+    spans = []
+    for _ in range(3):
+        plan = policy.schedule()
+        spans += [(start, length) for _, start, length in plan.chunk.rows]
+        outputs = finish_chunk(policy, plan)
+    assert spans == [(0, 16), (16, 16), (32, 5)]
+    assert [o.token_ids for o in outputs] == [(7,)]
+    plan = policy.schedule()
+    assert plan.chunk is None
+    assert [s.request_id for s in plan.decode] == ["a"]
+
+
+def test_short_prompts_share_a_chunk_within_its_size_and_long_ones_do_not():
+    policy = scheduler(prefill_step_size=16)
+    for name, length in (("a", 4), ("b", 5), ("c", 3), ("d", 9), ("e", 30)):
+        policy.add(sequence(name, length))
+    groups = []
+    for _ in range(3):
+        plan = policy.schedule()
+        groups.append([s.request_id for s, _, _ in plan.chunk.rows])
+        finish_chunk(policy, plan)
+    assert groups == [["a", "b", "c"], ["d"], ["e"]]
+
+
+def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
+    policy = scheduler(prefill_step_size=16)
+    policy.add(sequence("first", 4))
+    finish_chunk(policy, policy.schedule())
+    policy.add(sequence("long", 160))
+    policy.schedule()
+    policy.add(sequence("short", 3))
+    names = []
+    for _ in range(4):
+        plan = policy.schedule()
+        assert [s.request_id for s in plan.decode][:1] == ["first"]
+        names += [s.request_id for s, _, _ in plan.chunk.rows]
+    assert "short" in names[:2]
+    assert names.count("long") >= 2
+
+
+def test_rows_are_bounded_and_the_rest_waits_in_order():
+    policy = scheduler(max_num_seqs=2)
+    for name in "abcd":
+        policy.add(sequence(name, 4))
+    plan = policy.schedule()
+    assert [s.request_id for s, _, _ in plan.chunk.rows] == ["a", "b"]
+    assert (policy.num_running, policy.num_waiting) == (2, 2)
+    finish_chunk(policy, plan)
+    assert policy.schedule().chunk is None
+    policy.cancel("a")
+    plan = policy.schedule()
+    assert [s.request_id for s, _, _ in plan.chunk.rows] == ["c"]
+
+
+def test_nothing_is_launched_for_rows_that_will_surely_be_finished():
+    policy = scheduler()
+    policy.add(sequence("a", 4, max_tokens=2))
+    finish_chunk(policy, policy.schedule())
+    plan = policy.schedule()
+    assert len(plan.decode) == 1
+    plan.decode[0].launched(3)
+    assert policy.schedule().decode == ()
+
+
+def test_finish_reasons_and_output_after_the_end():
+    policy = scheduler()
+    for name in "abc":
+        policy.add(sequence(name, 4))
+    plan = policy.schedule()
+    finish_chunk(policy, plan)
+    plan = policy.schedule()
+    a, b, c = plan.decode
+    for row in plan.decode:
+        row.launched(3)
+        row.launched(3)
+    outputs = policy.update(
+        [
+            RowResult(a, 3, num_kept=2, token_ids=(5, 1), finished=True),
+            RowResult(b, 3, num_kept=2, token_ids=(5, 6), finished=True),
+            RowResult(c, 3, error=StepError("broken")),
+        ]
+    )
+    assert [o.finish_reason for o in outputs] == ["stop", "length", "error"]
+    late = [RowResult(row, 3, num_kept=1, token_ids=(9,)) for row in (a, b, c)]
+    assert policy.update(late) == []
+    assert policy.idle
+    assert policy.schedule().live == frozenset()
+
+
+def test_cancel_reaches_a_request_wherever_it_stands():
+    policy = scheduler(max_num_seqs=2, prefill_step_size=16)
+    policy.add(sequence("decoding", 4))
+    finish_chunk(policy, policy.schedule())
+    policy.add(sequence("prefilling", 40))
+    policy.add(sequence("waiting", 4))
+    policy.schedule()
+    for name in ("waiting", "prefilling", "decoding", "unknown"):
+        policy.cancel(name)
+    assert policy.idle
+    assert policy.schedule().empty
+
+
+def test_fail_all_ends_each_request_once():
+    policy = scheduler(max_num_seqs=2, prefill_step_size=16)
+    policy.add(sequence("a", 4))
+    finish_chunk(policy, policy.schedule())
+    policy.add(sequence("b", 40))
+    policy.add(sequence("c", 4))
+    policy.schedule()
+    outputs = policy.fail_all(StepError("down"))
+    assert sorted(o.request_id for o in outputs) == ["a", "b", "c"]
+    assert all(o.finish_reason == "error" for o in outputs)
+    assert policy.idle
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 70), min_size=1, max_size=12),
+    step=st.sampled_from([1, 4, 16, 64]),
+    rows=st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_prompt_token_is_computed_once_and_every_request_ends(prompts, step, rows, data):
+    policy = scheduler(prefill_step_size=step, max_num_seqs=rows)
+    waiting = {f"r{i}": sequence(f"r{i}", n) for i, n in enumerate(prompts)}
+    for each in waiting.values():
+        policy.add(each)
+    computed: dict[str, list[int]] = {name: [] for name in waiting}
+    ended: set[str] = set()
+    for _ in range(2000):
+        if policy.idle:
+            break
+        plan = policy.schedule()
+        assert policy.num_running <= rows
+        outputs = []
+        if plan.chunk is not None:
+            longest = max(length for _, _, length in plan.chunk.rows)
+            assert len(plan.chunk.rows) == 1 or longest * len(plan.chunk.rows) <= step
+            for row, start, length in plan.chunk.rows:
+                assert start // step == (start + length - 1) // step
+                computed[row.request_id] += range(start, start + length)
+            outputs += finish_chunk(policy, plan)
+        if plan.decode:
+            outputs += finish_decode(policy, plan, stop=data.draw(st.booleans()))
+        ended |= {o.request_id for o in outputs if o.finish_reason}
+    assert ended == set(waiting)
+    for name, each in waiting.items():
+        assert computed[name] == list(range(each.num_prompt))

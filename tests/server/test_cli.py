@@ -1,0 +1,319 @@
+"""The command line: flags, their environment variables, errors, and both commands for real."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from mlx_mtp import __version__, cli
+from mlx_mtp.backend import BackendInfo
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine.request import Request
+from mlx_mtp.errors import MissingHeadError, UsageError
+from mlx_mtp.flags import Flag, add_flags, resolve
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.generation import Choice
+from mlx_mtp.server.serve import bind
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.terminal import stream_answer, summary
+from tests.server.fake_engine import FakeEngine, answer, out
+
+COMMAND = [sys.executable, "-m", "mlx_mtp"]
+
+
+def parse(flags: tuple[Flag, ...], *argv: str, **environ: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, flags)
+    return resolve(parser.parse_args(argv), flags, environ)
+
+
+def test_defaults() -> None:
+    options = parse(cli.SERVE_FLAGS)
+    assert options.model is None
+    assert options.enable_mtp is False
+    assert options.mtp_num_draft_tokens == 2
+    assert (options.host, options.port) == ("127.0.0.1", 8000)
+    assert options.max_num_seqs == 32
+    assert options.dtype == "auto"
+    assert options.seed is options.api_key is options.max_model_len is None
+
+
+@pytest.mark.parametrize("flag", cli.SERVE_FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_also_comes_from_the_environment(flag: Flag) -> None:
+    given = {"--enable-mtp": "true", "--dtype": "float32", "--log-level": "debug"}
+    value = given.get(flag.name, "7")
+    from_environment = parse(cli.SERVE_FLAGS, **{flag.variable: value})
+    if flag.name == "--enable-mtp":
+        argv = [flag.name]
+    else:
+        argv = [flag.name, value] if flag.name.startswith("-") else [value]
+    assert from_environment == parse(cli.SERVE_FLAGS, *argv)
+    assert from_environment != parse(cli.SERVE_FLAGS)
+    # The flag wins, even over a value that would be wrong.
+    assert parse(cli.SERVE_FLAGS, *argv, **{flag.variable: ""}) == from_environment
+
+
+def test_the_variables_are_named_after_the_flags() -> None:
+    names = {flag.variable for flag in cli.SERVE_FLAGS}
+    assert {"MLX_MTP_ENABLE_MTP", "MLX_MTP_MTP_NUM_DRAFT_TOKENS", "MLX_MTP_MODEL"} <= names
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False)])
+def test_booleans_from_the_environment(text: str, value: bool) -> None:
+    assert parse(cli.SERVE_FLAGS, MLX_MTP_ENABLE_MTP=text).enable_mtp is value
+    assert parse(cli.SERVE_FLAGS, "--no-enable-mtp", MLX_MTP_ENABLE_MTP="1").enable_mtp is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MLX_MTP_PORT", "http"),
+        ("MLX_MTP_PORT", "65536"),
+        ("MLX_MTP_ENABLE_MTP", "yes"),
+        ("MLX_MTP_MTP_NUM_DRAFT_TOKENS", "9"),
+        ("MLX_MTP_MTP_NUM_DRAFT_TOKENS", "0"),
+        ("MLX_MTP_DTYPE", "int8"),
+        ("MLX_MTP_SEED", str(1 << 63)),
+        ("MLX_MTP_API_KEY", ""),
+        ("MLX_MTP_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    variable: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=variable):
+        parse(cli.SERVE_FLAGS, **{variable: value})
+    assert cli.main(["serve"], {variable: value}) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mlx-mtp: ")
+    assert variable in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["dance"],
+        ["serve", "--port", "x"],
+        ["serve", "--mtp-num-draft-tokens", "9"],
+        ["serve", "--dtype", "int8"],
+        ["serve", "--api-key", ""],
+        ["serve", "a", "b"],
+        ["generate"],
+        ["generate", "hi", "--temperature", "nan"],
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv, {})
+    assert caught.value.code == 2
+    assert "usage: mlx-mtp" in capsys.readouterr().err
+
+
+def test_errors_are_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/no/such/model", "--port", "0"], {}) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"mlx-mtp: '/no/such/model' is neither .*\n", error)
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *_, **__: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--port", port], {}) == 2
+    error = capsys.readouterr().err
+    assert f"Port {port} on 127.0.0.1 is in use" in error
+    assert "--port" in error
+
+
+def test_an_address_that_is_not_ours_is_told() -> None:
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1"):
+        bind("192.0.2.1", 0)
+
+
+def test_streams_are_not_held_back_by_nagles_algorithm() -> None:
+    # asyncio sets TCP_NODELAY only where the listening socket says that it is TCP's.
+    with bind("127.0.0.1", 0) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
+
+
+def test_help_and_mistakes_load_nothing_heavy() -> None:
+    code = """
+import sys
+from mlx_mtp import cli
+for argv in (["--version"], ["serve", "--help"], ["serve", "--port", "x"]):
+    try:
+        cli.main(argv, {})
+    except SystemExit:
+        pass
+heavy = {"mlx", "mlx_lm", "transformers", "fastapi", "uvicorn", "numpy", "huggingface_hub"}
+sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"mlx-mtp {__version__}" in result.stdout
+    assert "--mtp-num-draft-tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(None, "mlx-mtp-demo"), ("org/model", "org/model"), ("/", ""), ("mlx_mtp/", "mlx_mtp")],
+)
+def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert cli._model_name(model) == name
+
+
+def banner(host: str = "127.0.0.1", api_key: str | None = None, depth: int = 2) -> str:
+    config = ServerConfig(model_name="it's", host=host, port=81, api_key=api_key)
+    loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
+    return cli._banner(config, loaded, depth, BackendInfo("CPU", "OpenBLAS 1", "0.32"))
+
+
+def shell_words(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def test_the_banner_tells_all() -> None:
+    text = banner(api_key="a'b")
+    assert "http://127.0.0.1:81" in text
+    assert "mlx 0.32 on CPU, OpenBLAS 1" in text
+    assert "2 tokens per step, head from /m/mtp.safetensors" in text
+    # The shell sees what was meant, whatever quotes the name and the key have.
+    words = shell_words(text[text.index("curl ") :])
+    assert "Authorization: Bearer a'b" in words
+    assert json.loads(words[-1])["model"] == "it's"
+
+
+def test_the_banners_address_can_be_reached() -> None:
+    assert "curl http://127.0.0.1:81/" in banner(host="0.0.0.0")
+    assert "curl http://[::1]:81/" in banner(host="::")
+    assert "--enable-mtp turns MTP on" in banner(depth=0)
+
+
+def options(**more: object) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(parse(cli.GENERATE_FLAGS)) | {"prompt": "hi"} | more))
+
+
+def test_generate_prints_the_answer_and_then_its_speed(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer(tokenizer.encode("Hello, 🎉! And more.")))
+    asked = options(system="Be kind.", stop=" And", temperature=0.5, seed=3, max_tokens=99)
+    assert stream_answer(engine, tokenizer, {"top_k": 20}, asked) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello, 🎉!\n"
+    assert re.search(r"\d+ tokens, [\d.]+ tokens/s", captured.err)
+    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\)", captured.err)
+    (request,) = engine.submitted
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
+    text = tokenizer._backend.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+    assert "Be kind." in text
+
+
+def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(answer([300]))
+    with pytest.raises(Exception, match="top_p"):
+        stream_answer(engine, tokenizer, {}, options(top_p=2.0))
+    with pytest.raises(Exception, match=r"stop\[0\]"):
+        stream_answer(engine, tokenizer, {}, options(stop="x" * 300))
+
+
+def test_the_speed_leaves_out_the_first_step() -> None:
+    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=9))
+    choice = Choice(0, request, Detokenizer(lambda _: b"x"))
+    choice.take(out(5, 5, 5, 5, 5, finish="length"))
+    line = summary(choice, 10.0, [(11.0, 1), (12.0, 3), (13.0, 5)])
+    assert line == "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; no drafts]"
+
+
+def test_generate_goes_without_a_head_unless_one_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    def load(_: argparse.Namespace, *, enable_mtp: bool) -> tuple[object, object]:
+        asked.append(enable_mtp)
+        if enable_mtp:
+            raise MissingHeadError("there is no head")
+        return SimpleNamespace(generation_config={}), object()
+
+    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "_engine", lambda *_, **__: None)
+    monkeypatch.setattr("mlx_mtp.terminal.stream_answer", lambda *_: 0)
+    assert cli.main(["generate", "hi"], {}) == 0
+    assert asked == [True, False]
+    assert cli.main(["generate", "hi", "--no-enable-mtp"], {}) == 0
+    assert asked == [True, False, False]
+    assert cli.main(["generate", "hi", "--enable-mtp"], {}) == 2
+    assert "there is no head" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """`mlx-mtp serve` for real: the process, its address, what it printed."""
+    argv = [*COMMAND, "serve", "--enable-mtp", "--port", "0", "--api-key", "k"]
+    process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
+    )
+    assert process.stdout is not None
+    # A server that never gets ready is ended, which ends the reading below.
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("  -d "):
+            break
+    timer.cancel()
+    try:
+        yield process, re.search(r"address +(\S+)", printed)[1], printed
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_serve_for_real(server: tuple[subprocess.Popen[str], str, str]) -> None:
+    process, address, printed = server
+    assert "mlx-mtp-demo" in printed
+    assert "2 tokens per step" in printed
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    _, url, *flags = shell_words(printed[printed.index("curl ") :])
+    *headers, body = flags[1::2]
+    sent = dict(header.split(": ") for header in headers)
+    answer = httpx.post(url, content=body, headers=sent, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["timings"]["draft_n_accepted"] > 0
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+
+
+def test_generate_for_real() -> None:
+    argv = [*COMMAND, "generate", "Tell me a story.", "--max-tokens", "12", "--temperature", "0"]
+    result = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert len(result.stdout.split()) > 5
+    assert re.search(r"12 tokens, [\d.]+ tokens/s.*drafts accepted", result.stderr)
