@@ -144,21 +144,27 @@ class HubRepo:
     def _receive(self, file: RemoteFile, out: Any, advance: Callable[[int], None]) -> None:
         attempts = 0
         while out.tell() < file.size:
-            before = out.tell()
+            before, broken = out.tell(), None
             try:
                 self._receive_once(file, out, advance)
-            except hub_errors.HfHubHTTPError:
-                raise
-            # The HTTP client that huggingface_hub brings has its own tree of errors.
-            except Exception:
-                attempts = 1 if out.tell() > before else attempts + 1
-                if attempts == _MAX_ATTEMPTS:
+            except hub_errors.HfHubHTTPError as error:
+                if error.response.status_code < 500:
                     raise
+                broken = error
+            except OSError:
+                # The disk's: the HTTP client that huggingface_hub brings has a tree of its own.
+                raise
+            except Exception as error:
+                broken = error
+            attempts = 1 if out.tell() > before else attempts + 1
+            if attempts == _MAX_ATTEMPTS:
+                raise broken or ConnectionError("the hub ends the connection too early")
+            if out.tell() < file.size:
                 time.sleep(self._retry_seconds)
         if out.tell() != file.size:
             out.truncate(0)
             raise ConvertError(
-                f"{file.name} came with more than the {file.size} bytes it should have."
+                f"{file.name} came with more than the {file.size:,} bytes it should have."
             )
 
     def _receive_once(self, file: RemoteFile, out: Any, advance: Callable[[int], None]) -> None:
@@ -184,9 +190,11 @@ class HubRepo:
                 found = get_hf_file_metadata(hf_hub_url(self.repo_id, name, revision=revision))
             except hub_errors.RemoteEntryNotFoundError:
                 return None
-        if found.size is None or found.etag is None or found.commit_hash is None:
+        size, etag, commit = found.size, found.etag, found.commit_hash
+        # Etag and commit become names of files.
+        if size is None or not _is_name(etag) or not _is_name(commit):
             raise ConvertError(f"The hub does not tell the size of {name} in {self.repo_id}.")
-        return RemoteFile(name, found.size, found.etag, found.commit_hash)
+        return RemoteFile(name, size, str(etag), str(commit))
 
     def _known(self, name: str) -> RemoteFile:
         file = self.remote(name)
@@ -237,6 +245,10 @@ class HubRepo:
                 f"{name} of {repo}{at} could not be downloaded: {error}. What has arrived is kept: "
                 "the same command goes on from there."
             ) from error
+
+
+def _is_name(text: str | None) -> bool:
+    return text is not None and re.fullmatch(r"[\w-]+", text, re.ASCII) is not None
 
 
 @contextlib.contextmanager

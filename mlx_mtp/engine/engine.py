@@ -127,12 +127,18 @@ class Engine:
         own = () if sampling.ignore_eos else self.info.eos_token_ids
         room = self.info.max_model_len - len(request.prompt_token_ids)
         stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-        self._post(Sequence(request, stop_ids, min(sampling.max_tokens, room)))
+        sequence = Sequence(request, stop_ids, min(sampling.max_tokens, room))
+        with self._wake:
+            if self.unhealthy_reason is not None:
+                raise EngineStoppedError(f"No request is taken: {self.unhealthy_reason}.")
+            self._inbox.append(sequence)
+            self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; unknown ids are ignored."""
-        if self.unhealthy_reason is None:
-            self._post(request_id)
+        """Drop a request; unknown ids are ignored, and so is a call after the end."""
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify()
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -158,13 +164,6 @@ class Engine:
                 f"The prompt holds token {wrong}, but token ids are 0 to {vocab_size - 1}.",
                 param="prompt",
             )
-
-    def _post(self, note: Sequence | str) -> None:
-        with self._wake:
-            if self.unhealthy_reason is not None:
-                raise EngineStoppedError(f"No request is taken: {self.unhealthy_reason}.")
-            self._inbox.append(note)
-            self._wake.notify()
 
     def _main(self) -> None:
         core = self._core = EngineCore(
