@@ -89,14 +89,7 @@ class Quantized(Encoding):
 
     def encode(self, rows: Rows, start: int, stop: int) -> list[mx.array]:
         """See the base class."""
-        return list(
-            mx.quantize(
-                rows.read(start, stop),
-                group_size=self.setting.group_size,
-                bits=self.setting.bits,
-                mode=self.setting.mode,
-            )
-        )
+        return self.setting.quantize(rows.read(start, stop))
 
 
 class Packed(Quantized):

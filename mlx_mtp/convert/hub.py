@@ -13,11 +13,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_download, hf_hub_url
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    get_session,
+    hf_hub_download,
+    hf_hub_url,
+)
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-from huggingface_hub.utils import enable_progress_bars
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    hf_raise_for_status,
+)
 
 from mlx_mtp.convert.console import Console, size_text
 from mlx_mtp.errors import ConvertError
@@ -87,6 +98,16 @@ class HubRepo:
         """Size of a file; None if there is no such file."""
         return self._head(name, self.commit)
 
+    def tensor_names(self, name: str) -> list[str]:
+        """What a safetensors file holds, by its header alone; nothing if there is no such file."""
+        if self.remote(name) is None:
+            return []
+        with self._explained(name):
+            header = HfApi().parse_safetensors_file_metadata(
+                self.repo_id, name, revision=self.commit
+            )
+        return list(header.tensors)
+
     def cached(self, name: str) -> Path | None:
         """A file that has been downloaded already."""
         path = self._storage / "snapshots" / self.commit / name
@@ -100,7 +121,7 @@ class HubRepo:
         Raises:
             ConvertError: it doesn't come to an end, or the disk is too small.
         """
-        missing = [self._known(name) for name in names if self.cached(name) is None]
+        missing = self._missing(names)
         if missing:
             self._announce(missing, len(names), console)
         for file in missing:
@@ -108,9 +129,16 @@ class HubRepo:
         paths = [self.cached(name) for name in names]
         return [path for path in paths if path is not None]
 
+    def download_size(self, names: Sequence[str]) -> int:
+        """Bytes that `fetch` would have to download."""
+        return sum(f.size - _size(self._partial(f)) for f in self._missing(names))
+
+    def _missing(self, names: Sequence[str]) -> list[RemoteFile]:
+        return [self._known(name) for name in names if self.cached(name) is None]
+
     def _announce(self, missing: Sequence[RemoteFile], num_files: int, console: Console) -> None:
         total = sum(file.size for file in missing)
-        left = total - sum(self._done(self._partial(file)) for file in missing)
+        left = total - sum(_size(self._partial(file)) for file in missing)
         here = "" if len(missing) == num_files else f" of {num_files}, the others are cached"
         begun = "" if left == total else f", {size_text(left)} of them still to come"
         console.say(
@@ -129,7 +157,7 @@ class HubRepo:
         """Into the cache's folder of contents; huggingface_hub then gives it its name there."""
         partial = self._partial(file)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        done = self._done(partial)
+        done = _size(partial)
         with (
             self._explained(file.name),
             partial.open("ab") as out,
@@ -211,9 +239,6 @@ class HubRepo:
     def _partial(self, file: RemoteFile) -> Path:
         return self._storage / "blobs" / f"{file.etag}.mlx-mtp.incomplete"
 
-    def _done(self, partial: Path) -> int:
-        return partial.stat().st_size if partial.exists() else 0
-
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
         """What the hub's errors mean to whoever typed the command."""
@@ -245,6 +270,10 @@ class HubRepo:
                 f"{name} of {repo}{at} could not be downloaded: {error}. What has arrived is kept: "
                 "the same command goes on from there."
             ) from error
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _is_name(text: str | None) -> bool:

@@ -62,7 +62,7 @@ class SidecarWriter:
         self._metadata = dict(metadata)
         self._temporary: list[Path] = []
         self._writers: dict[str, SafetensorsWriter] = {}
-        # Open, and so locked, until the end: a run beside this one must not take them for leftovers.
+        # Open, and so locked, to the end: no run beside this one takes them for leftovers.
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> SidecarWriter:

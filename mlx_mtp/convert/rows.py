@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -32,6 +33,22 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.bits} bits, groups of {self.group_size}, {self.mode}"
+
+    def quantize(self, values: mx.array) -> list[mx.array]:
+        """Words, scales and, in affine mode, biases of [.., in]."""
+        return list(mx.quantize(values, group_size=self.group_size, bits=self.bits, mode=self.mode))
+
+    def dequantize(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The reverse, to a float type."""
+        return mx.dequantize(
+            parts[0],
+            parts[1],
+            parts[2] if len(parts) == 3 else None,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -187,16 +204,7 @@ class PackedRows(Rows):
     def read(self, start: int, stop: int) -> mx.array:
         """See the base class."""
         assert self.setting is not None
-        packed, scales, *biases = self.packed(start, stop)
-        return mx.dequantize(
-            packed,
-            scales,
-            *biases,
-            group_size=self.setting.group_size,
-            bits=self.setting.bits,
-            mode=self.setting.mode,
-            dtype=self.dtype,
-        )
+        return self.setting.dequantize(self.packed(start, stop), self.dtype)
 
     def packed(self, start: int, stop: int) -> list[mx.array]:
         """Words, scales and, in affine mode, biases of rows as they are stored."""

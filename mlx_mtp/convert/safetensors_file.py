@@ -85,7 +85,7 @@ class SafetensorsFile:
         """
         length = (tensor.nbytes if end is None else end) - begin
         buffer = np.empty(length, dtype=np.uint8)
-        view, done = memoryview(buffer), 0
+        view, done = buffer.data, 0
         try:
             self._file.seek(tensor.offset + begin)
             while done < length:
@@ -95,7 +95,7 @@ class SafetensorsFile:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{self.path} can't be read: {error.strerror}.") from error
-        self.digest.update(buffer)
+        self.digest.update(buffer.data)
         return buffer
 
     def close(self) -> None:

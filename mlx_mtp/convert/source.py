@@ -29,20 +29,22 @@ class Source(ABC):
         revision: the commit, for a repository.
         config: config.json, empty if there is none.
         file_of: file of each of the head's tensors, by its name in the checkpoint.
+        directory: where its other files are, if they are on this machine.
     """
 
     name: str
     revision: str | None = None
     config: dict[str, Any]
     file_of: dict[str, str]
+    directory: Path | None = None
 
     @abstractmethod
     def fetch(self, console: Console) -> list[Path]:
         """Paths of the files that `file_of` names, downloaded if they have to be."""
 
     @abstractmethod
-    def trunk_file(self, ending: str) -> Path | None:
-        """A file at hand that holds a tensor of the trunk whose name has this ending."""
+    def download_size(self) -> int:
+        """Bytes that `fetch` would still have to download."""
 
     @property
     def head_names(self) -> list[str]:
@@ -78,22 +80,20 @@ class LocalSource(Source):
 
     def __init__(self, path: Path) -> None:
         self.name = str(path.resolve())
-        self._path = path
+        self.directory: Path = path
         self.config = read_json(path / "config.json", default={})
-        self._index = _weight_map(path / INDEX) if (path / INDEX).is_file() else {}
-        self.file_of = _head_of(self._index)
-        num_tensors = len(self._index)
+        index = _read_index(path / INDEX) if (path / INDEX).is_file() else {}
+        self.file_of = head_of(index)
         if not self.file_of:
             # No index, or a head that was added later.
-            scanned = self._scan()
-            self.file_of = _head_of(scanned)
-            num_tensors = max(num_tensors, len(scanned))
-        if not self.file_of:
-            raise self._no_head(num_tensors)
+            scanned = _scan(path, "*.safetensors")
+            self.file_of = head_of(scanned)
+            if not self.file_of:
+                raise self._no_head(max(len(index), len(scanned)))
 
     def fetch(self, console: Console) -> list[Path]:
         """See the base class."""
-        paths = [self._path / name for name in sorted(set(self.file_of.values()))]
+        paths = [self.directory / name for name in sorted(set(self.file_of.values()))]
         for path in paths:
             if not path.is_file():
                 raise CheckpointError(
@@ -101,20 +101,9 @@ class LocalSource(Source):
                 )
         return paths
 
-    def trunk_file(self, ending: str) -> Path | None:
+    def download_size(self) -> int:
         """See the base class."""
-        for key, name in self._index.items():
-            if key.endswith(ending) and head_name(key) is None and (self._path / name).is_file():
-                return self._path / name
-        return None
-
-    def _scan(self) -> dict[str, str]:
-        found = {}
-        for path in sorted(self._path.glob("*.safetensors")):
-            file = SafetensorsFile(path)
-            file.close()
-            found.update(dict.fromkeys(file.tensors, path.name))
-        return found
+        return 0
 
 
 class HubSource(Source):
@@ -130,22 +119,26 @@ class HubSource(Source):
         config = repo.small("config.json")
         self.config = {} if config is None else read_json(config)
         index = repo.small(INDEX)
-        weight_map = {} if index is None else _weight_map(index)
-        self.file_of = _head_of(weight_map)
-        for name in () if self.file_of else (SIDECAR, SINGLE_FILE):
+        weight_map = {} if index is None else weight_map_of(index.parent)
+        self.file_of = head_of(weight_map)
+        num_tensors = len(weight_map)
+        for name in (SIDECAR, SINGLE_FILE):
+            if self.file_of or name in weight_map.values():
+                break
             # Not in the index: a head that was added later, or a model of one file.
-            keys = self._repo.tensor_names(name) if name not in weight_map.values() else []
-            self.file_of.update(_head_of(dict.fromkeys(keys, name)))
+            keys = repo.tensor_names(name)
+            num_tensors += len(keys)
+            self.file_of = head_of(dict.fromkeys(keys, name))
         if not self.file_of:
-            raise self._no_head(len(weight_map))
+            raise self._no_head(num_tensors)
 
     def fetch(self, console: Console) -> list[Path]:
         """See the base class."""
         return self._repo.fetch(sorted(set(self.file_of.values())), console)
 
-    def trunk_file(self, ending: str) -> Path | None:
-        """See the base class; nothing is downloaded for it."""
-        return None
+    def download_size(self) -> int:
+        """See the base class."""
+        return self._repo.download_size(sorted(set(self.file_of.values())))
 
 
 def open_source(name: str, revision: str | None) -> Source:
@@ -191,11 +184,35 @@ def head_tensors(
     return found
 
 
-def _head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
+def trunk_file(directory: Path, ending: str) -> Path | None:
+    """A file of a directory that holds a tensor of the trunk whose name has this ending."""
+    for key, name in weight_map_of(directory).items():
+        if key.endswith(ending) and head_name(key) is None and (directory / name).is_file():
+            return directory / name
+    return None
+
+
+def weight_map_of(directory: Path) -> dict[str, str]:
+    """File of each of a model's own tensors, by its index or the files' headers."""
+    index = directory / INDEX
+    return _read_index(index) if index.is_file() else _scan(directory, "model*.safetensors")
+
+
+def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
+    """The part of a map that is about the head."""
     return {key: file for key, file in weight_map.items() if head_name(key) is not None}
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _scan(directory: Path, pattern: str) -> dict[str, str]:
+    found = {}
+    for path in sorted(directory.glob(pattern)):
+        file = SafetensorsFile(path)
+        file.close()
+        found.update(dict.fromkeys(file.tensors, path.name))
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
     """Of an index: file of each tensor. Only names, as an index must not lead elsewhere."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

@@ -60,7 +60,7 @@ class Target:
         model_class, args_class = family.classes(config)
         try:
             # Nothing is allocated: mlx makes the random weights only when they are looked at.
-            model = model_class(args_class.from_dict(config))
+            model = model_class(args_class.from_dict(config))  # type: ignore[attr-defined]
             args = family.causal_lm(model).args
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
@@ -94,7 +94,9 @@ class Target:
         fields = ("hidden_size", "vocab_size", "num_hidden_layers")
         return {name: str(getattr(self.args, name)) for name in fields}
 
-    def check_source(self, config: Mapping[str, Any], name: str, warn: Callable[[str], None]) -> None:
+    def check_source(
+        self, config: Mapping[str, Any], name: str, warn: Callable[[str], None]
+    ) -> None:
         """Compare with the config.json of the source, where it has one.
 
         Args:

@@ -68,7 +68,7 @@ class SafetensorsWriter:
         offset, spec = self._offsets[name]
         assert row * spec.row_nbytes + data.nbytes <= spec.nbytes, (name, row, data.nbytes)
         self._file.seek(offset + row * spec.row_nbytes)
-        self._file.write(data)
+        self._file.write(data.data)
 
     def finish(self, metadata: Mapping[str, str]) -> None:
         """Write the header again, with what is known only now, and empty the buffer."""

@@ -6,7 +6,9 @@ import threading
 from collections import defaultdict
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
@@ -108,22 +110,66 @@ def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
         assert driver.reason("length") == "length"
 
 
-def test_caches_stand_still_after_the_end(tiny_models):
+@pytest.mark.parametrize("depth", [0, 2])
+def test_caches_stand_still_after_the_end(tiny_models, depth):
     """The state at the end of an answer is exact: all tokens but the last are in the caches."""
-    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB, config=EngineConfig())
-    driver.add(request("short", [5, 6, 7], greedy(4, ignore_eos=True)))
+    model = tiny_models["qwen3_next"]
+    short = request("short", [5, 6, 7], greedy(4, ignore_eos=True))
+    held = [5, 6, 7, *plain(model, short, VOCAB).tokens[:3]]
+    reference = make_prompt_cache(model.model)
+    model.model(mx.array([held]), cache=reference)
+
+    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=depth))
+    driver.add(short)
     driver.add(request("long", [8, 9], greedy(30, ignore_eos=True)))
-    seen = []
+    seen = 0
     for _ in range(12):
         driver.step()
         batch = driver.runner._decoding
-        if batch is not None and driver.tokens("short") and len(batch) == 2:
-            names = [s.request_id for s in batch.sequences]
-            row = names.index("short")
-            if bool(batch.ended[row].item()):
-                seen.append(int(batch.cache.offset[row].item()))
-    assert seen, "the row left before its end was seen"
-    assert set(seen) == {3 + 4 - 1}
+        names = [] if batch is None else [s.request_id for s in batch.sequences]
+        if "short" in names and bool(batch.ended[names.index("short")].item()):
+            row = batch.cache.take(mx.array([names.index("short")]))
+            assert row.offset.tolist() == [len(held)]
+            for ours, theirs in zip((row[0].conv, row[0].state), reference[0].cache, strict=True):
+                np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4)
+            seen += 1
+    assert seen, "the row left the batch before its end was seen"
+
+
+@pytest.mark.parametrize(("depth", "step"), [(0, 512), (0, 16), (3, 16), (5, 512), (1, 1)])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_the_heads_own_cache_is_complete(tiny_models, family, depth, step):
+    """One row per trunk position, whatever the depth and the chunks: as if written in one go."""
+    model = tiny_models[family]
+    config = EngineConfig(num_draft_tokens=depth, prefill_step_size=step)
+    driver = Driver(model, vocab_size=VOCAB, config=config)
+    prompt = list(range(2, 39))
+    driver.add(request("a", prompt, greedy(40, ignore_eos=True)))
+    driver.add(request("b", [5], greedy(40, ignore_eos=True)))
+    while len(driver.tokens("a")) < 12:
+        driver.step()
+    batch = driver.runner._decoding
+    row = [s.request_id for s in batch.sequences].index("a")
+    held = int(batch.cache.offset[row].item())
+    driver.run()
+    text = [*prompt, *driver.tokens("a")][: held + 1]
+
+    proposer = MTPProposer(model)
+    state = proposer.make_state(["reference"])
+    proposer.propose(
+        state,
+        hidden=model.causal_lm.model(mx.array([text[:-1]])),
+        targets=mx.array([text[1:]]),
+        start=mx.array([0]),
+        num_kept=mx.array([held]),
+        num_draft_tokens=0,
+        limit=held,
+        sampler=batch.sampler,
+    )
+    for name in ("keys", "values"):
+        ours = np.array(getattr(batch.draft_state.cache, name)[row, :, :held])
+        reference = np.array(getattr(state.cache, name)[0, :, :held])
+        np.testing.assert_allclose(ours, reference, atol=1e-3)
 
 
 def test_context_limit_with_drafts_in_flight(client):

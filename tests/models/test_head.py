@@ -22,9 +22,11 @@ class RecordingSampler(Sampler):
     def __init__(self) -> None:
         super().__init__([greedy(1)], [()], VOCAB)
         self.seen: list[np.ndarray] = []
+        self.positions: list[int] = []
 
     def draw(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
         self.seen.append(np.array(logits[0, 0]))
+        self.positions.append(int(positions[0, 0].item()))
         return super().draw(logits, positions, window)
 
 
@@ -60,6 +62,8 @@ def test_draft_logits_equal_the_reference(tmp_path, family, stacked):
             sampler=sampler,
         )
         start += kept
+    # Thirteen rows kept, so the next token is at 13 and the drafts, with its noise, follow it.
+    assert sampler.positions[-DEPTH:] == [14, 15, 16]
     for ours, theirs in zip(sampler.seen[-DEPTH:], expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 

@@ -1,0 +1,1 @@
+"""Measurements. Each prints the command, the machine, and ratios of things measured in one run."""

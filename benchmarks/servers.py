@@ -1,0 +1,80 @@
+"""Server processes to measure, each started on a free port and ended with its context."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+# mlx_lm.server with the same BLAS as ours, or the comparison would be of BLAS libraries.
+_MLX_LM = "from mlx_mtp import backend; backend.prepare(); from mlx_lm.server import main; main()"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server to start.
+
+    Args:
+        name: as it stands in the table.
+        command: without the port.
+        model: what requests must name.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    model: str
+
+
+def ours(name: str, model: Path, *flags: str) -> Contender:
+    """This project's server."""
+    serve = ("-m", "mlx_mtp", "serve", str(model), "--served-model-name", "m")
+    return Contender(name, (sys.executable, *serve, "--log-level", "warning", *flags), "m")
+
+
+def mlx_lm(model: Path) -> Contender:
+    """mlx_lm.server, greedy by request, with its defaults."""
+    command = (sys.executable, "-c", _MLX_LM, "--model", str(model), "--log-level", "ERROR")
+    return Contender("mlx_lm.server", command, str(model))
+
+
+@contextlib.contextmanager
+def running(contender: Contender) -> Iterator[str]:
+    """Start it and wait until it answers; yields its base URL."""
+    port = _free_port()
+    command = [*contender.command, "--host", "127.0.0.1", "--port", str(port)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        _wait(process, f"{url}/models", command)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, command: Sequence[str]) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(url, timeout=30)
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"{' '.join(command)} did not answer within a minute")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
