@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence as Many
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -197,7 +198,7 @@ class OracleProposer:
             table[row, : len(self.answers[name])] = self.answers[name]
         return OracleState(mx.array(table))
 
-    def propose(  # noqa: D417
+    def propose(
         self, state, *, hidden, targets, start, num_kept, num_draft_tokens, limit, sampler
     ) -> mx.array:
         position = (start + num_kept)[:, None] + 1 + mx.arange(num_draft_tokens)

@@ -7,6 +7,8 @@ import copy
 import mlx.core as mx
 
 _GROWTH = 256
+# Attention reads up to a multiple of this, so that buffers of one size serve many steps.
+_STRIDE = 64
 
 
 class RaggedKVCache:
@@ -22,7 +24,7 @@ class RaggedKVCache:
     Attributes:
         keys, values: [B, heads, capacity, dim], None until the first write.
         offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads; at least the longest row plus the window, so the host
+        limit: entries that attention reads, a multiple of 64; at least the longest row plus the window, so the host
             must know a bound of every row's length (`reserve`).
     """
 
@@ -38,15 +40,15 @@ class RaggedKVCache:
         return 0 if self.keys is None else self.keys.shape[2]
 
     def reserve(self, limit: int) -> None:
-        """Make room for `limit` entries a row, and let attention read that many.
+        """Make room for `limit` entries a row, and let attention read that many or a few more.
 
         A write past the capacity would silently land in the next row, so every forward must be
         preceded by this.
         """
-        self.limit = limit
-        if self.keys is not None and limit > self.capacity:
-            self.keys = _widen(self.keys, limit)
-            self.values = _widen(self.values, limit)
+        self.limit = -(-limit // _STRIDE) * _STRIDE
+        if self.keys is not None and self.limit > self.capacity:
+            self.keys = _widen(self.keys, self.limit)
+            self.values = _widen(self.values, self.limit)
 
     def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
         """Put T new entries of each row at `start[b]` and after.

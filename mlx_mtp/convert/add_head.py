@@ -155,7 +155,7 @@ def _tell(plan: Plan, target: Target, source: Source, console: Console) -> None:
     revision = f" at {source.revision[:12]}" if source.revision else ""
     console.say(
         f"Head of {source.name}{revision}: {plan.num_parameters / 1e6:,.1f} M parameters, "
-        f"{size_text(plan.nbytes)} as {plan.quantization_text}."
+        f"{size_text(plan.nbytes)}, {plan.quantization_text}."
     )
     centred = plan.header["source_norm_convention"] == "hf"
     console.say(
@@ -193,12 +193,7 @@ def _write(plan: Plan, model: Path, directory: Path, request: Request, console: 
 @contextlib.contextmanager
 def _opened(paths: Sequence[Path]) -> Iterator[list[SafetensorsFile]]:
     with contextlib.ExitStack() as stack:
-        files = []
-        for path in paths:
-            file = SafetensorsFile(path)
-            stack.callback(file.close)
-            files.append(file)
-        yield files
+        yield [stack.enter_context(SafetensorsFile(path)) for path in paths]
 
 
 @contextlib.contextmanager

@@ -60,10 +60,9 @@ def _of_file(file: SafetensorsFile, source: Source) -> Convention | None:
         return "hf"
     elsewhere = trunk_file(source.directory, _CONVOLUTION) if source.directory else None
     if elsewhere is not None:
-        other = SafetensorsFile(elsewhere)
-        other.close()
-        # The reverse proves nothing: a raw head is easily put beside a converted trunk.
-        return "hf" if _of_convolution(other) == "hf" else None
+        with SafetensorsFile(elsewhere) as other:
+            # The reverse proves nothing: a raw head is easily put beside a converted trunk.
+            return "hf" if _of_convolution(other) == "hf" else None
     return None
 
 

@@ -87,9 +87,9 @@ def _local(path: Path) -> _Found:
     if not head:
         return _Found(target, trunk, None, 0, base)
     size = 0
-    for file in (SafetensorsFile(path / name) for name in set(head.values())):
-        file.close()
-        size += sum(tensor.nbytes for key, tensor in file.tensors.items() if key in head)
+    for file_name in set(head.values()):
+        with SafetensorsFile(path / file_name) as file:
+            size += sum(tensor.nbytes for key, tensor in file.tensors.items() if key in head)
     where = ", ".join(sorted(set(head.values())))
     return _Found(target, trunk, f"in {where}: {size_text(size)} of the weights", 0, base)
 

@@ -86,9 +86,8 @@ class Existing:
             files = sidecar_files(directory)
             if not files:
                 return None
-            file = SafetensorsFile(files[0])
-            file.close()
-            return cls(tuple(files), file.metadata)
+            with SafetensorsFile(files[0]) as file:
+                return cls(tuple(files), file.metadata)
         except CheckpointError:
             return cls((), {})
 

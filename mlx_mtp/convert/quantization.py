@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -105,7 +105,7 @@ def _default(table: dict[str, Any], flags: Flags) -> Setting | None:
     """For the whole head, or None to leave it unquantized."""
     of_target = _from_table(table) if table else None
     if flags.bits == UNQUANTIZED:
-        if flags.group_size or flags.mode:
+        if flags != Flags(bits=UNQUANTIZED):
             raise UsageError(f"--bits {UNQUANTIZED} leaves the head unquantized: give no other.")
         return None
     if not flags:
@@ -113,8 +113,10 @@ def _default(table: dict[str, Any], flags: Flags) -> Setting | None:
     base = of_target or MODES["affine"]
     if flags.mode is not None and flags.mode != base.mode:
         base = MODES[flags.mode]
-    chosen = replace(
-        base, bits=flags.bits or base.bits, group_size=flags.group_size or base.group_size
+    chosen = Setting(
+        base.bits if flags.bits is None else flags.bits,
+        base.group_size if flags.group_size is None else flags.group_size,
+        base.mode,
     )
     problem = _problem(chosen)
     if problem:

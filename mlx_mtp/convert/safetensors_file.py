@@ -69,13 +69,23 @@ class SafetensorsFile:
         self.digest = hashlib.sha256()
         try:
             self._file = path.open("rb", buffering=0)
-            self.size = path.stat().st_size
-            header, start = self._header()
         except OSError as error:
             raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
-        metadata = header.pop("__metadata__", None) or {}
-        self.metadata: dict[str, str] = {str(k): str(v) for k, v in metadata.items()}
-        self.tensors = {name: self._info(name, entry, start) for name, entry in header.items()}
+        try:
+            self.size = path.stat().st_size
+            header, start = self._header()
+            metadata = header.pop("__metadata__", None) or {}
+            self.metadata: dict[str, str] = {str(k): str(v) for k, v in metadata.items()}
+            self.tensors = {name: self._info(name, entry, start) for name, entry in header.items()}
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def read(self, tensor: TensorInfo, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Bytes `begin` to `end` of a tensor, as uint8 [end - begin].

@@ -206,9 +206,8 @@ def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
 def _scan(directory: Path, pattern: str) -> dict[str, str]:
     found = {}
     for path in sorted(directory.glob(pattern)):
-        file = SafetensorsFile(path)
-        file.close()
-        found.update(dict.fromkeys(file.tensors, path.name))
+        with SafetensorsFile(path) as file:
+            found.update(dict.fromkeys(file.tensors, path.name))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,32 +35,33 @@ def compare_tied(
         By the copy's name: False if the trunk's is another matrix, and what was found.
     """
     found: dict[str, tuple[bool, str]] = {}
+    directories = [target] + ([source.directory] if source.directory else [])
     for name, copy in tied.items():
-        trunk = _of_trunk(name, copy, target, source)
-        if trunk is None:
-            found[name] = (True, "not compared: the trunk's weights are not on this machine")
-        elif trunk.shape != copy.shape:
-            found[name] = (False, f"of shape {copy.shape}, the trunk's of {trunk.shape}")
-        else:
-            # Read from a file of its own: the checksums are of what the head takes over.
-            file = SafetensorsFile(copy.file.path)
-            found[name] = _compare(_rows(StoredTensor(file, copy.info), {}, copy.shape), trunk)
-            file.close()
+        found[name] = (True, "not compared: the trunk's weights are not on this machine")
+        where = _find_trunk(name, directories)
+        if where is not None:
+            path, ending = where
+            # From a file of its own: the checksums are of what the head takes over.
+            with SafetensorsFile(copy.file.path) as file, SafetensorsFile(path) as beside:
+                ours = _rows(StoredTensor(file, copy.info), {}, copy.shape)
+                found[name] = _compare(ours, _trunk_rows(beside, ending, copy.shape))
     return found
 
 
-def _of_trunk(name: str, copy: StoredTensor, target: Path, source: Source) -> Rows | None:
-    directories = [target] + ([source.directory] if source.directory else [])
+def _find_trunk(name: str, directories: Sequence[Path]) -> tuple[Path, str] | None:
+    """The file that has what a copy should be a copy of, and how its name ends there."""
     for directory in directories:
         for ending in _TRUNK_NAMES.get(name, _LM_HEAD):
             path = trunk_file(directory, ending)
-            if path is None:
-                continue
-            file = SafetensorsFile(path)
-            by_name = {k: StoredTensor(file, t) for k, t in file.tensors.items()}
-            key = next(k for k in by_name if k.endswith(ending) and head_name(k) is None)
-            return _rows(by_name[key], by_name, copy.shape)
+            if path is not None:
+                return path, ending
     return None
+
+
+def _trunk_rows(file: SafetensorsFile, ending: str, shape: tuple[int, ...]) -> Rows:
+    by_name = {key: StoredTensor(file, info) for key, info in file.tensors.items()}
+    key = next(k for k in by_name if k.endswith(ending) and head_name(k) is None)
+    return _rows(by_name[key], by_name, shape)
 
 
 def _rows(tensor: StoredTensor, beside: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> Rows:
@@ -75,7 +76,9 @@ def _rows(tensor: StoredTensor, beside: Mapping[str, StoredTensor], shape: tuple
 
 
 def _compare(copy: Rows, trunk: Rows) -> tuple[bool, str]:
-    """Whether two matrices of one shape are the same, and in which words."""
+    """Whether two matrices are the same, and in which words."""
+    if trunk.shape != copy.shape:
+        return False, f"of shape {copy.shape}, the trunk's of {trunk.shape}"
     step = max(_PIECE_BYTES // (4 * copy.shape[-1]), 1)
     difference = own_error = norm = 0.0
     with mx.stream(mx.cpu):

@@ -29,6 +29,8 @@ from mlx_mtp.speculative.proposer import Proposer
 
 logger = logging.getLogger(__name__)
 
+_TIDY_STEPS = 256
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -100,10 +102,12 @@ class ModelRunner:
         self._prefilling: dict[int, Batch] = {}
         self._ready: list[Batch] = []
         self._decoding: Batch | None = None
+        self._num_steps = 0
 
     def run(self, plan: Plan) -> list[Launched]:
         """Launch a plan. A failure comes back as the result of the rows it hit."""
         self._forget(plan)
+        self._tidy(plan)
         launched = []
         if plan.chunk is not None:
             chunk, rows = plan.chunk, tuple(s for s, _, _ in plan.chunk.rows)
@@ -287,6 +291,12 @@ class ModelRunner:
         self._ready = [batch for batch in ready if len(batch)]
         if self._decoding is not None and not any(s in plan.live for s in self._decoding.sequences):
             self._decoding = None
+
+    def _tidy(self, plan: Plan) -> None:
+        """Give freed buffers back now and then; mlx keeps them for reuse without a bound."""
+        self._num_steps += 1
+        if plan.empty or plan.chunk is not None or self._num_steps % _TIDY_STEPS == 0:
+            mx.clear_cache()
 
     def _guard(self, rows: tuple[Sequence, ...], launch: Callable[[], Launched]) -> Launched:
         try:

@@ -93,7 +93,7 @@ def test_a_write_past_the_reserve_is_caught():
     cache = RaggedKVCache(1)
     cache.reserve(2)
     with pytest.raises(AssertionError):
-        cache.update_and_fetch(mx.zeros((1, 1, 3, DIM)), mx.zeros((1, 1, 3, DIM)))
+        cache.update_and_fetch(mx.zeros((1, 1, 65, DIM)), mx.zeros((1, 1, 65, DIM)))
 
 
 def test_masks_are_causal_and_ragged():

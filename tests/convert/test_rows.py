@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -22,10 +24,18 @@ from tests.convert.checkpoints import (
 RANDOM = np.random.default_rng(0)
 
 
-def stored(path, tensors: dict[str, Raw]) -> dict[str, StoredTensor]:
-    write_file(path / "file.safetensors", tensors, {})
-    file = SafetensorsFile(path / "file.safetensors")
-    return {name: StoredTensor(file, info) for name, info in file.tensors.items()}
+@pytest.fixture
+def stored(tmp_path):
+    """Puts tensors into a file, which is closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def put(tensors: dict[str, Raw]) -> dict[str, StoredTensor]:
+            path = tmp_path / "file.safetensors"
+            write_file(path, tensors, {})
+            file = stack.enter_context(SafetensorsFile(path))
+            return {name: StoredTensor(file, info) for name, info in file.tensors.items()}
+
+        yield put
 
 
 def floats(values: mx.array) -> np.ndarray:
@@ -44,11 +54,11 @@ def test_e4m3_table_is_the_definition():
 
 @pytest.mark.parametrize("shape", [(300, 260), (128, 128), (1, 5), (3, 150, 130)])
 @pytest.mark.parametrize("scale_type", ["BF16", "F32"])
-def test_fp8_rows_at_any_cut(tmp_path, shape, scale_type):
+def test_fp8_rows_at_any_cut(stored, shape, scale_type):
     """Blocks that don't divide the matrix, a leading axis, and cuts inside of blocks."""
     codes, scales, meant = to_fp8(RANDOM.standard_normal(shape).astype(np.float32), 128)
     told = Raw("BF16", scales) if scale_type == "BF16" else Raw("F32", from_bf16(scales))
-    tensors = stored(tmp_path, {"w": Raw("F8_E4M3", codes), "s": told})
+    tensors = stored({"w": Raw("F8_E4M3", codes), "s": told})
     rows = Fp8Rows(tensors["w"], tensors["s"], (128, 128))
     expected = from_bf16(bf16(meant)).reshape(-1, shape[-1])
     count = len(expected)
@@ -58,10 +68,9 @@ def test_fp8_rows_at_any_cut(tmp_path, shape, scale_type):
         np.testing.assert_array_equal(floats(got), expected[start:stop])
 
 
-def test_fp8_scales_that_do_not_fit_are_refused_with_both_shapes(tmp_path):
+def test_fp8_scales_that_do_not_fit_are_refused_with_both_shapes(stored):
     codes, scales, _ = to_fp8(RANDOM.standard_normal((300, 260)).astype(np.float32), 128)
     tensors = stored(
-        tmp_path,
         {
             "w": Raw("F8_E4M3", codes),
             "short": Raw("BF16", scales[:2]),
@@ -76,9 +85,9 @@ def test_fp8_scales_that_do_not_fit_are_refused_with_both_shapes(tmp_path):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("storage", ["BF16", "F16", "F32"])
-def test_plain_rows(tmp_path, storage, exact):
+def test_plain_rows(stored, storage, exact):
     values = RANDOM.standard_normal((2, 7, 6)).astype(np.float32)
-    rows = PlainRows(stored(tmp_path, {"w": encode(values, storage)})["w"], exact=exact)
+    rows = PlainRows(stored({"w": encode(values, storage)})["w"], exact=exact)
     flat = values.reshape(-1, 6)[3:11]
     if storage == "F16":
         expected = flat.astype(np.float16)
@@ -90,7 +99,7 @@ def test_plain_rows(tmp_path, storage, exact):
 
 
 @pytest.mark.parametrize("setting", [Setting(4, 32), Setting(6, 64), Setting(4, 16, "nvfp4")])
-def test_packed_rows_unpack_to_what_mlx_says(tmp_path, setting):
+def test_packed_rows_unpack_to_what_mlx_says(stored, setting):
     values = mx.array(RANDOM.standard_normal((3, 5, 128))).astype(mx.bfloat16)
     parts = setting.quantize(values)
     names = ["w", "scales", "biases"][: len(parts)]
@@ -99,7 +108,7 @@ def test_packed_rows_unpack_to_what_mlx_says(tmp_path, setting):
         dtype = {mx.uint32: "U32", mx.uint8: "U8", mx.bfloat16: "BF16"}[part.dtype]
         view = part.view(mx.uint16) if part.dtype == mx.bfloat16 else part
         raws[name] = Raw(dtype, np.array(view))
-    tensors = stored(tmp_path, raws)
+    tensors = stored(raws)
     rows = PackedRows(tensors["w"], tensors["scales"], tensors.get("biases"), setting)
     assert rows.shape == (3, 5, 128)
     expected = setting.dequantize(parts, mx.bfloat16).reshape(15, 128)

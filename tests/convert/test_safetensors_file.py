@@ -19,12 +19,11 @@ def test_slices_and_their_digest(tmp_path):
     path = tmp_path / "a.safetensors"
     values = np.arange(24, dtype=np.uint8).reshape(4, 6)
     write_file(path, {"x": Raw("U8", values)}, {"said": "so"})
-    file = SafetensorsFile(path)
-    assert file.metadata == {"said": "so"}
-    assert file.tensors["x"].shape == (4, 6)
-    np.testing.assert_array_equal(file.read(file.tensors["x"], 6, 18), np.arange(6, 18))
-    assert file.digest.hexdigest() == hashlib.sha256(bytes(range(6, 18))).hexdigest()
-    file.close()
+    with SafetensorsFile(path) as file:
+        assert file.metadata == {"said": "so"}
+        assert file.tensors["x"].shape == (4, 6)
+        np.testing.assert_array_equal(file.read(file.tensors["x"], 6, 18), np.arange(6, 18))
+        assert file.digest.hexdigest() == hashlib.sha256(bytes(range(6, 18))).hexdigest()
 
 
 def entry(**changes: object) -> dict[str, object]:
@@ -69,10 +68,10 @@ def test_headers_that_contradict_the_file(tmp_path, changes, message):
 def test_a_file_that_shrinks_after_its_header_was_read(tmp_path):
     path = tmp_path / "a.safetensors"
     write_file(path, {"x": Raw("U8", np.zeros((4, 6), np.uint8))}, {})
-    file = SafetensorsFile(path)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match="truncated"):
-        file.read(file.tensors["x"])
+    with SafetensorsFile(path) as file:
+        path.write_bytes(path.read_bytes()[:-5])
+        with pytest.raises(CheckpointError, match="truncated"):
+            file.read(file.tensors["x"])
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -93,10 +92,10 @@ def test_rows_may_be_written_in_any_order_and_the_header_last(tmp_path):
     loaded = load_file(path)
     np.testing.assert_array_equal(loaded["mtp.words"], words.reshape(2, 2, 3))
     np.testing.assert_array_equal(loaded["mtp.bytes"], [7, 8, 9])
-    reread = SafetensorsFile(path)
-    assert reread.metadata == {"sum": "1234"}
-    # Wide types begin at multiples of their size, whatever the order asked for.
-    assert reread.tensors["mtp.words"].offset % 8 == 0
+    with SafetensorsFile(path) as reread:
+        assert reread.metadata == {"sum": "1234"}
+        # Wide types begin at multiples of their size, whatever the order asked for.
+        assert reread.tensors["mtp.words"].offset % 8 == 0
 
 
 def test_a_write_beyond_its_tensor_is_a_bug_here(tmp_path):

@@ -1,4 +1,4 @@
-"""Every layout a checkpoint comes in loads to the same model, and a wrong one is refused by name."""
+"""Every layout of a checkpoint loads to the same model, and a wrong one is refused by name."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_patching_leaves_mlx_lm_alone(tmp_path):
     assert (Qwen3NextGatedDeltaNet.__call__, Model.sanitize) == before
     inner = model.causal_lm.model.layers[0].linear_attn
     assert type(inner) is not Qwen3NextGatedDeltaNet
-    with pytest.raises(UnsupportedModelError, match="mlx-lm>=0.32.2"):
+    with pytest.raises(UnsupportedModelError, match="mlx-lm>="):
         model.family.patch(model.model)  # its layers are not mlx-lm's own any more
 
 
