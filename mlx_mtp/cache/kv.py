@@ -46,9 +46,14 @@ class RaggedKVCache:
         preceded by this.
         """
         self.limit = -(-limit // _STRIDE) * _STRIDE
-        if self.keys is not None and self.limit > self.capacity:
-            self.keys = _widen(self.keys, self.limit)
-            self.values = _widen(self.values, self.limit)
+        if self.keys is None or self.values is None:
+            return
+        wanted = _rounded(self.limit)
+        if self.limit > self.capacity:
+            self.keys, self.values = _widen(self.keys, wanted), _widen(self.values, wanted)
+        elif self.capacity >= 2 * wanted:
+            # A long row has left; the next write makes the smaller buffer.
+            self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
 
     def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
         """Put T new entries of each row at `start[b]` and after.
@@ -124,10 +129,9 @@ def _empty(like: mx.array, limit: int) -> mx.array:
     return mx.zeros((batch, heads, _rounded(limit), dim), dtype=like.dtype)
 
 
-def _widen(array: mx.array | None, limit: int) -> mx.array:
-    assert array is not None
+def _widen(array: mx.array, wanted: int) -> mx.array:
     batch, heads, capacity, dim = array.shape
-    more = mx.zeros((batch, heads, _rounded(limit) - capacity, dim), dtype=array.dtype)
+    more = mx.zeros((batch, heads, wanted - capacity, dim), dtype=array.dtype)
     return mx.concatenate([array, more], axis=2)
 
 

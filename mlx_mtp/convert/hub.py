@@ -34,7 +34,6 @@ from mlx_mtp.convert.console import Console, size_text
 from mlx_mtp.errors import ConvertError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_CHUNK = 1 << 20
 _MAX_ATTEMPTS = 5
 _SECONDS_BEFORE_RETRY = 1.0
 
@@ -208,7 +207,8 @@ class HubRepo:
                 advance(-out.tell())
                 out.seek(0)
                 out.truncate()
-            for chunk in response.iter_bytes(_CHUNK):
+            # In pieces as they come: a broken connection would lose the start of larger ones.
+            for chunk in response.iter_bytes():
                 out.write(chunk)
                 advance(len(chunk))
 

@@ -133,6 +133,7 @@ class ModelRunner:
         """One chunk of prompts; rows whose prompt ends in it get their first token and drafts."""
         sequences = tuple(s for s, _, _ in chunk.rows)
         batch = self._prefilling.pop(chunk.group, None) or self._new_batch(sequences)
+        assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
         arrays = ChunkArrays.of(chunk)
         num_kept = mx.array(arrays.lengths)
         start = batch.cache.offset

@@ -128,12 +128,21 @@ def _build_head(args: Any, family: Family, found: HeadTensors) -> MTPHead:
 def _cast(found: _Trunk, dtype: str) -> None:
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
+    if on_cpu and target != mx.float32 and _has_experts(found.model):
+        raise UsageError(
+            f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts in "
+            "float32 alone. Use --dtype float32 or auto."
+        )
     _cast_floats(found.model, target)
     if on_cpu and target == mx.float32 and _dequantized_fits(found.model):
         # Quantized matmuls on the CPU are about five times slower than float32 ones.
         dequantize_model(found.model)
         # Modes whose scales are no floats come out in BF16.
         _cast_floats(found.model, target)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(".switch_mlp." in name for name, _ in tree_flatten(model.parameters()))
 
 
 def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:

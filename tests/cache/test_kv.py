@@ -96,6 +96,21 @@ def test_a_write_past_the_reserve_is_caught():
         cache.update_and_fetch(mx.zeros((1, 1, 65, DIM)), mx.zeros((1, 1, 65, DIM)))
 
 
+def test_capacity_follows_the_longest_row_that_is_left():
+    long, short = Model(0, 1), Model(1, 1)
+    for _ in range(8):
+        long.window(200)
+    short.window(3)
+    long.cache.extend(short.cache)
+    long.rows += short.rows
+    long.window(2)
+    assert long.cache.capacity >= len(long.rows[0])
+    long.cache, long.rows = long.cache.take(mx.array([1])), long.rows[1:]
+    long.window(2)
+    assert long.cache.capacity == 256
+    long.window(3)
+
+
 def test_masks_are_causal_and_ragged():
     mask = causal_mask(mx.array([0, 2]), 2, 4)
     expected = [[[1, 0, 0, 0], [1, 1, 0, 0]], [[1, 1, 1, 0], [1, 1, 1, 1]]]

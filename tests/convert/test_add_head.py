@@ -393,9 +393,9 @@ def test_no_permission(dirs):
 
 def test_files_of_many_sizes_are_committed_by_their_index(dirs):
     """Sharding, and the way back to one file."""
+    write_checkpoint(dirs.target, Layout("qwen3_next", with_head=False))
     dirs.run()
     single = snapshot(dirs.target)
-    write_checkpoint(dirs.target, Layout("qwen3_next", with_head=False))
     dirs.run(force=True, max_file_bytes=40_000)
     names = sorted(path.name for path in dirs.target.glob("mtp*"))
     assert "mtp.safetensors" not in names

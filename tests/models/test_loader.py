@@ -218,6 +218,17 @@ def test_bad_directories_and_configs_say_what_is_wrong(tmp_path):
         load_model(tmp_path, enable_mtp=False)
 
 
+def test_experts_on_the_cpu_are_float32_or_refused(tmp_path):
+    """mlx would fail in every step; a dense model may have any type."""
+    write_checkpoint(tmp_path / "moe", Layout("qwen3_next"))
+    write_checkpoint(tmp_path / "dense", Layout("qwen3_5"))
+    if mx.default_device() == mx.cpu:
+        with pytest.raises(UsageError, match="float32"):
+            load_model(tmp_path / "moe", enable_mtp=True, dtype="bfloat16")
+    dense = load_model(tmp_path / "dense", enable_mtp=True, dtype="bfloat16")
+    assert dense.causal_lm.model.norm.weight.dtype == mx.bfloat16
+
+
 def test_damaged_weights_and_custom_code_are_refused(tmp_path):
     write_checkpoint(tmp_path, Layout("qwen3_next"))
     with pytest.raises(UsageError, match="float32"):
