@@ -7,7 +7,6 @@ from mlx_mtp.engine.runner import Launched, ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.speculative.counters import SpeculationCounters
 
 
@@ -42,10 +41,6 @@ class EngineCore:
     def cancel(self, request_id: str) -> None:
         """Drop a request; unknown ids are ignored."""
         self._scheduler.cancel(request_id)
-
-    def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
-        """End every request with an error."""
-        return self._scheduler.fail_all(error)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, and read the one before it (with overlap; else the same)."""

@@ -72,14 +72,14 @@ class Engine:
         self.info = info
         self._config = config
         self._make_runner = make_runner
-        self._scheduler = Scheduler(config, depth)
+        self._depth = depth
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._failure: str | None = None
         self._deliver: Deliver | None = None
         self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
-        self._core: EngineCore | None = None
+        self._stats = EngineStats()
 
     @property
     def healthy(self) -> bool:
@@ -141,8 +141,8 @@ class Engine:
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
-        return EngineStats() if self._core is None else self._core.stats()
+        """Counters and gauges, as of the last step."""
+        return self._stats
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len
@@ -166,22 +166,27 @@ class Engine:
             )
 
     def _main(self) -> None:
-        core = self._core = EngineCore(
-            self._scheduler, self._make_runner(), overlap=self._config.overlap
-        )
+        scheduler = Scheduler(self._config, self._depth)
         try:
+            core = EngineCore(scheduler, self._make_runner(), overlap=self._config.overlap)
             self._loop(core)
         except Exception as error:
             logger.exception("The engine's thread died")
             self._failure = f"the engine's thread died: {type(error).__name__}: {error}"
-        reason = self.unhealthy_reason
-        self._take_inbox(core, wait=False)
-        self._send(core.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+        cut_short = EngineStoppedError(f"Cut short: {self.unhealthy_reason}.")
+        with self._wake:
+            waiting, self._inbox = [n for n in self._inbox if isinstance(n, Sequence)], []
+        for sequence in waiting:
+            scheduler.add(sequence)
+        self._send(scheduler.fail_all(cut_short))
+        self._stats = EngineStats()
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
 
     def _loop(self, core: EngineCore) -> None:
         while True:
+            # Published from here alone: other threads must not walk the scheduler's queues.
+            self._stats = core.stats()
             self._take_inbox(core, wait=core.idle)
             if self._stopping:
                 return

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.errors import ModelError
 from mlx_mtp.models.family import Family, lm_logits
 from mlx_mtp.models.head import MTPHead
 
@@ -52,6 +53,26 @@ class LoadedModel:
         """Most positions the model was made for."""
         return int(self.text_config.get("max_position_embeddings", 4096))
 
+    def check(self) -> None:
+        """Check what config.json and generation_config.json say of lengths and token ids.
+
+        Raises:
+            ModelError: names the value.
+        """
+        longest = self.text_config.get("max_position_embeddings", 4096)
+        if not isinstance(longest, int) or longest < 2:
+            raise ModelError(
+                f"{self.path}: max_position_embeddings is {longest!r}, but must be 2 or more."
+            )
+        for source in (self.generation_config, self.config, self.text_config):
+            value = source.get("eos_token_id")
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and not _is_token_id(token, self.vocab_size):
+                    raise ModelError(
+                        f"{self.path}: eos_token_id names {token!r}, but this model's token ids "
+                        f"are 0 to {self.vocab_size - 1}."
+                    )
+
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding, padding included."""
@@ -65,7 +86,7 @@ class LoadedModel:
             if isinstance(value, int):
                 return (value,)
             if isinstance(value, list) and value:
-                return tuple(int(v) for v in value)
+                return tuple(value)
         return ()
 
     @property
@@ -97,3 +118,7 @@ class LoadedModel:
     def embed(self, tokens: mx.array) -> mx.array:
         """The trunk's embedding of token ids: [..., H]."""
         return self.causal_lm.model.embed_tokens(tokens)
+
+
+def _is_token_id(value: object, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size

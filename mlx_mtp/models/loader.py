@@ -54,6 +54,7 @@ def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedMo
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     config = read_json(path / "config.json")
+    generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
     found = _load_trunk(path, family)
     head = read_sidecar(path) or found.head_in_files(path) if enable_mtp else None
@@ -64,14 +65,16 @@ def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedMo
         found.model.mtp = _build_head(family.causal_lm(found.model).args, family, head)
     _cast(found, dtype)
     mx.eval(found.model.parameters())
-    return LoadedModel(
+    loaded = LoadedModel(
         path=path,
         config=config,
-        generation_config=read_json(path / "generation_config.json", default={}),
+        generation_config=generation_config,
         model=found.model,
         family=family,
         head_source=None if head is None else head.source,
     )
+    loaded.check()
+    return loaded
 
 
 @dataclass

@@ -12,6 +12,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 _INT64 = 1 << 63
+_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class SamplingParams:
 
     Args:
         max_tokens: most tokens to generate, 1 or more.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, and so is anything below 1e-5, where scores would overflow.
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most probable tokens (and ties with the last); 0 keeps all.
         min_p: keep tokens at least this share of the most probable one, in [0, 1].
@@ -54,7 +55,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """The most probable token is taken; no noise is drawn."""
-        return self.temperature == 0
+        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
@@ -86,7 +87,7 @@ class SamplingParams:
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _within("top_k", self.top_k, 0, 1 << 31)
         _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("seed", self.seed, -_INT64, _INT64 - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 
@@ -14,6 +15,8 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -286,6 +289,37 @@ def test_stop_ends_what_is_left_and_refuses_more(client):
     with pytest.raises(EngineStoppedError):
         served.engine.submit(request("b", [5], greedy(1)))
     served.engine.cancel("a")
+
+
+def test_an_engine_that_cannot_start_says_so_and_ends_what_waits(client, monkeypatch):
+    def broken(self, *parts):
+        raise MemoryError("no room for the model")
+
+    monkeypatch.setattr(ModelRunner, "__init__", broken)
+    served = client()
+    with contextlib.suppress(EngineStoppedError):
+        served.engine.submit(request("a", [5, 6], greedy(5)))
+        served.wait("a")
+        assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
+    served.engine._thread.join()
+    assert "no room for the model" in served.engine.unhealthy_reason
+    with pytest.raises(EngineStoppedError, match="no room for the model"):
+        served.engine.submit(request("b", [5, 6], greedy(5)))
+
+
+def test_a_dying_thread_ends_all_requests(client, monkeypatch):
+    served = client()
+    served.engine.submit(request("a", [5, 6], greedy(400, ignore_eos=True)))
+    served.wait_for_tokens("a", 3)
+
+    def broken(self):
+        raise RuntimeError("a bug in the scheduler")
+
+    monkeypatch.setattr(Scheduler, "schedule", broken)
+    served.wait("a")
+    assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
+    assert "a bug in the scheduler" in served.engine.unhealthy_reason
+    assert served.engine.stats().num_requests_running == 0
 
 
 def test_settings_out_of_range_are_refused(tiny_models):

@@ -218,6 +218,28 @@ def test_bad_directories_and_configs_say_what_is_wrong(tmp_path):
         load_model(tmp_path, enable_mtp=False)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("generation_config.json", "[]", "JSON object"),
+        ("generation_config.json", "{", "can't be read"),
+        ("generation_config.json", '{"eos_token_id": [99999999999]}', "99999999999"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "'x'"),
+        ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
+        ("config.json", {"num_attention_heads": "x"}, "can't be loaded"),
+        ("config.json", {"hidden_size": 65}, "can't be loaded"),
+    ],
+)
+def test_wrong_values_in_the_configs_are_named(tmp_path, file, content, words):
+    write_checkpoint(tmp_path, Layout("qwen3_next"))
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((tmp_path / file).read_text()), **content})
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelError, match=words):
+        load_model(tmp_path, enable_mtp=True)
+
+
 def test_experts_on_the_cpu_are_float32_or_refused(tmp_path):
     """mlx would fail in every step; a dense model may have any type."""
     write_checkpoint(tmp_path / "moe", Layout("qwen3_next"))

@@ -24,6 +24,7 @@ VOCAB = 100
         {"min_p": -0.1},
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-45},
         {"presence_penalty": 2.5},
         {"frequency_penalty": -2.5},
         {"seed": 2**63},

@@ -108,6 +108,13 @@ def test_neutral_rows_are_left_bit_for_bit():
     np.testing.assert_array_equal(np.array(got), np.array(logits))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_a_vanishing_temperature_is_greedy(temperature):
+    logits = mx.array([[[1.0, 5.0, 4.999, *[0.0] * (VOCAB - 3)]]])
+    sampler = Sampler([SamplingParams(max_tokens=1, temperature=temperature)], [[1]], VOCAB)
+    assert sampler.draw(logits, mx.array([[3]]), mx.array([[1]])).tolist() == [[1]]
+
+
 def test_ties_at_a_cut_are_all_kept():
     logits = mx.array([[[1.0, 2.0, 2.0, 2.0, 0.0]]])
     got = truncate(logits, mx.array([[[2]]]), mx.array([[[1.0]]]), mx.array([[[0.0]]]))
