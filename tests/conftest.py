@@ -12,6 +12,7 @@ import pytest  # noqa: E402
 
 from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
 from mlx_mtp.models.loader import load_model  # noqa: E402
+from tests.harness import MEASURED  # noqa: E402
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint  # noqa: E402
 
 DEMO = Path(backend.__file__).parent / "demo"
@@ -30,3 +31,11 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedMod
     for family in FAMILIES:
         write_checkpoint(root / family, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     return {family: load_model(root / family, enable_mtp=True) for family in FAMILIES}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the tests measured: rounding ties that were met, acceptance."""
+    if MEASURED:
+        terminalreporter.section("measured")
+        for line in MEASURED:
+            terminalreporter.write_line(line)

@@ -22,6 +22,7 @@ from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer, Proposer
 
+MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
 
 
@@ -83,9 +84,10 @@ class Ties:
         )
         self.places.append(f"{name} at token {first}, gap {gap:.2e}")
 
-    def report(self) -> None:
-        """List them; more than one in a thousand tokens would not be rounding."""
-        print(f"{len(self.places)} ties in {self.num_tokens} tokens", *self.places, sep="\n  ")
+    def report(self, what: str) -> None:
+        """List them at the end of the run; more than one in a thousand would not be rounding."""
+        MEASURED.append(f"{what}: {len(self.places)} rounding ties in {self.num_tokens} tokens")
+        MEASURED.extend(f"  {place}" for place in self.places)
         assert len(self.places) <= 1 + self.num_tokens / 1000
 
 

@@ -12,7 +12,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative.proposer import MTPProposer
 from tests.conftest import DEMO
-from tests.harness import Driver, OracleProposer, Ties, greedy, plain, request
+from tests.harness import MEASURED, Driver, OracleProposer, Ties, greedy, plain, request
 from tests.harness import SamplingParams as Sampling
 
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
@@ -51,7 +51,7 @@ def test_200_prompts_of_32_tokens_equal_plain_decoding(demo_model, tokenizer):
     for each in wanted:
         reference = plain(demo_model, each, VOCAB, EOS)
         ties.check(f"demo prompt {each.request_id}", got[each.request_id], reference)
-    ties.report()
+    ties.report("bundled model, 200 prompts, k = 3")
 
 
 @pytest.mark.full
@@ -77,7 +77,7 @@ def test_every_depth_and_acceptance(demo_model, tokenizer, depth, acceptance, sa
         got = driver.run_arrivals({3 * i: () for i in range(5)})
         for name, tokens in got.items():
             ties.check(f"k={depth} {acceptance} {name}", tokens, references[name])
-    ties.report()
+    ties.report(f"bundled model, k = {depth}, {acceptance}")
 
 
 def test_tokens_per_step_are_the_trainers(demo_model, tokenizer):
@@ -87,7 +87,7 @@ def test_tokens_per_step_are_the_trainers(demo_model, tokenizer):
     driver.run()
     stats = driver.core.stats()
     per_step = 1 + stats.num_accepted_tokens / stats.num_drafts
-    print(f"tokens per step at k = 3: {per_step:.4f}")
+    MEASURED.append(f"bundled model, tokens per step at k = 3: {per_step:.4f}")
     assert per_step == pytest.approx(FIGURES["mtp"]["tokens_per_step_k3"], rel=0.02)
 
 
@@ -124,7 +124,7 @@ def test_teacher_forced_acceptance(demo_model, tokenizer):
             if where < len(text):
                 total += 1
                 agreed += text[where] == int(draft.item())
-    print(f"teacher-forced acceptance at depth 1: {agreed}/{total}")
+    MEASURED.append(f"bundled model, teacher-forced acceptance, depth 1: {agreed}/{total}")
     assert total > 800
     assert agreed / total > 0.99
 

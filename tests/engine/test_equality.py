@@ -54,7 +54,7 @@ def ties():
     """All differences at rounding ties that this file met, listed at its end."""
     found = Ties()
     yield found
-    found.report()
+    found.report("random models")
 
 
 def proposer_for(acceptance: str, references: dict[str, Plain], requests: list[Request]):
