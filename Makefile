@@ -1,5 +1,6 @@
 # Two commands do all: `make serve` and `make test`. Both set up .venv first.
-PYTHON ?= python3
+# The first Python that is new enough; a Mac's own python3 is not.
+PYTHON ?= $(or $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done),python3)
 VENV   ?= .venv
 PORT   ?= 8000
 MODEL  ?=
@@ -20,7 +21,7 @@ help:
 	@echo "make bench      the speed table of docs/benchmarks.md on this machine"
 
 $(VENV)/.installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlx-mtp needs Python 3.10 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx-mtp needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
