@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from mlx_mtp import __version__
 from mlx_mtp.config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, EngineConfig, ServerConfig
+from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import MissingHeadError, MlxMtpError
-from mlx_mtp.flags import Flag, add_flags, one_of, real, resolve, text, whole
+from mlx_mtp.flags import Flag, add_flags, characters, one_of, real, resolve, text, whole
+from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 
 if TYPE_CHECKING:
     from mlx_mtp.backend import BackendInfo
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from mlx_mtp.server.tokenizer import Tokenizer
 
 BUNDLED_NAME = "mlx-mtp-demo"
+ANSWER_TOKENS = 512
+"""Most tokens that `generate` asks for by itself."""
 _INT64 = 1 << 63
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -91,7 +95,13 @@ GENERATE_FLAGS = (
     Flag("--enable-mtp", "draft with the MTP head (default: if the model has one)", None, None),
     *_ENGINE_FLAGS,
     Flag("--system", "a system message before the prompt", text, None, "TEXT"),
-    Flag("--max-tokens", "most tokens to generate", whole(1, 1 << 31), 512, "N"),
+    Flag(
+        "--max-tokens",
+        f"most tokens to generate (default: the room in the context, at most {ANSWER_TOKENS})",
+        whole(1, 1 << 31),
+        None,
+        "N",
+    ),
     Flag("--temperature", "0 takes the most probable token", real, None, "X"),
     Flag("--top-p", "keep the most probable tokens up to this share", real, None, "X"),
     Flag("--top-k", "keep so many of the most probable tokens", whole(0, 1 << 31), None, "N"),
@@ -116,27 +126,34 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     try:
         if given.command == "serve":
             return serve(resolve(given, SERVE_FLAGS, environ))
-        return generate(resolve(given, GENERATE_FLAGS, environ))
+        if given.command == "generate":
+            return generate(resolve(given, GENERATE_FLAGS, environ))
+        return int(given.run(given))
     except MlxMtpError as error:
         print(f"mlx-mtp: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        discard(sys.stdout, sys.stderr)
+        return CLOSED_PIPE_STATUS
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx-mtp",
         description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
-        epilog="Each flag may also come from an environment variable: --port is MLX_MTP_PORT.",
+        epilog="Each flag of serve and generate may also come from an environment variable: "
+        "--port is MLX_MTP_PORT.",
     )
     parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
     add_flags(serving, SERVE_FLAGS)
     generating = commands.add_parser("generate", help="stream one answer to the terminal")
-    generating.add_argument("prompt", help="what to ask")
+    generating.add_argument("prompt", help="what to ask", type=characters)
     add_flags(generating, GENERATE_FLAGS)
+    add_subcommands(commands)
     return parser
 
 
@@ -164,7 +181,7 @@ def serve(options: argparse.Namespace) -> int:
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         banner = _banner(config, loaded, engine.info.num_draft_tokens, info)
         server = make_server(
-            app, log_level=options.log_level, on_ready=lambda: print(banner, flush=True)
+            app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)
         )
         try:
             server.run(sockets=[sock])
@@ -190,7 +207,7 @@ def generate(options: argparse.Namespace) -> int:
             raise
         loaded, tokenizer = _load(options, enable_mtp=False)
     engine = _engine(loaded, tokenizer, options, max_num_seqs=1)
-    return stream_answer(engine, tokenizer, loaded.generation_config, options)
+    return stream_answer(engine, tokenizer, loaded.generation_config, options, ANSWER_TOKENS)
 
 
 def _load(options: argparse.Namespace, *, enable_mtp: bool) -> tuple[LoadedModel, Tokenizer]:
@@ -235,11 +252,11 @@ def _banner(config: ServerConfig, loaded: LoadedModel, depth: int, info: Backend
     drafts = f"{depth} tokens per step, head from {loaded.head_source}"
     message = {"role": "user", "content": "Tell me a story."}
     body = json.dumps({"model": config.model_name, "messages": [message]})
-    headers = ["Content-Type: application/json"]
+    curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
     if config.api_key:
-        headers.append(f"Authorization: Bearer {config.api_key}")
-    curl = [f"curl {address}/v1/chat/completions"]
-    curl += [f"-H {shlex.quote(header)}" for header in headers] + [f"-d {shlex.quote(body)}"]
+        # By its variable's name: what is printed here ends up in logs and on shared screens.
+        curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
+    curl.append(f"-d {shlex.quote(body)}")
     return (
         f"\n  address  {address}\n"
         f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"

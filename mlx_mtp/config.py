@@ -37,6 +37,8 @@ class ServerConfig:
         seed: seeds the generator of seeds for requests that bring none.
         keep_alive_seconds: a stream silent for longer gets an SSE comment.
         max_choices: largest `n` of one request.
+        max_body_bytes: longer bodies are refused. A million tokens are some 4 MB of text; parsing
+            holds up the other streams for a time that grows with it.
     """
 
     model_name: str
@@ -46,4 +48,4 @@ class ServerConfig:
     seed: int | None = None
     keep_alive_seconds: float = 10.0
     max_choices: int = 16
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 8 << 20

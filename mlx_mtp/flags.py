@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,11 +123,22 @@ def real(text: str) -> float:
     return value
 
 
+def characters(value: str) -> str:
+    """Any text, the empty one too."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # Python stands half characters in for the bytes that it can't decode.
+        shown = os.fsencode(value)[:40]
+        raise argparse.ArgumentTypeError(f"{shown!r} is not valid UTF-8") from None
+    return value
+
+
 def text(value: str) -> str:
     """Any text but the empty one."""
     if not value:
         raise argparse.ArgumentTypeError("it must not be empty")
-    return value
+    return characters(value)
 
 
 def one_of(*choices: str) -> Parse:

@@ -7,11 +7,13 @@ import queue
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.generation import Choice
 from mlx_mtp.server.http_errors import from_validation
@@ -20,6 +22,8 @@ from mlx_mtp.server.protocols import EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.wire import ChatRequest
 
+_PATIENCE = 1.0
+"""Seconds of silence after which the engine's health is looked at."""
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -39,9 +43,21 @@ def stream_answer(
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
+    most_tokens: int = 512,
 ) -> int:
-    """Print an answer as it comes, and its speed on standard error; returns the exit status."""
-    request, stops = _request(engine, tokenizer, generation_config, options)
+    """Print an answer as it comes, and its speed on standard error; returns the exit status.
+
+    Args:
+        engine: not yet started.
+        tokenizer: the model's own.
+        generation_config: the model's generation_config.json.
+        options: the command line's.
+        most_tokens: of the answer, where `options` don't say.
+
+    Raises:
+        MlxMtpError: the answer can't be given, or the engine died.
+    """
+    request, stops = _request(engine, tokenizer, generation_config, options, most_tokens)
     choice = Choice(0, request, Detokenizer(tokenizer.text_bytes, stops))
     arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
 
@@ -55,14 +71,29 @@ def stream_answer(
         engine.submit(request)
         times: list[tuple[float, int]] = []
         while choice.finish_reason is None:
-            at, output = arrived.get()
+            at, output = _next(arrived, engine)
             print(choice.take(output).text, end="", flush=True)
             times.append((at, choice.num_tokens))
     finally:
         engine.stop()
-    print()
+    print(flush=True)
     print(summary(choice, began, times), file=sys.stderr)
     return 0
+
+
+def _next(
+    arrived: queue.SimpleQueue[tuple[float, RequestOutput]], engine: EngineLike
+) -> tuple[float, RequestOutput]:
+    while True:
+        healthy = engine.healthy
+        try:
+            return arrived.get(timeout=_PATIENCE)
+        except queue.Empty:
+            # Asked before the wait: what a dying engine still sent has had the time to come.
+            if not healthy:
+                raise EngineStoppedError(
+                    f"The engine has stopped: {engine.unhealthy_reason}"
+                ) from None
 
 
 def summary(choice: Choice, began: float, times: list[tuple[float, int]]) -> str:
@@ -91,17 +122,23 @@ def _request(
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
+    most_tokens: int,
 ) -> tuple[Request, list[str]]:
-    messages = [{"role": "user", "content": options.prompt}]
+    asked = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
-        messages.insert(0, {"role": "system", "content": options.system})
+        asked.insert(0, {"role": "system", "content": options.system})
     sampling = {name: getattr(options, name) for name in _SAMPLING}
     try:
-        body = ChatRequest.model_validate({"model": "-", "messages": messages, **sampling})
+        body = ChatRequest.model_validate({"model": "-", "messages": asked, **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
     seed = SeedSource(None).next() if body.seed is None else body.seed
     defaults = SamplingDefaults.from_generation_config(generation_config)
     params = sampling_params(body, defaults, seed, engine.info.vocab_size)
-    prompt = tokenizer.encode_chat([message.for_template() for message in body.messages])
-    return engine_requests("generate", [prompt], params, body, engine.info)[0], body.stop
+    messages = [message.for_template() for message in body.messages]
+    prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
+    (request,) = engine_requests("generate", [prompt], params, body, engine.info)
+    if body.max_tokens is None:
+        limit = min(request.sampling.max_tokens, most_tokens)
+        request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
+    return request, body.stop

@@ -24,8 +24,8 @@ class RaggedKVCache:
     Attributes:
         keys, values: [B, heads, capacity, dim], None until the first write.
         offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads, a multiple of 64; at least the longest row plus the window, so the host
-            must know a bound of every row's length (`reserve`).
+        limit: entries that attention reads, a multiple of 64; at least the longest row plus the
+            window, so the host must know a bound of every row's length (`reserve`).
     """
 
     def __init__(self, batch_size: int) -> None:

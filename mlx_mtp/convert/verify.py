@@ -19,10 +19,10 @@ from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.proposer import MTPProposer
 
 PROMPTS = (
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Count from one to thirty in words.",
-    "Tell a short story about a fox and a farmer.",
-    "List the planets of the solar system, from the inside to the outside.",
+    "Show me a Python function that checks whether a number is prime.",
+    "Sort these numbers from largest to smallest: 3, 50, 18, 7",
+    "Tell me a short story about a fox and a farmer.",
+    "What is the capital of France?",
 )
 DEPTH = 3
 NUM_TOKENS = 64
@@ -84,7 +84,7 @@ def measure(model: LoadedModel, prompts: Sequence[Sequence[int]], num_tokens: in
     """
     num_windows, num_accepted = 0, [0] * DEPTH
     for prompt in prompts:
-        tokens, drafts = _decode(model, prompt, num_tokens)
+        tokens, drafts = trace(model, prompt, num_tokens)
         # The window at token i drafted tokens i+1, i+2, ...; the last ones reach beyond the text.
         for i in range(len(tokens) - DEPTH):
             num_windows += 1
@@ -95,10 +95,19 @@ def measure(model: LoadedModel, prompts: Sequence[Sequence[int]], num_tokens: in
     return Acceptance(num_windows, tuple(num_accepted))
 
 
-def _decode(
+def trace(
     model: LoadedModel, prompt: Sequence[int], num_tokens: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Greedy text after a prompt, and what the head drafted after each of its tokens."""
+    """Greedy text after a prompt, and what the head drafted after each of its tokens.
+
+    Args:
+        model: with its head.
+        prompt: token ids.
+        num_tokens: most tokens of text.
+
+    Returns:
+        The tokens, and for each the `DEPTH` drafts of those that come after it.
+    """
     proposer = MTPProposer(model)
     state = proposer.make_state(["verify"])
     cache = model.make_cache(1)

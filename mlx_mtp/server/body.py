@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-import re
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -13,10 +13,12 @@ from starlette.requests import Request
 from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.messages import WireModel
+from mlx_mtp.server.text import has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
 
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+LARGE_BODY = 256 << 10
+"""Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile."""
 
 
 async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
@@ -26,7 +28,14 @@ async def read_body(request: Request, model: type[Model], max_bytes: int) -> Mod
         PayloadTooLargeError: it is longer than `max_bytes`.
         InvalidRequestError, UnsupportedParameterError: it is no JSON object, or not this model's.
     """
-    value = parse_json(await _read(request, max_bytes))
+    content = await _read(request, max_bytes)
+    if len(content) > LARGE_BODY:
+        return await asyncio.to_thread(_checked, content, model)
+    return _checked(content, model)
+
+
+def _checked(content: bytes, model: type[Model]) -> Model:
+    value = parse_json(content)
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -52,15 +61,15 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        if _SURROGATE_ESCAPE.search(text):
-            # Half of a surrogate pair is valid in JSON, but no character that could be encoded.
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        half = has_half_character(text, value)
+    except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
     except RecursionError:
         raise InvalidRequestError("The body's JSON is nested too deeply.") from None
     except ValueError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
+    if half:
+        raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
     return value

@@ -25,6 +25,7 @@ from mlx_mtp.server.params import (
     sampling_params,
 )
 from mlx_mtp.server.protocols import EngineLike
+from mlx_mtp.server.text import cut
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
 
@@ -72,7 +73,7 @@ class Context:
         """
         if name != self.config.model_name:
             raise ModelNotFoundError(
-                f"The model {name[:200]!r} is not served here; this server has "
+                f"The model {cut(name)!r} is not served here; this server has "
                 f"{self.config.model_name!r}.",
                 param="model",
             )
@@ -85,16 +86,25 @@ class Context:
 
     async def chat_prompts(self, body: ChatRequest) -> Prompts:
         """Render and encode a chat, off the event loop."""
-        messages = [message.for_template() for message in body.messages]
-        tools, extra = body.template_tools(), body.chat_template_kwargs
-        return [await asyncio.to_thread(self.tokenizer.encode_chat, messages, tools, extra)]
+        limit = self.engine.info.max_model_len
+
+        def encode() -> Prompts:
+            messages = [message.for_template() for message in body.messages]
+            tools, extra = body.template_tools(), body.chat_template_kwargs
+            return [self.tokenizer.encode_chat(messages, tools, extra, limit=limit)]
+
+        return await asyncio.to_thread(encode)
 
     async def text_prompts(self, body: CompletionRequest) -> Prompts:
         """Encode the prompts that are texts, off the event loop, and check those that are ids."""
 
+        limit = self.engine.info.max_model_len
+
         def encode() -> Prompts:
             return [
-                self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+                self.tokenizer.encode(prompt, limit=limit)
+                if isinstance(prompt, str)
+                else self._checked(prompt)
                 for prompt in body.prompts
             ]
 
@@ -105,7 +115,8 @@ class Context:
         for token in prompt:
             if not 0 <= token < limit:
                 raise InvalidRequestError(
-                    f"prompt has token {token}, but this model's token ids are 0 to {limit - 1}.",
+                    f"prompt has token {cut(str(token))}, but this model's token ids are 0 to "
+                    f"{limit - 1}.",
                     param="prompt",
                 )
         return tuple(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -64,14 +65,14 @@ class Choice:
         """Take one step's output.
 
         Raises:
-            MlxMtpError: the one that the output carries.
+            MlxMtpError: the one that the output carries, or one for logprobs that are no numbers.
         """
         if output.error is not None:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):
             raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
-        self.num_drafts += output.num_draft_tokens
-        self.num_accepted += output.num_accepted_tokens
+        _check_logprobs(output.logprobs)
+        before = self.num_tokens
         text = ""
         for position, token in enumerate(output.token_ids):
             self.num_tokens += 1
@@ -84,6 +85,9 @@ class Choice:
             text += self._detokenizer.push(token)
             if self._detokenizer.stopped:
                 break
+        self.num_drafts += output.num_draft_tokens
+        # Drafts come first in a step: where a stop string cut it, some were accepted for nothing.
+        self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
         self.finish_reason = "stop" if self._detokenizer.stopped else output.finish_reason
         if self.finish_reason is not None:
             text += self._detokenizer.flush()
@@ -230,6 +234,18 @@ class Generation:
             "draft_n": sum(choice.num_drafts for choice in self.choices.values()),
             "draft_n_accepted": sum(choice.num_accepted for choice in self.choices.values()),
         }
+
+
+def _check_logprobs(logprobs: Sequence[TokenLogprobs]) -> None:
+    for entry in logprobs:
+        # Written so that NaN fails it too; an impossible token's -inf is fine.
+        if not all(
+            value < math.inf for value in (entry.logprob, *(value for _, value in entry.top))
+        ):
+            raise EngineError(
+                "The model computed NaN: its weights are damaged, or its activations overflow the "
+                "data type (try --dtype float32)."
+            )
 
 
 def _rate(count: int, seconds: float) -> float:

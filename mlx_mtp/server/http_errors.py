@@ -21,13 +21,12 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.messages import UNSUPPORTED
+from mlx_mtp.server.text import MAX_ECHO, cut
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that went away: nobody reads it but the access log."""
-
-_MAX_NAME = 120
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -75,8 +74,7 @@ def _field_name(location: list[str | int]) -> str:
     name = ""
     for part in location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
-    name = name.removeprefix(".")
-    return name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "..."
+    return cut(name.removeprefix("."))
 
 
 async def _on_own_error(_: Request, error: Exception) -> Response:
@@ -85,7 +83,7 @@ async def _on_own_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    route = f"{request.method} {request.url.path[:_MAX_NAME]}"
+    route = f"{request.method} {request.url.path[:MAX_ECHO]}"
     if error.status_code == NotFoundError.status:
         return error_response(NotFoundError(f"There is no route {route}."))
     message = f"{error.detail}: {route}."

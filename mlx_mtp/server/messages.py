@@ -5,8 +5,25 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from mlx_mtp.server.text import has_half_character
+
+MAX_MESSAGES = 4096
+"""Most messages of a chat, and most parts of a message: far above what fits a context."""
+MAX_TOOLS = 1024
+"""Most tools of a chat, and most tool calls of a message."""
+MAX_VALUES = 1 << 16
+"""Most values within one tool's parameters, and within the arguments of one tool call."""
+_MAX_FIELDS = 100
 
 UNSUPPORTED = "unsupported"
 """The pydantic error type that becomes an UnsupportedParameterError."""
@@ -24,6 +41,20 @@ def refusal(message: str, *, field: str | None = None, unsupported: bool = False
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """Count the items of a list or an object before any of them is looked at.
+
+    `Field(max_length=...)` looks at each, and collects an error for each that is wrong.
+    """
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise refusal(f"has {len(value)} entries; at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
 class WireModel(BaseModel):
     """Strict: no coercion, no unknown fields; an explicit null means that the field is absent."""
 
@@ -34,6 +65,8 @@ class WireModel(BaseModel):
     def _null_is_absent(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
+        if len(data) > _MAX_FIELDS:
+            raise refusal(f"has {len(data)} fields; at most {_MAX_FIELDS} are allowed")
         return {key: value for key, value in data.items() if value is not None}
 
 
@@ -55,14 +88,38 @@ def _joined_text(value: object) -> object:
     return "".join(texts)
 
 
-Content = Annotated[str | None, BeforeValidator(_joined_text)]
+def _few_values(value: Any) -> Any:
+    """Bound what a template has to write as JSON, which holds up every thread while it lasts."""
+    left, waiting = MAX_VALUES, [value]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, dict | list):
+            left -= len(inner)
+            if left < 0:
+                raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
+            waiting.extend(inner.values() if isinstance(inner, dict) else inner)
+    return value
+
+
+def _whole_characters(arguments: str) -> str:
+    value = _few_values(_object_or_text(arguments))
+    try:
+        half = has_half_character(arguments, value)
+    except RecursionError:
+        raise refusal("its JSON is nested too deeply") from None
+    if half:
+        raise refusal("its JSON has half of a surrogate pair, which is no character")
+    return arguments
+
+
+Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(MAX_MESSAGES)]
 
 
 class FunctionCall(WireModel):
     """The function that an earlier answer called."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_whole_characters)]
 
 
 class ToolCall(WireModel):
@@ -99,7 +156,7 @@ class Message(WireModel):
     content: Content = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -136,7 +193,7 @@ class Function(WireModel):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(_few_values)] | None = None
     strict: bool | None = None
 
     @model_validator(mode="after")

@@ -16,10 +16,11 @@ from mlx_mtp.server.dispatch import Dispatcher
 
 GRACE_SECONDS = 5
 """How long answers in progress may go on after ctrl-C."""
+_BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address, without listening yet; port 0 takes a free one.
+    """Take the address; port 0 takes a free one. Clients that come early wait to be accepted.
 
     Raises:
         UsageError: the address is in use, or isn't this machine's.
@@ -31,6 +32,8 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        # At once: with SO_REUSEADDR an address is in use only where somebody listens.
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.errors import InvalidRequestError, ModelError, UnsupportedParameterError
+from mlx_mtp.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelError,
+    UnsupportedParameterError,
+)
+from mlx_mtp.server.text import cut
 
 Message = dict[str, Any]
+
+NFC_SHRINKS = 4
+"""Unicode's normal form C makes a text shorter by less than this: U+1FBE U+0308 U+0301, 7 bytes,
+becomes U+0390, 2 bytes, and nothing shrinks more."""
+_MAX_TEMPLATE_WORDS = 300
+# What jinja2 and transformers give to every template; another value would break the template.
+_TEMPLATE_GLOBALS = frozenset(
+    {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
+)
 
 
 class Tokenizer:
@@ -34,21 +49,28 @@ class Tokenizer:
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
             )
+        self._most_bytes = _most_bytes_per_token(self._backend, added.values())
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Read the tokenizer in a model's directory.
 
         Raises:
-            ModelError: there is none, or it isn't a byte-level BPE.
+            ModelError: there is none, its files are damaged, or it isn't a byte-level BPE.
         """
         # Imported here: it takes seconds.
         from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise ModelError(f"{path} has no tokenizer that can be loaded: {error}") from error
+        except Exception as error:
+            # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
+            # values in the files lead to: all of it says that these files can't be used.
+            file = _damaged_file(path)
+            fault = (
+                f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
+            )
+            raise ModelError(f"{fault}: {_one_line(error)}") from error
         return cls(tokenizer, str(path))
 
     @cached_property
@@ -62,20 +84,53 @@ class Tokenizer:
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (eos,)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a plain prompt, with what the tokenizer itself puts before it."""
-        return tuple(self._backend.encode(text).ids)
+    def encode(self, text: str, *, limit: int | None = None) -> tuple[int, ...]:
+        """Token ids of a plain prompt, with what the tokenizer itself puts before it.
+
+        Args:
+            text: may be of any length.
+            limit: a text that can't be encoded in so few tokens need not be encoded at all.
+
+        Raises:
+            InvalidRequestError: the text has half of a surrogate pair.
+            ContextLengthError: the text is certainly more than `limit` tokens.
+        """
+        return self._ids(text, limit, add_special_tokens=True)
 
     def encode_chat(
         self,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        limit: int | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a chat in the model's own template, up to where the answer begins."""
+        """Token ids of a chat in the model's own template, up to where the answer begins.
+
+        Raises:
+            MlxMtpError: as `render_chat` and `encode` do.
+        """
         text = self.render_chat(messages, tools, template_kwargs)
         # The template has written the special tokens itself.
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, limit, add_special_tokens=False)
+
+    def _ids(self, text: str, limit: int | None, *, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            size = len(text.encode())
+            if limit is not None and self._most_bytes and size > limit * self._most_bytes:
+                raise ContextLengthError(
+                    f"The prompt has {size} bytes; even in this model's longest tokens that is "
+                    f"more than its context of {limit} tokens."
+                )
+            # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequestError(
+                "The prompt is no text that can be encoded: it has half of a surrogate pair."
+            ) from error
+        return tuple(encoding.ids)
 
     def render_chat(
         self,
@@ -87,6 +142,7 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: the template refuses these messages; its own words are given.
+            ModelError: the template itself is wrong.
             UnsupportedParameterError: there is no template, or a template_kwargs key is not open.
         """
         if not self._tokenizer.chat_template:
@@ -98,6 +154,9 @@ class Tokenizer:
             raise UnsupportedParameterError(
                 f"chat_template_kwargs may not set {key}.", param=f"chat_template_kwargs.{key}"
             )
+        # Imported here, like transformers.
+        from jinja2 import TemplateSyntaxError
+
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -106,18 +165,24 @@ class Tokenizer:
                 tokenize=False,
                 **extra,
             )
+        except TemplateSyntaxError as error:
+            raise ModelError(f"The model's chat template is wrong: {_one_line(error)}") from error
         except Exception as error:
             # A template is the model's program and the messages its input: whatever it raises,
             # jinja2's errors or Python's, says that they don't go together.
             raise InvalidRequestError(
-                f"The model's chat template refuses these messages: {error}", param="messages"
+                "The model's chat template refuses these messages: "
+                f"{cut(str(error), _MAX_TEMPLATE_WORDS)}",
+                param="messages",
             ) from error
         return str(text)
 
     @cached_property
     def _closed_kwargs(self) -> frozenset[str]:
-        named = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        return frozenset(named) | {"messages", "kwargs"}
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        steps = (self._tokenizer.apply_chat_template, render_jinja_template)
+        return _TEMPLATE_GLOBALS.union(*(inspect.signature(step).parameters for step in steps))
 
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer's text: none for a special token."""
@@ -147,6 +212,49 @@ def _is_byte_level(backend: Any) -> bool:
     if backend.decoder is None:
         return False
     return bool(json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel")
+
+
+def _most_bytes_per_token(backend: Any, added: Iterable[Any]) -> int | None:
+    """Most bytes of text that one token stands for; None if that has no bound."""
+    added = list(added)
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # These swallow whatever white space is beside them.
+    # A byte is one character of a piece, except in added tokens, which are text.
+    pieces = (len(piece) for piece in backend.get_vocab(with_added_tokens=False))
+    most = max((*pieces, *(len(token.content.encode()) for token in added)))
+    if backend.normalizer is None:
+        return most
+    kind = json.loads(backend.normalizer.__getstate__())["type"]
+    return most * NFC_SHRINKS if kind == "NFC" else None
+
+
+def _damaged_file(path: Path) -> Path | None:
+    """The file that a directory's tokenizer can't be loaded for, if one stands out."""
+    from tokenizers import Tokenizer as Backend
+
+    readers: dict[str, Callable[[str], Any]] = {
+        "tokenizer.json": lambda name: Backend.from_file(name),
+        "tokenizer_config.json": lambda name: json.loads(Path(name).read_text("utf-8")).items(),
+        "config.json": _check_config,
+    }
+    for name, read in readers.items():
+        if not (path / name).exists():
+            continue
+        try:
+            read(str(path / name))
+        except Exception:
+            return path / name
+    return None
+
+
+def _check_config(name: str) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(str(Path(name).parent), local_files_only=True)
+
+
+def _one_line(error: Exception) -> str:
+    return cut(" ".join(str(error).split()), _MAX_TEMPLATE_WORDS)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

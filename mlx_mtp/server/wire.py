@@ -7,15 +7,27 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
-from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
-from mlx_mtp.server.messages import Message, Tool, WireModel, refusal
+from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from mlx_mtp.server.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Message,
+    Tool,
+    WireModel,
+    at_most,
+    refusal,
+)
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_SEQUENCES = 128
 """Most prompts times choices in one request."""
+MAX_PROMPT_IDS = 1 << 20
+"""Most token ids of one prompt, whatever the model's context."""
+MAX_LABELS = 64
+"""Most entries of `metadata` and of `chat_template_kwargs`."""
 
 # Exact ranges are the sampler's to check; this keeps integers that fit nowhere out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
@@ -44,8 +56,12 @@ def _is_scalar(value: object) -> object:
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)]
+Stops = Annotated[list[Stop], at_most(MAX_STOPS), BeforeValidator(_as_list)]
+StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
+TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
+Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
 OnlyTrue = Annotated[bool, AfterValidator(_only(True))]
 OnlyFalse = Annotated[bool, AfterValidator(_only(False))]
 
@@ -70,15 +86,15 @@ class GenerateRequest(WireModel):
     repetition_penalty: Float | None = None
     presence_penalty: Float = 0.0
     frequency_penalty: Float = 0.0
-    logit_bias: dict[str, Float] = Field(default_factory=dict)
+    logit_bias: LogitBias = Field(default_factory=dict)
     seed: Int | None = None
     stop: Stops = Field(default_factory=list)
-    stop_token_ids: list[Int] = Field(default_factory=list)
+    stop_token_ids: StopTokenIds = Field(default_factory=list)
     ignore_eos: bool = False
     n: Int = 1
     # Labels, which mean nothing to a model: OpenAI's own servers act on none of them either.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_LABELS)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -114,14 +130,14 @@ class ResponseFormat(WireModel):
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = None
     logprobs: bool = False
     top_logprobs: Int | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: OnlyTrue = True
-    chat_template_kwargs: dict[str, Scalar] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
     store: OnlyFalse = False
 
@@ -159,7 +175,13 @@ def _as_prompts(value: object) -> object:
         value = [value]
     if not isinstance(value, list) or not value:
         raise refusal("must be a string, a list of token ids, or a non-empty list of either")
+    if len(value) > MAX_SEQUENCES:
+        raise refusal(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are allowed")
     for number, prompt in enumerate(value):
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPT_IDS:
+            raise refusal(
+                f"prompt {number} has {len(prompt)} token ids; at most {MAX_PROMPT_IDS} are allowed"
+            )
         ids = isinstance(prompt, list) and all(_is_id(token) for token in prompt)
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")

@@ -1,4 +1,4 @@
-"""The bundled model in every precision that mlx-lm makes of it, its head given back by the script."""
+"""The bundled model in every precision of mlx-lm's, with its head given back by the script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_mtp.errors import MissingHeadError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.conftest import DEMO
-from tests.harness import Driver, Ties, greedy, plain, request
+from tests.harness import MEASURED, Driver, Ties, greedy, plain, request
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "add_mtp_weights.py"
 PROMPTS = [
@@ -78,7 +78,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(DEMO)
 
 
-def acceptance(path: Path, tokenizer: Tokenizer, count: int, num_tokens: int = 48) -> Acceptance:
+def acceptance(path: Path, tokenizer: Tokenizer, count: int, num_tokens: int) -> Acceptance:
     """Over the shortest prompts, as the CPU's prefill goes token by token."""
     prompts = sorted((tokenizer.encode(text) for text in PROMPTS), key=len)[:count]
     return measure(load_model(path, enable_mtp=True), prompts, num_tokens)
@@ -99,7 +99,7 @@ def check_equal_with_and_without_mtp(path: Path, tokenizer: Tokenizer, count: in
     ties = Ties()
     for each in wanted:
         ties.check(each.request_id, got[each.request_id], plain(model, each, VOCAB, EOS))
-    ties.report()
+    ties.report(f"bundled model as {path.name}, k = 3")
     assert driver.core.stats().num_accepted_tokens > 0
 
 
@@ -123,15 +123,19 @@ def test_every_precision_is_served_with_mtp(models, tokenizer, precision):
 @pytest.mark.full
 def test_acceptance_of_every_precision(models, tokenizer):
     """8 bits within 3 points; the others are reported."""
-    reference = acceptance(DEMO, tokenizer, 100).rates
-    lines = [f"original: {reference}"]
+    original = acceptance(DEMO, tokenizer, 60, 24)
+    reference = original.rates
+    MEASURED.append(f"acceptance over {original.num_windows} windows: {shown(reference)}")
     for precision in PRECISIONS:
-        rates = acceptance(models(precision), tokenizer, 100).rates
-        lines.append(f"{precision}: {rates}")
+        rates = acceptance(models(precision), tokenizer, 60, 24).rates
+        MEASURED.append(f"  as {precision}: {shown(rates)}")
         if precision in ("bf16", "8 bits"):
             assert rates[0] >= reference[0] - 0.03
         assert rates[0] > 0.5
-    print(*lines, sep="\n")
+
+
+def shown(rates: tuple[float, ...]) -> str:
+    return ", ".join(f"{rate:.3f}" for rate in rates)
 
 
 @pytest.mark.parametrize("precision", ["4 bits", pytest.param("mxfp4", marks=pytest.mark.full)])

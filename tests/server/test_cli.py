@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -19,11 +20,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, cli
+from mlx_mtp import __version__, cli, terminal
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.engine.request import Request
-from mlx_mtp.errors import MissingHeadError, UsageError
+from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.detokenizer import Detokenizer
@@ -31,7 +32,7 @@ from mlx_mtp.server.generation import Choice
 from mlx_mtp.server.serve import bind
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.terminal import stream_answer, summary
-from tests.server.fake_engine import FakeEngine, answer, out
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
 
 COMMAND = [sys.executable, "-m", "mlx_mtp"]
 
@@ -90,6 +91,7 @@ def test_booleans_from_the_environment(text: str, value: bool) -> None:
         ("MLX_MTP_DTYPE", "int8"),
         ("MLX_MTP_SEED", str(1 << 63)),
         ("MLX_MTP_API_KEY", ""),
+        ("MLX_MTP_API_KEY", "\udcff"),
         ("MLX_MTP_LOG_LEVEL", "loud"),
     ],
 )
@@ -117,6 +119,8 @@ def test_a_wrong_variable_is_named(
         ["serve", "a", "b"],
         ["generate"],
         ["generate", "hi", "--temperature", "nan"],
+        ["generate", "\udcff\udcfe"],
+        ["generate", "hi", "--system", "a\udcff"],
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(
@@ -144,6 +148,15 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(
     error = capsys.readouterr().err
     assert f"Port {port} on 127.0.0.1 is in use" in error
     assert "--port" in error
+
+
+def test_a_port_is_in_use_as_soon_as_it_is_bound() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UsageError, match=f"Port {port} on 127.0.0.1 is in use"):
+            bind("127.0.0.1", port)
+        # Early clients wait.
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
 
 
 def test_an_address_that_is_not_ours_is_told() -> None:
@@ -201,9 +214,11 @@ def test_the_banner_tells_all() -> None:
     assert "http://127.0.0.1:81" in text
     assert "mlx 0.32 on CPU, OpenBLAS 1" in text
     assert "2 tokens per step, head from /m/mtp.safetensors" in text
-    # The shell sees what was meant, whatever quotes the name and the key have.
+    # The shell sees what was meant, whatever quotes the name has.
     words = shell_words(text[text.index("curl ") :])
-    assert "Authorization: Bearer a'b" in words
+    assert "a'b" not in text
+    assert '"Authorization: Bearer $MLX_MTP_API_KEY"' in text
+    assert "Authorization" not in banner()
     assert json.loads(words[-1])["model"] == "it's"
 
 
@@ -232,6 +247,34 @@ def test_generate_prints_the_answer_and_then_its_speed(
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
     text = tokenizer._backend.decode(list(request.prompt_token_ids), skip_special_tokens=False)
     assert "Be kind." in text
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "given"), [(64, None, None), (4096, None, 512), (4096, 700, 700)]
+)
+def test_generate_takes_the_room_that_there_is(
+    tokenizer: Tokenizer, context: int, asked: int | None, given: int | None
+) -> None:
+    engine = FakeEngine(answer([300]), FakeInfo(max_model_len=context))
+    more = {} if asked is None else {"max_tokens": asked}
+    assert stream_answer(engine, tokenizer, {}, options(**more)) == 0
+    (request,) = engine.submitted
+    room = context - len(request.prompt_token_ids)
+    assert request.sampling.max_tokens == (given or room)
+
+
+def test_generate_ends_when_the_engine_dies_silently(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "_PATIENCE", 0.01)
+    engine = FakeEngine(answer([300]))
+
+    def dying() -> None:
+        engine.unhealthy_reason = "the engine's thread died: it was ill"
+
+    engine.script = lambda _: (dying() for _ in itertools.count())
+    with pytest.raises(EngineStoppedError, match="it was ill"):
+        stream_answer(engine, tokenizer, {}, options())
 
 
 def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> None:
@@ -304,7 +347,7 @@ def test_serve_for_real(server: tuple[subprocess.Popen[str], str, str]) -> None:
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
     _, url, *flags = shell_words(printed[printed.index("curl ") :])
     *headers, body = flags[1::2]
-    sent = dict(header.split(": ") for header in headers)
+    sent = dict(header.replace("$MLX_MTP_API_KEY", "k").split(": ") for header in headers)
     answer = httpx.post(url, content=body, headers=sent, timeout=60).json()
     assert answer["choices"][0]["message"]["content"]
     assert answer["timings"]["draft_n_accepted"] > 0
@@ -317,3 +360,42 @@ def test_generate_for_real() -> None:
     result = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert len(result.stdout.split()) > 5
     assert re.search(r"12 tokens, [\d.]+ tokens/s.*drafts accepted", result.stderr)
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """Something to write to that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+def test_generate_ends_quietly_when_nobody_reads(closed_pipe: int) -> None:
+    argv = [*COMMAND, "generate", "Tell me a story.", "--max-tokens", "12"]
+    result = subprocess.run(
+        argv, stdout=closed_pipe, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert result.returncode == 141
+    assert "Error" not in result.stderr
+    assert "Exception" not in result.stderr
+
+
+def test_serve_goes_on_when_nobody_reads_its_banner(closed_pipe: int) -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    argv = [*COMMAND, "serve", "--port", str(port)]
+    process = subprocess.Popen(argv, stdout=closed_pipe, stderr=subprocess.PIPE, text=True)
+    try:
+        transport = httpx.HTTPTransport(retries=10)  # With growing waits, until it listens.
+        with httpx.Client(transport=transport, timeout=60) as client:
+            for _ in range(3):
+                answer = client.get(f"http://127.0.0.1:{port}/health")
+                assert answer.json() == {"status": "ok"}
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "BrokenPipe" not in errors

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError
+from mlx_mtp.server import body as body_module
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.wire import ChatRequest
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
 
@@ -83,7 +91,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": -1}, "top_k", "at least 0"),
     ({"top_k": True}, "top_k", "integer"),
     ({"min_p": 2}, "min_p", "at most 1"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "at least 0.01"),
     ({"presence_penalty": 2.1}, "presence_penalty", "at most 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "at least -2"),
     ({"logit_bias": {"4096": 1}}, "logit_bias", "0 to 4095"),
@@ -129,6 +137,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "chat_template_kwargs.chat_template",
         "",
     ),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self", "may not set self"),
+    (
+        {"chat_template_kwargs": {"conversations": 1}},
+        "chat_template_kwargs.conversations",
+        "may not set conversations",
+    ),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not a parameter"),
     ({"functions": []}, "functions", "not a parameter"),
     ({"x" * 5000: 1}, "x" * 120 + "...", "not a parameter"),
@@ -148,6 +162,142 @@ def test_bad_chats(client: httpx.Client, fields: dict[str, Any], param: str, wor
         assert error["type"] == "invalid_request_error"
 
 
+WRONG = "x"
+TOO_MANY: list[tuple[dict[str, Any], str, str]] = [
+    # Each item is wrong too, which would be told if one of them were looked at.
+    ({"messages": [WRONG] * 4097}, "messages", "at most 4096"),
+    (user([WRONG] * 4097), "messages[0].content", "at most 4096"),
+    ({"stop": [3] * 17}, "stop", "at most 16"),
+    ({"stop_token_ids": [WRONG] * 65}, "stop_token_ids", "at most 64"),
+    ({"logit_bias": {str(i): WRONG for i in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"tools": [WRONG] * 1025}, "tools", "at most 1024"),
+    ({"metadata": {str(i): 3 for i in range(65)}}, "metadata", "at most 64"),
+    (
+        {"chat_template_kwargs": {str(i): [] for i in range(65)}},
+        "chat_template_kwargs",
+        "at most 64",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [WRONG] * 1025}]},
+        "messages[0].tool_calls",
+        "at most 1024",
+    ),
+    (
+        function_tool(name="f", parameters={"x": [[]] * (1 << 16)}),
+        "tools[0].function.parameters",
+        "65536",
+    ),
+    ({str(i): WRONG for i in range(101)}, None, "at most 100"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "word"), TOO_MANY)
+def test_items_are_counted_before_they_are_looked_at(
+    client: httpx.Client, fields: dict[str, Any], param: str | None, word: str
+) -> None:
+    response = client.post(CHAT, json={"model": MODEL, "messages": HI} | fields)
+    error = error_of(response)
+    assert response.status_code == 400
+    assert error["param"] == param
+    assert word in error["message"]
+
+
+def test_only_the_first_wrong_item_is_reported() -> None:
+    wrong = {"messages": [WRONG] * 9, "tools": [WRONG] * 9, "stop_token_ids": [WRONG] * 9}
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({"model": MODEL} | wrong)
+    assert caught.value.error_count() == len(wrong)
+
+
+def test_half_a_character_in_a_tool_calls_arguments(client: httpx.Client) -> None:
+    # JSON within JSON: the body itself has no surrogate.
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    body = {"model": MODEL, "messages": [{"role": "assistant", "tool_calls": [call]}, *HI]}
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == "messages[0].tool_calls[0].function.arguments"
+    assert "surrogate" in error["message"]
+    # The connection is still good, and so is a whole pair.
+    call["function"]["arguments"] = '{"a": "\\ud83c\\udf89"}'
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(TEXT, {"prompt": [10**4000]}), (CHAT, {"model": "x" * 4000})]
+)
+def test_a_clients_value_is_repeated_in_part(
+    client: httpx.Client, path: str, prompt: dict[str, Any]
+) -> None:
+    whole = {TEXT: {"prompt": "hi"}, CHAT: {"messages": HI}}[path]
+    response = client.post(path, json={"model": MODEL} | whole | prompt)
+    assert len(error_of(response)["message"]) < 250
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_encoded(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimpleNamespace(encode_batch_fast=lambda *_, **__: pytest.fail("encoded"))
+    monkeypatch.setattr(tokenizer, "_backend", backend)
+    text = "x" * (FakeInfo.max_model_len * tokenizer._most_bytes + 1)
+    with serve(FakeEngine(answer([300]))) as client:
+        for path, prompt in ((TEXT, {"prompt": text}), (CHAT, user(text))):
+            response = client.post(path, json={"model": MODEL} | prompt)
+            assert response.status_code == 400
+            error = error_of(response)
+            assert error["code"] == "context_length_exceeded"
+            assert "1024 tokens" in error["message"]
+
+
+def test_large_bodies_are_parsed_off_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, names = body_module.parse_json, []
+
+    def noting(content: bytes) -> dict[str, Any]:
+        names.append(threading.current_thread().name)
+        return parse(content)
+
+    monkeypatch.setattr(body_module, "parse_json", noting)
+    with serve(FakeEngine(answer([300]))) as client:
+        for padding in (0, body_module.LARGE_BODY):
+            body = {"model": MODEL, "messages": HI, "user": "x" * padding}
+            assert client.post(CHAT, json=body).status_code == 200
+    assert not names[0].startswith("asyncio")
+    assert names[1].startswith("asyncio")  # The name of asyncio.to_thread's workers.
+
+
+def test_a_broken_template_is_not_the_clients_fault(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{% if %}")
+    with serve(FakeEngine(answer([300]))) as client:
+        response = client.post(CHAT, json={"model": MODEL, "messages": HI})
+        assert response.status_code == 500
+        assert error_of(response)["type"] == "server_error"
+        assert "chat template is wrong" in error_of(response)["message"]
+
+
+NO_NUMBERS = [TokenLogprobs(math.nan, ()), TokenLogprobs(-1.0, ((5, math.nan),))]
+
+
+@pytest.mark.parametrize("logprobs", NO_NUMBERS)
+@pytest.mark.parametrize("fields", [{"stream": False}, {"stream": True}])
+def test_logprobs_that_are_no_numbers_are_told(
+    serve: Serve, fields: dict[str, Any], logprobs: TokenLogprobs
+) -> None:
+    engine = FakeEngine(lambda _: iter([out(300, finish="length", logprobs=(logprobs,))]))
+    with serve(engine) as client:
+        for path, prompt in (
+            (CHAT, {"messages": HI, "logprobs": True}),
+            (TEXT, {"prompt": "hi", "logprobs": 1}),
+        ):
+            response = client.post(path, json={"model": MODEL} | prompt | fields)
+            assert response.status_code == 500
+            assert error_of(response)["code"] == "internal_error"
+            assert "computed NaN" in error_of(response)["message"]
+
+
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "required"),
     ({"prompt": ""}, "prompt", "empty"),
@@ -160,7 +310,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [4096]}, "prompt", "0 to 4095"),
     ({"prompt": [[1], [-1]]}, "prompt", "0 to 4095"),
     ({"prompt": [10**30]}, "prompt", "0 to 4095"),
-    ({"prompt": ["a"] * 129}, "prompt", "128"),
+    ({"prompt": [""] * 129}, "prompt", "128"),
     ({"prompt": ["a"] * 43, "n": 3}, "prompt", "128"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"logprobs": True}, "logprobs", "integer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import socket
@@ -192,6 +193,17 @@ def test_what_a_step_brings_changes_neither_text_nor_counts(
         assert "".join(tokens) == "one, two, three"
         chunks = stream(client, **fields)
         assert text_of(chunks) == "one, two, "
+
+
+def test_no_more_drafts_are_accepted_than_tokens_are_used(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    # One step of nine tokens, of which the stop string leaves the first: an accepted draft.
+    step = out(*[tokenizer.encode("a")[0]] * 9, num_draft_tokens=8, num_accepted_tokens=8)
+    with serve(FakeEngine(lambda _: itertools.chain([step], itertools.repeat(None)))) as client:
+        timings = post(client, stop="a")["timings"]
+    assert (timings["predicted_n"], timings["draft_n_accepted"]) == (1, 1)
+    assert timings["draft_n"] == 8
 
 
 def test_a_stop_string_cancels_the_sequence(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import AddedToken, normalizers
 
-from mlx_mtp.errors import InvalidRequestError, ModelError, UnsupportedParameterError
+from mlx_mtp.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelError,
+    UnsupportedParameterError,
+)
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.tokenizer import NFC_SHRINKS, Tokenizer, _most_bytes_per_token
 
 USER = {"role": "user", "content": "hi"}
 
@@ -62,6 +71,75 @@ def test_template_kwargs_that_steer_the_library_are_refused(tokenizer: Tokenizer
     assert caught.value.param == f"chat_template_kwargs.{key}"
 
 
+@pytest.mark.parametrize("key", ["self", "conversations", "raise_exception", "namespace"])
+def test_template_kwargs_that_break_the_library_are_refused(tokenizer: Tokenizer, key: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match=f"may not set {key}\\.") as caught:
+        tokenizer.render_chat([USER], template_kwargs={key: "x"})
+    assert caught.value.param == f"chat_template_kwargs.{key}"
+
+
+def test_encoding_lets_other_threads_run_and_changes_nothing(tokenizer: Tokenizer) -> None:
+    backend = tokenizer._backend
+    text = "Once upon a time, 🎉 <|im_start|>user\nünï\u0301 \x00<|im_end|>"
+    for encoded, special in (
+        (tokenizer.encode(text), True),
+        (tokenizer._ids(text, None, add_special_tokens=False), False),
+    ):
+        assert list(encoded) == backend.encode(text, add_special_tokens=special).ids
+    # `encode` holds the GIL, so that a long text would stop every stream.
+    only_batches = SimpleNamespace(encode_batch_fast=backend.encode_batch_fast)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_backend", only_batches)
+        assert tokenizer.encode("a b") == tuple(backend.encode("a b").ids)
+        assert tokenizer.encode_chat([USER])
+
+
+def test_what_fits_in_the_longest_tokens_is_encoded(tokenizer: Tokenizer) -> None:
+    most = max(len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size))
+    assert tokenizer._most_bytes == most
+    assert tokenizer.encode("x" * most * 3, limit=3)
+    with pytest.raises(ContextLengthError, match="3 tokens"):
+        tokenizer.encode("x" * (most * 3 + 1), limit=3)
+
+
+def test_normal_form_c_shrinks_no_text_more_than_is_allowed_for() -> None:
+    characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+    # The longest spelling of each character that others are made of.
+    longest: dict[str, int] = {}
+    for character in characters:
+        parts = unicodedata.normalize("NFD", character)
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, 0), len(character.encode()))
+    shrinks = max(
+        sum(longest[part] for part in unicodedata.normalize("NFD", character))
+        / len(unicodedata.normalize("NFC", character).encode())
+        for character in characters
+    )
+    assert 3 < shrinks < NFC_SHRINKS
+
+
+def test_texts_that_encoding_shrinks_have_more_room(tokenizer: Tokenizer) -> None:
+    def most(normalizer: normalizers.Normalizer | None, *added: AddedToken) -> int | None:
+        backend = SimpleNamespace(normalizer=normalizer, get_vocab=tokenizer._backend.get_vocab)
+        return _most_bytes_per_token(backend, added)
+
+    assert most(None) == 15
+    assert most(None, AddedToken("é" * 20)) == 40
+    assert most(normalizers.NFC()) == 15 * NFC_SHRINKS
+    assert most(normalizers.NFKC()) is None
+    assert most(None, AddedToken("x", lstrip=True)) is None
+    assert most(None, AddedToken("x", rstrip=True)) is None
+
+
+def test_half_characters_are_the_clients_fault(tokenizer: Tokenizer) -> None:
+    for encode in (
+        tokenizer.encode,
+        lambda text: tokenizer.encode_chat([{**USER, "content": text}]),
+    ):
+        with pytest.raises(InvalidRequestError, match="surrogate"):
+            encode("\ud800")
+
+
 def copy_of_the_bundled_tokenizer(folder: Path) -> Path:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / name, folder)
@@ -75,6 +153,39 @@ def test_what_a_template_raises_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         Tokenizer.load(tmp_path).render_chat([USER])
     assert caught.value.param == "messages"
+
+
+def test_what_a_template_raises_is_cut(tmp_path: Path) -> None:
+    copy_of_the_bundled_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    with pytest.raises(InvalidRequestError, match=r"xxx\.\.\.$") as caught:
+        Tokenizer.load(tmp_path).render_chat([{**USER, "content": "x" * 5000}])
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages | no_such_filter }}", "{{"])
+def test_a_broken_template_is_the_models_fault(tmp_path: Path, template: str) -> None:
+    copy_of_the_bundled_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match="chat template is wrong"):
+        Tokenizer.load(tmp_path).render_chat([USER])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"version": "1.0", "mod'),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "{"),
+        ("config.json", '{"model_type": "qwen3_next", "max_position_embeddings": "x"}'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (copy_of_the_bundled_tokenizer(tmp_path) / name).write_text(content)
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path / name))) as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_a_template_chats_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mlx_mtp.server.params import (
     room,
     sampling_params,
 )
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest
+from mlx_mtp.server.wire import MAX_PROMPT_IDS, ChatRequest, CompletionRequest
 from tests.server.fake_engine import FakeInfo
 
 PLAIN = SamplingDefaults()
@@ -116,6 +116,14 @@ def test_labels_and_neutral_values_are_accepted() -> None:
 )
 def test_prompts_have_four_forms(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompts == expected
+
+
+@pytest.mark.parametrize("ids", [["x"], [1]])
+def test_a_prompt_of_too_many_ids_is_refused_by_their_number(ids: list[Any]) -> None:
+    many = ids * (MAX_PROMPT_IDS + 1)
+    for prompt in ([many], [[1], many]):
+        with pytest.raises(ValidationError, match=f"{MAX_PROMPT_IDS + 1} token ids; at most"):
+            completion(prompt=prompt)
 
 
 def test_stop_may_be_one_string_or_a_list() -> None:
