@@ -120,7 +120,7 @@ def _measure(contender: Contender, url: str, max_tokens: int, rates: dict[int, l
                     "max_tokens": max_tokens,
                     "temperature": 0,
                 }
-                answer = (await client.post("/chat/completions", json=body)).json()
+                answer = (await _post(client, body)).json()
                 timings = answer.get("timings", {})
                 drafted += timings.get("draft_n", 0)
                 taken += timings.get("draft_n_accepted", 0)
@@ -134,6 +134,16 @@ def _measure(contender: Contender, url: str, max_tokens: int, rates: dict[int, l
             return f"{taken / drafted:.1%}" if drafted else "-"
 
     return asyncio.run(run())
+
+
+async def _post(client: httpx.AsyncClient, body: dict[str, object]) -> httpx.Response:
+    """A server whose listen queue is short (Python's default is 5) resets some of 16 at once."""
+    for _ in range(20):
+        try:
+            return await client.post("/chat/completions", json=body)
+        except httpx.TransportError:
+            await asyncio.sleep(0.02)
+    raise RuntimeError("the server keeps resetting connections")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ backend.prepare()
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
+from mlx_mtp.convert.quantization import MODES, UNQUANTIZED  # noqa: E402
+
 CONFIG = {
     "model_type": "qwen3_next",
     "hidden_size": 2048,
@@ -71,9 +73,9 @@ def main() -> int:
     """Measure, print a table, and clean up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path("/tmp/mlx-mtp-converter-benchmark"))
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, default=4, help="16 leaves the head unquantized")
     parser.add_argument("--mode", default="affine")
-    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=None)
     parser.add_argument("--fp8", action="store_true", help="a source in block-scaled FP8")
     parser.add_argument("--cold", action="store_true", help="with the source out of the page cache")
     parser.add_argument("--repeats", type=int, default=3)
@@ -93,8 +95,9 @@ def main() -> int:
 
 def measure(source: Path, options: argparse.Namespace) -> None:
     """Print one row of the table per repeat, and the medians."""
-    setting = {"bits": options.bits, "group_size": options.group_size, "mode": options.mode}
-    print(f"{options.bits} bits, groups of {options.group_size}, {options.mode}")
+    group_size = options.group_size or MODES[options.mode].group_size
+    setting = {"bits": options.bits, "group_size": group_size, "mode": options.mode}
+    print(f"{options.bits} bits, groups of {group_size}, {options.mode}; load {os.getloadavg()[0]}")
     print("| read | write | quantize | sum | converter | ratio | peak RSS |")
     print("|---|---|---|---|---|---|---|")
     rows = []
@@ -151,6 +154,8 @@ def write_alone(path: Path, size: int) -> float:
 def quantize_alone(path: Path, setting: dict[str, object], fp8: bool) -> float:
     """Seconds in `mx.quantize` of every matrix; reading them (and FP8's decoding) isn't counted."""
     total = 0.0
+    if setting["bits"] == UNQUANTIZED:
+        return total
     with mx.stream(mx.cpu):
         for name, value in mx.load(str(path)).items():
             if value.ndim < 2 or name.endswith("_scale_inv"):
@@ -167,7 +172,8 @@ def write_target(path: Path, setting: dict[str, object]) -> Path:
     """A fresh model directory; the converter needs nothing but its config.json."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps({**CONFIG, "quantization": setting}))
+    quantization = {} if setting["bits"] == UNQUANTIZED else {"quantization": setting}
+    (path / "config.json").write_text(json.dumps({**CONFIG, **quantization}))
     return path
 
 

@@ -55,9 +55,9 @@ def running(contender: Contender) -> Iterator[str]:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
     try:
-        url = f"http://127.0.0.1:{port}/v1"
-        _wait(process, f"{url}/models", command)
-        yield url
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, f"{url}/health", command)
+        yield f"{url}/v1"
     finally:
         process.terminate()
         process.wait(30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -54,16 +55,27 @@ def test_200_prompts_of_32_tokens_equal_plain_decoding(demo_model, tokenizer):
     ties.report("bundled model, 200 prompts, k = 3")
 
 
+@pytest.fixture(scope="module")
+def sixty(demo_model, tokenizer):
+    """Sixty requests, greedy or sampled, and plain decoding's answers to them."""
+
+    @cache
+    def of(sampled: bool):
+        wanted = []
+        for i, ids in enumerate(prompts(tokenizer, 60)):
+            sampling = Sampling(32, temperature=1.2, top_p=0.95, seed=i) if sampled else greedy(32)
+            wanted.append(request(str(i), ids, sampling))
+        return wanted, {r.request_id: plain(demo_model, r, VOCAB, EOS) for r in wanted}
+
+    return of
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("acceptance", ["head", "reject", "mixed", "force"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_every_depth_and_acceptance(demo_model, tokenizer, depth, acceptance, sampled):
-    wanted, references = [], {}
-    for i, ids in enumerate(prompts(tokenizer, 60)):
-        sampling = Sampling(32, temperature=1.2, top_p=0.95, seed=i) if sampled else greedy(32)
-        wanted.append(request(str(i), ids, sampling))
-        references[str(i)] = plain(demo_model, wanted[-1], VOCAB, EOS)
+def test_every_depth_and_acceptance(sixty, demo_model, depth, acceptance, sampled):
+    wanted, references = sixty(sampled)
     proposer = None
     if acceptance != "head":
         answers = {
@@ -74,8 +86,7 @@ def test_every_depth_and_acceptance(demo_model, tokenizer, depth, acceptance, sa
     ties = Ties()
     for batch in (wanted[:3], wanted):
         driver = drive(demo_model, batch, proposer, num_draft_tokens=depth)
-        got = driver.run_arrivals({3 * i: () for i in range(5)})
-        for name, tokens in got.items():
+        for name, tokens in driver.run().items():
             ties.check(f"k={depth} {acceptance} {name}", tokens, references[name])
     ties.report(f"bundled model, k = {depth}, {acceptance}")
 
