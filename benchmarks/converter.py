@@ -201,7 +201,9 @@ def write_source(path: Path, *, fp8: bool) -> None:
         for dtype, shape in shapes.values():
             values = random.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
             as_bf16 = mx.array(values).astype(mx.bfloat16).view(mx.uint16)
-            file.write(np.array(mx.to_fp8(values * 1000) if dtype == "F8_E4M3" else as_bf16))
+            file.write(
+                np.array(mx.to_fp8(mx.array(values * 1000)) if dtype == "F8_E4M3" else as_bf16)
+            )
         file.flush()
         os.fsync(file.fileno())
 

@@ -201,7 +201,10 @@ class HubRepo:
             "Accept-Encoding": "identity",
         }
         url = hf_hub_url(self.repo_id, file.name, revision=self.commit)
-        with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=timeout
+        ) as response:
             hf_raise_for_status(response)
             if response.status_code != 206:
                 advance(-out.tell())

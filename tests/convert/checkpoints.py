@@ -219,6 +219,39 @@ def write_target(
     return path
 
 
+def write_large_source(path: Path, experts: int) -> None:
+    """A head of 1.6 MB per expert, so that a run takes time and memory."""
+    rng = np.random.default_rng(0)
+    config = json.loads((write_target(path, Layout("qwen3_next")) / "config.json").read_text())
+    config |= {"num_experts": experts, "moe_intermediate_size": 512, "hidden_size": 512}
+    (path / "config.json").write_text(json.dumps(config))
+    mlp = "layers.0.mlp."
+    shapes = {
+        **{f"{n}.weight": (512,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
+        "layers.0.input_layernorm.weight": (512,),
+        "layers.0.post_attention_layernorm.weight": (512,),
+        "layers.0.self_attn.q_norm.weight": (32,),
+        "layers.0.self_attn.k_norm.weight": (32,),
+        "layers.0.self_attn.q_proj.weight": (256, 512),
+        "layers.0.self_attn.k_proj.weight": (64, 512),
+        "layers.0.self_attn.v_proj.weight": (64, 512),
+        "layers.0.self_attn.o_proj.weight": (512, 128),
+        "fc.weight": (512, 1024),
+        f"{mlp}gate.weight": (experts, 512),
+        f"{mlp}shared_expert_gate.weight": (1, 512),
+        f"{mlp}shared_expert.gate_proj.weight": (32, 512),
+        f"{mlp}shared_expert.up_proj.weight": (32, 512),
+        f"{mlp}shared_expert.down_proj.weight": (512, 32),
+        f"{mlp}experts.gate_up_proj": (experts, 1024, 512),
+        f"{mlp}experts.down_proj": (experts, 512, 512),
+    }
+    raws = {
+        f"mtp.{name}": Raw("BF16", bf16(rng.standard_normal(shape, dtype=np.float32)))
+        for name, shape in shapes.items()
+    }
+    write_file(path / "model.safetensors", raws, {"format": "pt"})
+
+
 def expected_head(meant: Mapping[str, np.ndarray], prefix: str = "mtp.") -> dict[str, np.ndarray]:
     """The head in MLX's layout, float32, with 1 + w in the norms: the reference."""
     own = {k.removeprefix(prefix): v for k, v in meant.items() if k.startswith(prefix)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp.models.head_weights import read_sidecar
-from tests.convert.checkpoints import write_source, write_target
+from tests.convert.checkpoints import write_large_source, write_source, write_target
 from tests.tiny_models import Layout
 
 LAYOUT = Layout("qwen3_next")
@@ -120,40 +119,6 @@ def test_killed_at_each_step(tmp_path, before, after):
     assert killed >= 8
     assert found_new >= 1
     assert not list(target.glob(".mtp-*")), "the last run removed what the killed ones left"
-
-
-def write_large_source(path: Path, experts: int) -> None:
-    """A head of about 100 MB, so that a run has moments to be killed at."""
-    path.mkdir()
-    rng = np.random.default_rng(0)
-    config = json.loads((write_target(path, LAYOUT) / "config.json").read_text())
-    config |= {"num_experts": experts, "moe_intermediate_size": 512, "hidden_size": 512}
-    (path / "config.json").write_text(json.dumps(config))
-    mlp = "layers.0.mlp."
-    shapes = {
-        **{f"{n}.weight": (512,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
-        "layers.0.input_layernorm.weight": (512,),
-        "layers.0.post_attention_layernorm.weight": (512,),
-        "layers.0.self_attn.q_norm.weight": (32,),
-        "layers.0.self_attn.k_norm.weight": (32,),
-        "layers.0.self_attn.q_proj.weight": (256, 512),
-        "layers.0.self_attn.k_proj.weight": (64, 512),
-        "layers.0.self_attn.v_proj.weight": (64, 512),
-        "layers.0.self_attn.o_proj.weight": (512, 128),
-        "fc.weight": (512, 1024),
-        f"{mlp}gate.weight": (experts, 512),
-        f"{mlp}shared_expert_gate.weight": (1, 512),
-        f"{mlp}shared_expert.gate_proj.weight": (32, 512),
-        f"{mlp}shared_expert.up_proj.weight": (32, 512),
-        f"{mlp}shared_expert.down_proj.weight": (512, 32),
-        f"{mlp}experts.gate_up_proj": (experts, 1024, 512),
-        f"{mlp}experts.down_proj": (experts, 512, 512),
-    }
-    arrays = {
-        f"mtp.{name}": mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(mx.bfloat16)
-        for name, shape in shapes.items()
-    }
-    mx.save_safetensors(str(path / "model.safetensors"), arrays, metadata={"format": "pt"})
 
 
 @pytest.mark.full
