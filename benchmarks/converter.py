@@ -109,7 +109,7 @@ def measure(source: Path, options: argparse.Namespace) -> None:
         _settle(source, options.cold)
         read = read_alone(source / SHARD)
         write = write_alone(options.dir / "raw", size)
-        quantize = quantize_alone(source / SHARD, setting, options.fp8)
+        quantize = quantize_alone(source / SHARD, setting)
         alone = read + write + quantize
         rows.append((read, write, quantize, alone, seconds, seconds / alone, peak))
         print(_row(rows[-1]), flush=True)
@@ -151,7 +151,7 @@ def write_alone(path: Path, size: int) -> float:
     return seconds
 
 
-def quantize_alone(path: Path, setting: dict[str, object], fp8: bool) -> float:
+def quantize_alone(path: Path, setting: dict[str, object]) -> float:
     """Seconds in `mx.quantize` of every matrix; reading them (and FP8's decoding) isn't counted."""
     total = 0.0
     if setting["bits"] == UNQUANTIZED:
@@ -160,7 +160,8 @@ def quantize_alone(path: Path, setting: dict[str, object], fp8: bool) -> float:
         for name, value in mx.load(str(path)).items():
             if value.ndim < 2 or name.endswith("_scale_inv"):
                 continue
-            matrix = mx.from_fp8(value, dtype=mx.bfloat16) if fp8 else value
+            is_fp8 = value.dtype == mx.uint8
+            matrix = mx.from_fp8(value, dtype=mx.bfloat16) if is_fp8 else value
             mx.eval(matrix)
             start = time.perf_counter()
             mx.eval(mx.quantize(matrix, **setting))
