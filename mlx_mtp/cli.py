@@ -16,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlx_mtp import __version__
-from mlx_mtp.config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, EngineConfig, ServerConfig
+from mlx_mtp.config import (
+    DEFAULT_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    EngineConfig,
+    ServerConfig,
+)
+from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import MissingHeadError, MlxMtpError
 from mlx_mtp.flags import Flag, add_flags, characters, one_of, real, resolve, text, whole
@@ -87,6 +95,20 @@ SERVE_FLAGS = (
         None,
         "N",
     ),
+    Flag(
+        "--reasoning-parser",
+        f"how the model writes its reasoning: {', '.join(REASONING_PARSERS)}",
+        one_of(*REASONING_PARSERS),
+        _SERVER_DEFAULTS.reasoning_parser,
+        "NAME",
+    ),
+    Flag(
+        "--tool-call-parser",
+        f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}",
+        one_of(*TOOL_CALL_PARSERS),
+        _SERVER_DEFAULTS.tool_call_parser,
+        "NAME",
+    ),
     Flag("--api-key", "clients must send it as a bearer token", text, None, "KEY"),
     Flag("--log-level", f"one of {', '.join(_LOG_LEVELS)}", one_of(*_LOG_LEVELS), "info", "LEVEL"),
 )
@@ -153,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     generating = commands.add_parser("generate", help="stream one answer to the terminal")
     generating.add_argument("prompt", help="what to ask", type=characters)
     add_flags(generating, GENERATE_FLAGS)
+    add_connect(commands)
     add_subcommands(commands)
     return parser
 
@@ -177,6 +200,8 @@ def serve(options: argparse.Namespace) -> int:
             port=sock.getsockname()[1],
             api_key=options.api_key,
             seed=options.seed,
+            reasoning_parser=options.reasoning_parser,
+            tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         banner = _banner(config, loaded, engine.info.num_draft_tokens, info)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 8
 DEFAULT_DRAFT_TOKENS = 2
+REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
+TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class ServerConfig:
         max_choices: largest `n` of one request.
         max_body_bytes: longer bodies are refused. A million tokens are some 4 MB of text; parsing
             holds up the other streams for a time that grows with it.
+        template_seconds: most time that the chat template may take for one request.
+        reasoning_parser: how the model writes its reasoning; "auto": as its template shows.
+        tool_call_parser: how the model writes tool calls; "auto": as its template shows.
     """
 
     model_name: str
@@ -49,3 +54,6 @@ class ServerConfig:
     keep_alive_seconds: float = 10.0
     max_choices: int = 16
     max_body_bytes: int = 8 << 20
+    template_seconds: float = 10.0
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"

@@ -9,6 +9,7 @@
     |   `-- ConvertError            the converter can't make what was asked; nothing was changed
     |-- RequestError            the client's fault (HTTP 4xx), with the field at fault in `param`
     |   |-- InvalidRequestError     400
+    |   |   `-- GrammarError            400, code invalid_grammar
     |   |-- UnsupportedParameterError   400
     |   |-- ContextLengthError      400
     |   |-- AuthenticationError     401
@@ -81,6 +82,12 @@ class InvalidRequestError(RequestError):
     """A field's value is of the wrong type or out of range."""
 
     code = "invalid_value"
+
+
+class GrammarError(InvalidRequestError):
+    """A schema, expression or grammar that can't be compiled, or can't be followed to its end."""
+
+    code = "invalid_grammar"
 
 
 class UnsupportedParameterError(RequestError):

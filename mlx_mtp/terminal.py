@@ -14,13 +14,15 @@ from pydantic import ValidationError
 
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError
+from mlx_mtp.server.choice import Choice, Content
+from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
-from mlx_mtp.server.generation import Choice
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
+from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.protocols import EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import ChatRequest
+from mlx_mtp.server.wire import CompletionRequest
 
 _PATIENCE = 1.0
 """Seconds of silence after which the engine's health is looked at."""
@@ -58,7 +60,7 @@ def stream_answer(
         MlxMtpError: the answer can't be given, or the engine died.
     """
     request, stops = _request(engine, tokenizer, generation_config, options, most_tokens)
-    choice = Choice(0, request, Detokenizer(tokenizer.text_bytes, stops))
+    choice = Choice(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
     arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
 
     def deliver(outputs: Any) -> None:
@@ -72,12 +74,15 @@ def stream_answer(
         times: list[tuple[float, int]] = []
         while choice.finish_reason is None:
             at, output = _next(arrived, engine)
-            print(choice.take(output).text, end="", flush=True)
+            for piece in choice.take(output).pieces:
+                assert isinstance(piece, Content), "plain text has no other pieces"
+                print(piece.text, end="", flush=True)
             times.append((at, choice.num_tokens))
     finally:
         engine.stop()
     print(flush=True)
-    print(summary(choice, began, times), file=sys.stderr)
+    prompt_tokens = len(request.prompt_token_ids)
+    print(summary(choice, prompt_tokens, began, times), file=sys.stderr)
     return 0
 
 
@@ -96,11 +101,14 @@ def _next(
                 ) from None
 
 
-def summary(choice: Choice, began: float, times: list[tuple[float, int]]) -> str:
+def summary(
+    choice: Choice, prompt_tokens: int, began: float, times: list[tuple[float, int]]
+) -> str:
     """Speed and acceptance in one line.
 
     Args:
         choice: finished.
+        prompt_tokens: of its prompt.
         began: when it was submitted.
         times: when each output came, and how many tokens there were by then.
     """
@@ -109,7 +117,7 @@ def summary(choice: Choice, began: float, times: list[tuple[float, int]]) -> str
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
     line = (
         f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
-        f"{len(choice.request.prompt_token_ids)} tokens in {first - began:.2f} s; "
+        f"{prompt_tokens} tokens in {first - began:.2f} s; "
     )
     if not choice.num_drafts:
         return line + "no drafts]"
@@ -124,20 +132,22 @@ def _request(
     options: argparse.Namespace,
     most_tokens: int,
 ) -> tuple[Request, list[str]]:
-    asked = [{"role": "user", "content": options.prompt}]
+    asked = [Message("user", options.prompt)]
     if options.system is not None:
-        asked.insert(0, {"role": "system", "content": options.system})
+        asked.insert(0, Message("system", options.system))
     sampling = {name: getattr(options, name) for name in _SAMPLING}
     try:
-        body = ChatRequest.model_validate({"model": "-", "messages": asked, **sampling})
+        # The prompt is not looked at: the chat below is what the model gets.
+        body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
     seed = SeedSource(None).next() if body.seed is None else body.seed
     defaults = SamplingDefaults.from_generation_config(generation_config)
-    params = sampling_params(body, defaults, seed, engine.info.vocab_size)
-    messages = [message.for_template() for message in body.messages]
+    wanted = body.options()
+    params = sampling_params(wanted, defaults, seed, engine.info.vocab_size)
+    messages = [message.for_template() for message in asked]
     prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
-    (request,) = engine_requests("generate", [prompt], params, body, engine.info)
+    (request,) = engine_requests("generate", [prompt], params, wanted, engine.info)
     if body.max_tokens is None:
         limit = min(request.sampling.max_tokens, most_tokens)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))

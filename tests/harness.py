@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
@@ -30,8 +31,12 @@ def greedy(max_tokens: int, **more: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
 
 
-def request(name: str, prompt: Iterable[int], sampling: SamplingParams) -> Request:
-    return Request(name, tuple(int(t) for t in prompt), sampling)
+def request(
+    name: str, prompt: Iterable[int], sampling: SamplingParams, grammar: Grammar | None = None
+) -> Request:
+    if grammar is not None:
+        sampling = replace(sampling, grammar=grammar.spec)
+    return Request(name, tuple(int(t) for t in prompt), sampling, grammar)
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,36 @@ class Plain:
     gaps: tuple[float, ...]
 
 
+class PlainMask:
+    """A grammar and its budget, one token at a time, straight by llguidance."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.matcher = grammar.matcher.deep_copy() if grammar.matcher else None
+        self.words = grammar.num_words
+        self.limit = grammar.budget.max_tokens if grammar.budget else None
+        self.end = grammar.budget.end if grammar.budget else ()
+        self.tokens: list[int] = []
+
+    def mask(self) -> mx.array:
+        mask = np.full(4 * self.words, 255, dtype=np.uint8)
+        if self.matcher is not None:
+            mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8).copy()
+        said = tuple(self.tokens)
+        ended = any(said[i : i + len(self.end)] == self.end for i in range(len(said)))
+        if self.limit is not None and not ended and len(said) >= self.limit:
+            assert len(self.end) == 1
+            mask[:] = 0
+            mask[self.end[0] // 8] = 1 << (self.end[0] % 8)
+        return mx.array(mask)[None, None]
+
+    def take(self, token: int) -> None:
+        self.tokens.append(token)
+        assert self.matcher is None or self.matcher.consume_token(token)
+
+
 def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[int] = ()) -> Plain:
     """One token at a time through mlx-lm's modules and caches, with the same keyed noise."""
+    masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     cache = make_prompt_cache(model.model)
     sampler = Sampler([wanted.sampling], [wanted.prompt_token_ids], vocab_size)
     logits = model.model(mx.array([wanted.prompt_token_ids]), cache=cache)[:, -1:]
@@ -51,13 +84,16 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
     while True:
         before = mx.zeros((1, 1), dtype=mx.int32)
         where = mx.array([[position]])
-        scores = sampler.scores(logits, where, before)
+        mask = None if masks is None else masks.mask()
+        scores = sampler.scores(logits, where, before, mask)
         ranked = np.sort(np.array(scores[0, 0]).astype(np.float64))[::-1]
         token = int(mx.argmax(scores[0, 0]).item())
         tokens.append(token)
         gaps.append(float(ranked[0] - ranked[1]))
         if len(tokens) == wanted.sampling.max_tokens or token in stop_ids:
             return Plain(tuple(tokens), tuple(gaps))
+        if masks is not None:
+            masks.take(token)
         sampler.count(mx.array([[token]]), mx.array([1]))
         logits = model.model(mx.array([[token]]), cache=cache)
         position += 1

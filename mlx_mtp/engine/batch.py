@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.sampling.guide import DraftSampler, Guide
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.acceptance import Verdict
 from mlx_mtp.speculative.proposer import DraftState
@@ -31,6 +32,7 @@ class Batch:
         remaining: int32 [B], tokens each row may still emit.
         ended: bool [B], rows that emit nothing any more; their caches stand still.
         stop_ids: int32 [B, S], padded with -1.
+        guide: the constraints of the step that is being launched; false if there are none.
     """
 
     def __init__(
@@ -52,14 +54,29 @@ class Batch:
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
+        self.guide = Guide(())
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def draw(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
+        """The tokens that follow a window (see `Sampler.draw`), as the rows' grammars allow."""
+        if not self.guide:
+            return self.sampler.draw(logits, positions, window)
+        mx.async_eval(logits)  # The host makes the masks meanwhile.
+        return self.sampler.draw(logits, positions, window, self.guide.window_mask(window))
 
     def settle(self, verdict: Verdict, targets: mx.array) -> None:
         """Take over what came of a window: counts, limits and the last token."""
         self.sampler.count(targets, verdict.num_kept)
         self.last, self.remaining, self.ended = verdict.last, verdict.remaining, verdict.finished
+        if self.guide:
+            self.guide.advance(targets, verdict.num_kept)
+
+    @property
+    def drafter(self) -> Sampler:
+        """Draws the drafts that follow what was settled."""
+        return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
 
     def take(self, wanted: Callable[[Sequence], bool]) -> Batch:
         """A batch of the wanted rows; itself when that is all of them."""

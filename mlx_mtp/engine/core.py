@@ -43,10 +43,14 @@ class EngineCore:
         self._scheduler.cancel(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, and read the one before it (with overlap; else the same)."""
+        """Launch the next step, and read the one before it.
+
+        Without overlap, or while a row's next token depends on its last one by way of the host
+        (a grammar), the step itself is read too.
+        """
         plan = self._scheduler.schedule()
         launched = self._runner.run(plan)
-        return self._update(launched)
+        return self._update(launched, look_ahead=self._overlap and not plan.needs_host)
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -62,10 +66,10 @@ class EngineCore:
             num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
         )
 
-    def _update(self, launched: list[Launched]) -> list[RequestOutput]:
-        ready = launched
-        if self._overlap:
-            ready, self._in_flight = self._in_flight, launched
+    def _update(self, launched: list[Launched], *, look_ahead: bool) -> list[RequestOutput]:
+        ready, self._in_flight = self._in_flight, launched
+        if not look_ahead:
+            ready, self._in_flight = [*ready, *launched], []
         results = self._runner.read(ready)
         outputs = self._scheduler.update(results)
         for result in results:

@@ -158,6 +158,8 @@ class Engine:
                 "for prompt and answer together.",
                 param="prompt",
             )
+        if request.sampling.grammar is not None and request.grammar is None:
+            raise InvalidRequestError("The request's grammar has not been compiled.")
         wrong = next((t for t in prompt if not 0 <= t < vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -19,11 +20,13 @@ class Request:
         request_id: unique among the requests in the engine.
         prompt_token_ids: at least one id, each below the tokenizer's vocabulary.
         sampling: how to sample; validated by `Engine.submit`.
+        grammar: `sampling.grammar`, compiled.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

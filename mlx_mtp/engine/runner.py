@@ -12,8 +12,8 @@ One decoding step, on the device from end to end:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -22,8 +22,9 @@ from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.scheduler import Plan, PrefillChunk, RowResult
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.errors import StepError
+from mlx_mtp.errors import MlxMtpError, StepError
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.guide import Guide
 from mlx_mtp.speculative.acceptance import Verdict, accept
 from mlx_mtp.speculative.proposer import Proposer
 
@@ -44,6 +45,7 @@ class Launched:
         verdict: how many of them each row emits.
         logprobs: as `Sampler.logprobs` gives them.
         error: the launch failed and nothing else is valid.
+        row_errors: rows that can't go on, by number; the others are valid.
     """
 
     sequences: tuple[Sequence, ...]
@@ -53,6 +55,7 @@ class Launched:
     verdict: Verdict | None = None
     logprobs: tuple[mx.array, mx.array, mx.array] | None = None
     error: StepError | None = None
+    row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,13 +169,14 @@ class ModelRunner:
         """
         rows, lengths = tuple(batch.sequences), tuple(arrays.lengths.tolist())
         targets = mx.array(arrays.following)
+        batch.guide = Guide(s.constraint if d else None for s, d in zip(rows, arrays.is_last))
         if not arrays.is_last.any():
             return targets, Launched(rows, lengths, is_prefill=True)
         done = mx.array(arrays.is_last)
         at_end = mx.array(arrays.lengths - 1)[:, None]
         window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
         logits = self._model.logits(mx.take_along_axis(hidden, at_end[..., None], axis=1))
-        drawn = batch.sampler.draw(logits, end[:, None], window)
+        drawn = batch.draw(logits, end[:, None], window)
         verdict = accept(
             drawn,
             window,
@@ -186,7 +190,8 @@ class ModelRunner:
         following = mx.where(done[:, None], drawn, known)
         targets = mx.put_along_axis(targets, at_end, following, axis=1)
         logprobs = batch.sampler.logprobs(logits, drawn)
-        return targets, Launched(rows, lengths, True, drawn, verdict, logprobs)
+        errors = batch.guide.errors()
+        return targets, Launched(rows, lengths, True, drawn, verdict, logprobs, row_errors=errors)
 
     def _decode(self, wanted: tuple[Sequence, ...], num_draft_tokens: int) -> Launched:
         """One step of every running row."""
@@ -201,7 +206,8 @@ class ModelRunner:
         batch.cache.begin(limit, lengths)
         hidden = self._model.hidden(window, batch.cache)
         logits = self._model.logits(hidden)
-        targets = batch.sampler.draw(logits, start[:, None] + 1 + mx.arange(length), window)
+        batch.guide = Guide(s.constraint for s in batch.sequences)
+        targets = batch.draw(logits, start[:, None] + 1 + mx.arange(length), window)
         verdict = accept(
             targets,
             window,
@@ -215,7 +221,10 @@ class ModelRunner:
 
         rows = tuple(batch.sequences)
         logprobs = batch.sampler.logprobs(logits, targets)
-        launched = Launched(rows, (length,) * len(rows), False, targets, verdict, logprobs)
+        errors = batch.guide.errors()
+        launched = Launched(
+            rows, (length,) * len(rows), False, targets, verdict, logprobs, row_errors=errors
+        )
         self._start(batch, launched)
         return launched
 
@@ -239,7 +248,7 @@ class ModelRunner:
             num_kept=num_kept,
             num_draft_tokens=num_draft_tokens,
             limit=limit,
-            sampler=batch.sampler,
+            sampler=batch.drafter,
         )
 
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
@@ -350,6 +359,10 @@ def _results(window: Launched) -> list[RowResult]:
     for row, (sequence, length) in enumerate(zip(window.sequences, window.num_positions)):
         kept = num_kept[row]
         top = sequence.request.sampling.top_logprobs
+        if row in window.row_errors:
+            held = length if window.is_prefill else kept
+            results.append(RowResult(sequence, length, held, error=window.row_errors[row]))
+            continue
         results.append(
             RowResult(
                 sequence,

@@ -52,6 +52,11 @@ class Plan:
         """There is nothing to launch."""
         return self.chunk is None and not self.decode
 
+    @property
+    def needs_host(self) -> bool:
+        """Its tokens must be read before the next step is launched."""
+        return any(s.needs_host for s in self.decode)
+
 
 @dataclass(frozen=True, slots=True)
 class RowResult:

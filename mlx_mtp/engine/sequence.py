@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from mlx_mtp.engine.request import Request
+from mlx_mtp.sampling.constraint import Constraint
 
 
 class Status(enum.Enum):
@@ -32,6 +33,7 @@ class Sequence:
         self.request = request
         self.stop_ids = stop_ids
         self.max_new_tokens = max_new_tokens
+        self.constraint = Constraint(request.grammar) if request.grammar is not None else None
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_output = 0
@@ -68,6 +70,11 @@ class Sequence:
     def surely_finished(self) -> bool:
         """Every step emits a token, so what is in flight will reach the limit at the latest."""
         return self.num_output + self.steps_in_flight >= self.max_new_tokens
+
+    @property
+    def needs_host(self) -> bool:
+        """Its next token can be drawn only once the one before it has been read."""
+        return self.constraint is not None and self.constraint.active
 
     @property
     def max_cached(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from mlx_mtp.errors import InvalidRequestError
 
@@ -13,6 +14,29 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 _INT64 = 1 << 63
 _LEAST_TEMPERATURE = 1e-5
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer must look like. Equal specs share one compiled grammar.
+
+    Args:
+        kind: how `value` is to be read; "free" asks for nothing after `free_until`.
+        value: the JSON text of a schema ("json_schema") or of a list of strings ("choice"), a
+            regular expression that the whole answer matches ("regex"), or a grammar in
+            llguidance's dialect of Lark ("lark"); empty for "json_object".
+        free_until: text that the answer is free to write until it has come; the grammar begins
+            after it ("</think>"). None: the grammar holds from the first token on.
+        free_tokens: most tokens that may come before `free_until`; then that text is forced (a
+            thinking budget). None: as many as the model likes.
+    """
+
+    kind: GrammarKind
+    value: str = ""
+    free_until: str | None = None
+    free_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +59,7 @@ class SamplingParams:
         ignore_eos: the model's own end-of-sequence ids do not end it.
         top_logprobs: alternatives to report for each token, 0 for the chosen token alone,
             None for no logprobs at all.
+        grammar: what the answer must look like; None leaves it free.
     """
 
     max_tokens: int
@@ -51,6 +76,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
@@ -101,6 +127,13 @@ class SamplingParams:
             _within("logit_bias", value, -100.0, 100.0)
         for token in self.stop_token_ids:
             _token_id("stop_token_ids", token, vocab_size)
+        if self.grammar is not None and self.grammar.free_tokens is not None:
+            _within("thinking_budget", self.grammar.free_tokens, 0, 1 << 31)
+        if self.grammar is not None and self.grammar.kind != "free" and self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos does not go with a grammar, which says itself where an answer ends.",
+                param="ignore_eos",
+            )
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -1,6 +1,6 @@
 """What is done to the logits before a token is drawn, in this pinned order:
 
-penalties, bias, temperature, top_k, top_p, min_p, noise. Every function leaves a row whose
+penalties, bias, mask, temperature, top_k, top_p, min_p, noise. Every function leaves a row whose
 parameters are neutral exactly as it was, so that a row's tokens don't depend on its neighbours.
 """
 
@@ -28,6 +28,20 @@ def apply_penalties(
     repeated = mx.where(logits > 0, logits / repetition, logits * repetition)
     logits = mx.where(seen, repeated, logits)
     return logits - presence * (counts > 0) - frequency * counts
+
+
+def mask_out(logits: mx.array, mask: mx.array) -> mx.array:
+    """Set the tokens that a mask forbids to minus infinity.
+
+    Args:
+        logits: float32 [B, T, V].
+        mask: uint8 [B, T, bytes], a bit for each token, the lowest first; at least V bits.
+    """
+    vocab_size = logits.shape[-1]
+    assert 8 * mask.shape[-1] >= vocab_size, "the mask is of another vocabulary"
+    bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
+    allowed = bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size].astype(mx.bool_)
+    return mx.where(allowed, logits, -mx.inf)
 
 
 def truncate(logits: mx.array, top_k: mx.array, top_p: mx.array, min_p: mx.array) -> mx.array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_mtp.sampling.noise import keyed_gumbel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.processors import apply_penalties, truncate
+from mlx_mtp.sampling.processors import apply_penalties, mask_out, truncate
 
 
 class Sampler:
@@ -56,7 +56,13 @@ class Sampler:
         self.frequency = _column([p.frequency_penalty for p in params])
         self.bias = _dense_bias(params, self.vocab_size)
 
-    def draw(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
+    def draw(
+        self,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        mask: mx.array | None = None,
+    ) -> mx.array:
         """Draw the token that follows each of the last T positions of a window.
 
         Args:
@@ -64,13 +70,20 @@ class Sampler:
             positions: int32 [B, T], absolute position of the token to draw.
             window: int32 [B, W], W >= T, the tokens that come before; of these the first is in
                 the counts already, the others are drafts and are added for penalties.
+            mask: uint8 [B, T, bytes], a bit for each token that may be drawn; None: all may.
 
         Returns:
             int32 [B, T].
         """
-        return mx.argmax(self.scores(logits, positions, window), axis=-1).astype(mx.int32)
+        return mx.argmax(self.scores(logits, positions, window, mask), axis=-1).astype(mx.int32)
 
-    def scores(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
+    def scores(
+        self,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        mask: mx.array | None = None,
+    ) -> mx.array:
         """What `draw` takes the largest of: processed logits, noise included, float32 [B, T, V]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         if self.output_counts is not None and self.in_prompt is not None:
@@ -82,6 +95,9 @@ class Sampler:
             )
         if self.bias is not None:
             scores = scores + self.bias
+        if mask is not None:
+            # Before the cuts: they choose among the tokens that are allowed.
+            scores = mask_out(scores, mask)
         if not self.any_sampled:
             return scores
         noisy = scores / self.temperature

@@ -38,6 +38,7 @@ def create_app(
             yield
         finally:
             await context.dispatcher.stop()
+            context.grammars.close()
 
     app = FastAPI(
         title="mlx-mtp",

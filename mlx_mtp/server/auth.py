@@ -1,4 +1,4 @@
-"""--api-key: a bearer token before every route but /health, unknown routes included."""
+"""--api-key: before every route but /health and /, unknown routes included."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_mtp.errors import AuthenticationError
 from mlx_mtp.server.http_errors import error_response
 
-_OPEN_PATHS = frozenset({"/health", "/health/"})
+_OPEN_PATHS = frozenset({"/", "/health", "/health/"})
 
 
 class ApiKeyMiddleware:
@@ -31,13 +31,17 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         error = AuthenticationError(
-            "This server wants its API key, as the header `Authorization: Bearer KEY`."
+            "This server wants its API key, as the header `Authorization: Bearer KEY` or "
+            "`x-api-key: KEY`."
         )
-        response = error_response(error, headers={"WWW-Authenticate": "Bearer"})
+        response = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})
         await response(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            given.append(token)
         # Compared as bytes and in constant time; headers are Latin-1.
-        given = token.strip().encode("latin-1")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given, self._key)
+        return any(hmac.compare_digest(key.strip().encode("latin-1"), self._key) for key in given)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
-from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.answers import Head
+from mlx_mtp.sampling.grammar import Grammar
+from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.server.choice import Choice
+from mlx_mtp.server.constraints import answer_grammar, check_tools, max_calls
+from mlx_mtp.server.conversation import Conversation
+from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.options import Options
 from mlx_mtp.server.params import (
     SamplingDefaults,
     SeedSource,
@@ -24,22 +31,30 @@ from mlx_mtp.server.params import (
     engine_requests,
     sampling_params,
 )
+from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser
+from mlx_mtp.server.parsing.formats import OutputFormat
+from mlx_mtp.server.prompting import Prompt, Prompter
 from mlx_mtp.server.protocols import EngineLike
+from mlx_mtp.server.structured import Grammars
 from mlx_mtp.server.text import cut
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
 
-Prompts = list[tuple[int, ...]]
+TokenIds = tuple[int, ...]
+OpenGeneration = Callable[[], Generation]
+"""Submits a request, all of whose checks are done."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """One app's parts. Its methods are the steps from a request body to a generation."""
+    """One app's parts. Its methods are the steps from a request to a generation."""
 
     engine: EngineLike
     tokenizer: Tokenizer
     config: ServerConfig
     defaults: SamplingDefaults
+    output_format: OutputFormat
+    prompter: Prompter
+    grammars: Grammars
     dispatcher: Dispatcher
     metrics: Metrics
     seeds: SeedSource
@@ -54,11 +69,17 @@ class Context:
         generation_config: Mapping[str, Any],
     ) -> Context:
         """Make the parts that `create_app` isn't given."""
+        output_format = OutputFormat.choose(
+            tokenizer.template, config.reasoning_parser, config.tool_call_parser
+        )
         return cls(
             engine=engine,
             tokenizer=tokenizer,
             config=config,
             defaults=SamplingDefaults.from_generation_config(generation_config),
+            output_format=output_format,
+            prompter=Prompter(tokenizer, output_format, config.template_seconds),
+            grammars=Grammars.for_tokenizer(tokenizer, engine.info.eos_token_ids),
             dispatcher=Dispatcher(engine),
             metrics=Metrics(engine),
             seeds=SeedSource(config.seed),
@@ -78,68 +99,132 @@ class Context:
                 param="model",
             )
 
-    def sampling(self, body: GenerateRequest, num_prompts: int) -> SamplingParams:
-        """Check the body's numbers, and choose a seed if it has none."""
-        check_choices(body.n, num_prompts, self.config.max_choices)
-        seed = self.seeds.next() if body.seed is None else body.seed
-        return sampling_params(body, self.defaults, seed, self.engine.info.vocab_size)
+    def sampling(self, options: Options, num_prompts: int = 1) -> SamplingParams:
+        """Check the options' numbers, and choose a seed if there is none."""
+        check_choices(options.n, num_prompts, self.config.max_choices)
+        seed = self.seeds.next() if options.seed is None else options.seed
+        return sampling_params(options, self.defaults, seed, self.engine.info.vocab_size)
 
-    async def chat_prompts(self, body: ChatRequest) -> Prompts:
-        """Render and encode a chat, off the event loop."""
+    async def chat(
+        self, request_id: str, conversation: Conversation, options: Options, params: SamplingParams
+    ) -> OpenGeneration:
+        """Make the answer to a conversation.
+
+        Raises:
+            RequestError: it can't be answered as it is.
+        """
+        check_tools(conversation, self.output_format)
+        prompt = await self.prompt(conversation, self.engine.info.max_model_len)
+        grammar = answer_grammar(
+            conversation,
+            self.output_format,
+            self.tokenizer.added_tokens,
+            thinking=prompt.thinking,
+        )
+        field = "tools" if conversation.response is None else conversation.response_field
+        params = dataclasses.replace(params, grammar=grammar)
+        tools = conversation.offered_tools
+        schemas = {tool.name: tool.parameters or {} for tool in tools} if tools else None
+
+        def parser() -> AnswerParser:
+            return self.output_format.parser(
+                thinking=prompt.thinking, schemas=schemas, max_calls=max_calls(conversation)
+            )
+
+        compiled = await self._compiled(grammar, field)
+        prompts = [prompt.token_ids]
+        return self._generation(request_id, prompts, options, params, parser, compiled)
+
+    async def prompt(self, conversation: Conversation, limit: int | None = None) -> Prompt:
+        """Render and encode a conversation, off the event loop.
+
+        Raises:
+            RequestError: it can't be rendered, or is longer than `limit` tokens.
+        """
+        return await asyncio.to_thread(self.prompter.prompt, conversation, limit)
+
+    async def complete(
+        self,
+        request_id: str,
+        prompts: Sequence[str | list[int]],
+        options: Options,
+        params: SamplingParams,
+        guided: tuple[str, GrammarSpec] | None = None,
+    ) -> OpenGeneration:
+        """Go on with some prompts.
+
+        Args:
+            request_id: of the answer.
+            prompts: texts or token ids.
+            options: how the answer is made.
+            params: the same, for the engine.
+            guided: what the answers must look like, after the field that says so.
+
+        Raises:
+            RequestError: they can't be gone on with.
+        """
         limit = self.engine.info.max_model_len
 
-        def encode() -> Prompts:
-            messages = [message.for_template() for message in body.messages]
-            tools, extra = body.template_tools(), body.chat_template_kwargs
-            return [self.tokenizer.encode_chat(messages, tools, extra, limit=limit)]
-
-        return await asyncio.to_thread(encode)
-
-    async def text_prompts(self, body: CompletionRequest) -> Prompts:
-        """Encode the prompts that are texts, off the event loop, and check those that are ids."""
-
-        limit = self.engine.info.max_model_len
-
-        def encode() -> Prompts:
+        def encode() -> list[TokenIds]:
             return [
                 self.tokenizer.encode(prompt, limit=limit)
                 if isinstance(prompt, str)
-                else self._checked(prompt)
-                for prompt in body.prompts
+                else self.checked_ids(prompt, "prompt")
+                for prompt in prompts
             ]
 
-        return await asyncio.to_thread(encode)
+        token_ids = await asyncio.to_thread(encode)
+        field, spec = guided or ("", None)
+        params = dataclasses.replace(params, grammar=spec)
+        compiled = await self._compiled(spec, field)
+        return self._generation(request_id, token_ids, options, params, PlainParser, compiled)
 
-    def _checked(self, prompt: list[int]) -> tuple[int, ...]:
+    async def _compiled(self, spec: GrammarSpec | None, field: str) -> Grammar | None:
+        return None if spec is None else await self.grammars.compile(spec, field)
+
+    def checked_ids(self, token_ids: Sequence[int], field: str) -> TokenIds:
+        """Token ids from a client.
+
+        Raises:
+            InvalidRequestError: one is out of range.
+        """
         limit = self.engine.info.vocab_size
-        for token in prompt:
+        for token in token_ids:
             if not 0 <= token < limit:
                 raise InvalidRequestError(
-                    f"prompt has token {cut(str(token))}, but this model's token ids are 0 to "
+                    f"{field} has token {cut(str(token))}, but this model's token ids are 0 to "
                     f"{limit - 1}.",
-                    param="prompt",
+                    param=field,
                 )
-        return tuple(prompt)
+        return tuple(token_ids)
 
-    def generation(
-        self, head: Head, body: GenerateRequest, params: SamplingParams, prompts: Prompts
-    ) -> Callable[[], Generation]:
+    def _generation(
+        self,
+        request_id: str,
+        prompts: Sequence[TokenIds],
+        options: Options,
+        params: SamplingParams,
+        make_parser: Callable[[], AnswerParser],
+        grammar: Grammar | None,
+    ) -> OpenGeneration:
         """Check the room in the context; what is returned submits the request."""
-        requests = engine_requests(head.request_id, prompts, params, body, self.engine.info)
-        prompt_tokens = sum(map(len, prompts))
+        requests = [
+            dataclasses.replace(request, grammar=grammar)
+            for request in engine_requests(request_id, prompts, params, options, self.engine.info)
+        ]
+        text_bytes = self.tokenizer.text_bytes_with(self.output_format.markers)
+
+        def choice(index: int) -> Choice:
+            return Choice(index, Detokenizer(text_bytes, options.stop), make_parser())
+
         return lambda: Generation(
-            self.dispatcher, self.metrics, self.tokenizer, requests, body.stop, prompt_tokens
+            self.dispatcher, self.metrics, requests, choice, sum(map(len, prompts))
         )
 
-    def head(self, prefix: str, seed: int) -> Head:
-        """The fields that an answer starts with."""
-        return Head(
-            request_id=f"{prefix}-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=self.config.model_name,
-            seed=seed,
-            fingerprint=f"mlx-mtp-{__version__}",
-        )
+    @property
+    def fingerprint(self) -> str:
+        """Names what made an answer."""
+        return f"mlx-mtp-{__version__}"
 
     def model_card(self) -> dict[str, Any]:
         """The served model, as /v1/models lists it."""
@@ -149,4 +234,13 @@ class Context:
             "created": self.created,
             "owned_by": "mlx-mtp",
             "max_model_len": self.engine.info.max_model_len,
+            # Anthropic's words for the same.
+            "type": "model",
+            "display_name": self.config.model_name,
+            "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
         }
+
+
+def answer_id(prefix: str) -> str:
+    """A name for an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"

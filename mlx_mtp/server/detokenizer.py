@@ -27,8 +27,13 @@ class Detokenizer:
         """Characters decoded so far, held ones included."""
         self.num_released = 0
         """Characters given out so far."""
-        self.stopped = False
-        """A stop string was found; nothing more comes out."""
+        self.stop: str | None = None
+        """The stop string that was found; nothing more comes out."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found."""
+        return self.stop is not None
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is now certain."""
@@ -48,9 +53,9 @@ class Detokenizer:
             return ""
         self.num_decoded += len(new)
         text = self._held + new
-        start = self._stop_start(text)
-        if start is not None:
-            self.stopped = True
+        found = self._stop_in(text)
+        if found is not None:
+            start, self.stop = found
             self._held = ""
             text = text[:start]
         else:
@@ -60,11 +65,12 @@ class Detokenizer:
         self.num_released += len(text)
         return text
 
-    def _stop_start(self, text: str) -> int | None:
+    def _stop_in(self, text: str) -> tuple[int, str] | None:
+        """Where a stop string begins, and which."""
         # The match that ends first is the one that a reader of single characters would meet first,
         # whatever the chunks; of two that end together the longer hides more.
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1:] if found else None
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of `text` that begins some stop string."""

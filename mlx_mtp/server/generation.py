@@ -2,106 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
-from mlx_mtp.errors import EngineError, MlxMtpError
-from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.server.choice import Choice, Delta
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class TokenInfo:
-    """A token that has become text, with its logprobs.
+class Usage:
+    """What an answer cost, in tokens.
 
     Args:
-        offset: characters of the answer before it.
+        prompt_tokens: of all prompts.
+        completion_tokens: generated, for all choices.
+        reasoning_tokens: of those, the ones of think blocks.
+        cached_tokens: of the prompts, the ones that did not have to be computed.
     """
 
-    token_id: int
-    logprobs: TokenLogprobs
-    offset: int
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What is new in one choice; its last delta has a finish reason."""
-
-    index: int
-    text: str
-    tokens: tuple[TokenInfo, ...]
-    finish_reason: str | None
-
-    @property
-    def is_empty(self) -> bool:
-        """There is nothing to tell: the text is held back."""
-        return not (self.text or self.tokens or self.finish_reason)
-
-
-class Choice:
-    """One sequence: detokenizes it and counts its tokens.
-
-    Tokens are taken singly: text, counts and logprobs don't depend on how many a step brought.
-    """
-
-    def __init__(self, index: int, request: Request, detokenizer: Detokenizer) -> None:
-        self.index = index
-        self.request = request
-        self.num_tokens = 0
-        self.num_drafts = 0
-        self.num_accepted = 0
-        self.finish_reason: str | None = None
-        self._detokenizer = detokenizer
-        self._waiting: deque[TokenInfo] = deque()
-
-    def take(self, output: RequestOutput) -> Delta:
-        """Take one step's output.
-
-        Raises:
-            MlxMtpError: the one that the output carries, or one for logprobs that are no numbers.
-        """
-        if output.error is not None:
-            raise output.error
-        if output.finish_reason in ("error", "cancelled"):
-            raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
-        _check_logprobs(output.logprobs)
-        before = self.num_tokens
-        text = ""
-        for position, token in enumerate(output.token_ids):
-            self.num_tokens += 1
-            is_last = position == len(output.token_ids) - 1
-            if is_last and output.finish_reason == "stop":
-                break  # The token that stopped the sequence counts, but isn't shown.
-            if output.logprobs:
-                info = TokenInfo(token, output.logprobs[position], self._detokenizer.num_decoded)
-                self._waiting.append(info)
-            text += self._detokenizer.push(token)
-            if self._detokenizer.stopped:
-                break
-        self.num_drafts += output.num_draft_tokens
-        # Drafts come first in a step: where a stop string cut it, some were accepted for nothing.
-        self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
-        self.finish_reason = "stop" if self._detokenizer.stopped else output.finish_reason
-        if self.finish_reason is not None:
-            text += self._detokenizer.flush()
-            # What was held until now may have completed a stop string after all.
-            self.finish_reason = "stop" if self._detokenizer.stopped else self.finish_reason
-        return Delta(self.index, text, tuple(self._released_tokens()), self.finish_reason)
-
-    def _released_tokens(self) -> list[TokenInfo]:
-        """The tokens whose text has been given out, or will never be more than it is."""
-        whole = self.finish_reason is not None and not self._detokenizer.stopped
-        released = []
-        while self._waiting and (whole or self._waiting[0].offset < self._detokenizer.num_released):
-            released.append(self._waiting.popleft())
-        return released
+MakeChoice = Callable[[int], Choice]
 
 
 class Generation:
@@ -114,16 +44,12 @@ class Generation:
         self,
         dispatcher: Dispatcher,
         metrics: Metrics,
-        tokenizer: Tokenizer,
         requests: Sequence[Request],
-        stops: Sequence[str],
+        make_choice: MakeChoice,
         prompt_tokens: int,
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        self.choices = {
-            request.request_id: Choice(i, request, Detokenizer(tokenizer.text_bytes, stops))
-            for i, request in enumerate(requests)
-        }
+        self.choices = {request.request_id: make_choice(i) for i, request in enumerate(requests)}
         self._metrics = metrics
         self._began = time.perf_counter()
         self._times: dict[str, float] = {}
@@ -175,7 +101,7 @@ class Generation:
     def _take(self, at: float, output: RequestOutput) -> Delta:
         choice = self.choices[output.request_id]
         if choice.finish_reason is not None:
-            return Delta(choice.index, "", (), None)  # Arrived with the step that completed a stop.
+            return Delta(choice.index, ())  # Arrived with the step that completed a stop.
         before = choice.num_tokens
         delta = choice.take(output)
         self._note_times(at, output.request_id, choice.num_tokens - before)
@@ -207,14 +133,10 @@ class Generation:
         """Tokens generated for all choices."""
         return sum(choice.num_tokens for choice in self.choices.values())
 
-    def usage(self) -> dict[str, Any]:
-        """The counts, in OpenAI's form."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        }
+    def usage(self) -> Usage:
+        """The counts so far."""
+        reasoning = sum(choice.num_reasoning_tokens for choice in self.choices.values())
+        return Usage(self.prompt_tokens, self.completion_tokens, reasoning)
 
     def timings(self) -> dict[str, Any]:
         """The times, in llama.cpp's form.
@@ -234,18 +156,6 @@ class Generation:
             "draft_n": sum(choice.num_drafts for choice in self.choices.values()),
             "draft_n_accepted": sum(choice.num_accepted for choice in self.choices.values()),
         }
-
-
-def _check_logprobs(logprobs: Sequence[TokenLogprobs]) -> None:
-    for entry in logprobs:
-        # Written so that NaN fails it too; an impossible token's -inf is fine.
-        if not all(
-            value < math.inf for value in (entry.logprob, *(value for _, value in entry.top))
-        ):
-            raise EngineError(
-                "The model computed NaN: its weights are damaged, or its activations overflow the "
-                "data type (try --dtype float32)."
-            )
 
 
 def _rate(count: int, seconds: float) -> float:

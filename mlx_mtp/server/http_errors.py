@@ -1,4 +1,4 @@
-"""The one place where errors become HTTP answers, all of them in OpenAI's shape."""
+"""The one place where errors become HTTP answers, in the shape of the API that was called."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_mtp.errors import (
     RequestError,
     UnsupportedParameterError,
 )
-from mlx_mtp.server.messages import UNSUPPORTED
+from mlx_mtp.server.messages import FORM, UNSUPPORTED
 from mlx_mtp.server.text import MAX_ECHO, cut
 
 logger = logging.getLogger(__name__)
@@ -29,28 +29,58 @@ CLIENT_CLOSED = 499
 """nginx's status for a client that went away: nobody reads it but the access log."""
 
 
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+}
+
+
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON of an error, as a stream carries it too."""
     if isinstance(error, RequestError | EngineError):
         kind, code = error.type, error.code
     else:
         kind, code = EngineError.type, EngineError.code
-    # The words of an error that nobody raised on purpose belong in the log, not to the client.
-    message = str(error) if isinstance(error, MlxMtpError) else "The server failed; see its log."
     param = error.param if isinstance(error, RequestError) else None
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _message(error), "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The HTTP answer to an error."""
-    status = error.status if isinstance(error, RequestError | EngineError) else EngineError.status
-    return JSONResponse(error_body(error), status_code=status, headers=headers)
+def anthropic_error_body(error: Exception) -> dict[str, Any]:
+    """The same in Anthropic's shape."""
+    kind = _ANTHROPIC_TYPES.get(_status(error), "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+
+
+def error_response(
+    error: Exception, path: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """The HTTP answer to an error on this path."""
+    if path.startswith(ANTHROPIC_PATH):
+        body = anthropic_error_body(error)
+    else:
+        body = error_body(error)
+    return JSONResponse(body, status_code=_status(error), headers=headers)
+
+
+def _status(error: Exception) -> int:
+    return error.status if isinstance(error, RequestError | EngineError) else EngineError.status
+
+
+def _message(error: Exception) -> str:
+    # The words of an error that nobody raised on purpose belong in the log, not to the client.
+    return str(error) if isinstance(error, MlxMtpError) else "The server failed; see its log."
 
 
 def from_validation(error: ValidationError) -> RequestError:
     """The first thing that pydantic found wrong, with the field's name as a client writes it."""
     first = error.errors(include_url=False, include_input=False)[0]
-    location = [*first["loc"], *filter(None, [first.get("ctx", {}).get("field")])]
+    location = [part for part in first["loc"] if not str(part).startswith(FORM)]
+    location = [*location, *filter(None, [first.get("ctx", {}).get("field")])]
     param = _field_name(location) or None
     if first["type"] == "extra_forbidden":
         return UnsupportedParameterError(f"{param} is not a parameter of this server.", param=param)
@@ -77,18 +107,20 @@ def _field_name(location: list[str | int]) -> str:
     return cut(name.removeprefix("."))
 
 
-async def _on_own_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def _on_own_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    route = f"{request.method} {request.url.path[:MAX_ECHO]}"
+    path = request.url.path
+    route = f"{request.method} {path[:MAX_ECHO]}"
     if error.status_code == NotFoundError.status:
-        return error_response(NotFoundError(f"There is no route {route}."))
-    message = f"{error.detail}: {route}."
-    body = {"message": message, "type": RequestError.type, "param": None, "code": None}
-    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+        return error_response(NotFoundError(f"There is no route {route}."), path)
+    refused = RequestError(f"{error.detail}: {route}.")
+    response = error_response(refused, path, error.headers)
+    response.status_code = error.status_code
+    return response
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:

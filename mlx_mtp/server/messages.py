@@ -1,4 +1,4 @@
-"""Chat messages and tools as clients send them, and as chat templates take them."""
+"""Chat messages and tools as OpenAI's clients send them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
+    FailFast,
     Field,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from mlx_mtp.server import conversation
+from mlx_mtp.server.conversation import object_or_text
 from mlx_mtp.server.text import has_half_character
 
 MAX_MESSAGES = 4096
@@ -23,8 +28,12 @@ MAX_TOOLS = 1024
 """Most tools of a chat, and most tool calls of a message."""
 MAX_VALUES = 1 << 16
 """Most values within one tool's parameters, and within the arguments of one tool call."""
+MAX_LEVELS = 128
+"""Most objects and lists within each other there: whoever writes them recurses."""
 _MAX_FIELDS = 100
 
+FORM = "\0"
+"""Begins the tag of a union's form, which pydantic puts among the names of fields."""
 UNSUPPORTED = "unsupported"
 """The pydantic error type that becomes an UnsupportedParameterError."""
 
@@ -70,7 +79,7 @@ class WireModel(BaseModel):
         return {key: value for key, value in data.items() if value is not None}
 
 
-def _joined_text(value: object) -> object:
+def joined_text(value: object) -> object:
     """A list of text parts becomes one string; other media are refused by name."""
     if not isinstance(value, list):
         return value
@@ -82,27 +91,32 @@ def _joined_text(value: object) -> object:
                 f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
                 unsupported=True,
             )
-        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        # A hint for caches of other servers, which LiteLLM and others pass on.
+        fields = part.keys() - {"cache_control"}
+        if fields != {"type", "text"} or not isinstance(part["text"], str):
             raise refusal(f'part {number} must have the form {{"type": "text", "text": "..."}}')
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _few_values(value: Any) -> Any:
+def few_values(value: Any) -> Any:
     """Bound what a template has to write as JSON, which holds up every thread while it lasts."""
-    left, waiting = MAX_VALUES, [value]
-    while waiting:
-        inner = waiting.pop()
-        if isinstance(inner, dict | list):
-            left -= len(inner)
-            if left < 0:
-                raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
-            waiting.extend(inner.values() if isinstance(inner, dict) else inner)
+    left, level, depth = MAX_VALUES, [value], 0
+    while level:
+        if depth > MAX_LEVELS:
+            raise refusal(f"is nested more than {MAX_LEVELS} levels deep")
+        inner = [each for each in level if isinstance(each, dict | list)]
+        left -= sum(map(len, inner))
+        if left < 0:
+            raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
+        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
     return value
 
 
-def _whole_characters(arguments: str) -> str:
-    value = _few_values(_object_or_text(arguments))
+def whole_characters(arguments: str) -> str:
+    """Check a call's arguments, JSON or not; a template may have to write them."""
+    value = few_values(object_or_text(arguments))
     try:
         half = has_half_character(arguments, value)
     except RecursionError:
@@ -112,14 +126,14 @@ def _whole_characters(arguments: str) -> str:
     return arguments
 
 
-Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(MAX_MESSAGES)]
+Content = Annotated[str | None, BeforeValidator(joined_text), at_most(MAX_MESSAGES)]
 
 
 class FunctionCall(WireModel):
     """The function that an earlier answer called."""
 
     name: str
-    arguments: Annotated[str, AfterValidator(_whole_characters)]
+    arguments: Annotated[str, AfterValidator(whole_characters)]
 
 
 class ToolCall(WireModel):
@@ -130,16 +144,9 @@ class ToolCall(WireModel):
     id: str | None = None
     index: int | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The call; arguments that are an object become one, as Qwen's templates want them."""
-        return {
-            "id": self.id,
-            "type": self.type,
-            "function": {
-                "name": self.function.name,
-                "arguments": _object_or_text(self.function.arguments),
-            },
-        }
+    def call(self) -> conversation.ToolCall:
+        """The call as the server knows it."""
+        return conversation.ToolCall(self.function.name, self.function.arguments, self.id)
 
 
 _FIELDS_OF_ONE_ROLE = {
@@ -171,21 +178,17 @@ class Message(WireModel):
             )
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it, with the fields that were given and no others."""
-        fields: dict[str, Any] = {
+    def message(self) -> conversation.Message:
+        """The message as the server knows it."""
+        return conversation.Message(
             # Templates know no developer; OpenAI made it the new name of system.
-            "role": "system" if self.role == "developer" else self.role,
-            # Some templates concatenate without looking: an empty string suits them all.
-            "content": self.content or "",
-        }
-        for field in ("name", "reasoning_content", "tool_call_id"):
-            value = getattr(self, field)
-            if value is not None:
-                fields[field] = value
-        if self.tool_calls:
-            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return fields
+            role="system" if self.role == "developer" else self.role,
+            content=self.content or "",
+            reasoning=self.reasoning_content,
+            tool_calls=tuple(call.call() for call in self.tool_calls or ()),
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+        )
 
 
 class Function(WireModel):
@@ -193,18 +196,8 @@ class Function(WireModel):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], BeforeValidator(_few_values)] | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(few_values)] | None = None
     strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _not_strict(self) -> Function:
-        if self.strict:
-            raise refusal(
-                "true needs constrained decoding, which this server lacks",
-                field="strict",
-                unsupported=True,
-            )
-        return self
 
 
 class Tool(WireModel):
@@ -213,19 +206,65 @@ class Tool(WireModel):
     type: Literal["function"]
     function: Function
 
-    def for_template(self) -> dict[str, Any]:
-        """The tool as the client described it, in the usual order of fields."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description is not None:
-            function["description"] = self.function.description
-        if self.function.parameters is not None:
-            function["parameters"] = self.function.parameters
-        return {"type": self.type, "function": function}
+    def tool(self) -> conversation.Tool:
+        """The tool as the server knows it."""
+        function = self.function
+        return conversation.Tool(
+            function.name, function.description, function.parameters, bool(function.strict)
+        )
 
 
-def _object_or_text(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+class NamedFunction(WireModel):
+    """A function, by its name."""
+
+    name: str
+
+
+class FunctionChoice(WireModel):
+    """The one function that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(WireModel):
+    """The tools that the model may call, of those that it is told of."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], FailFast(), at_most(MAX_TOOLS), Field(min_length=1)]
+
+
+class AllowedToolsChoice(WireModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def form_of_choice(value: object) -> str | None:
+    """Which form of tool_choice this is."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
+    return FORM + kind if isinstance(kind, str) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
+    | Annotated[FunctionChoice, Tag(FORM + "function")]
+    | Annotated[AllowedToolsChoice, Tag(FORM + "allowed_tools")],
+    Discriminator(
+        form_of_choice,
+        custom_error_type=UNSUPPORTED,
+        custom_error_message='must be "auto", "none", "required", or an object of type "function" '
+        'or "allowed_tools"',
+    ),
+]
+
+
+def tool_choice(choice: Any) -> conversation.ToolChoice:
+    """The choice as the server knows it."""
+    if isinstance(choice, FunctionChoice):
+        return conversation.ToolChoice("required", frozenset({choice.function.name}))
+    if isinstance(choice, AllowedToolsChoice):
+        names = frozenset(tool.function.name for tool in choice.allowed_tools.tools)
+        return conversation.ToolChoice(choice.allowed_tools.mode, names)
+    return conversation.ToolChoice(choice)

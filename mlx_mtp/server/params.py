@@ -11,8 +11,11 @@ from typing import Any
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.options import Options
 from mlx_mtp.server.protocols import EngineInfoLike
-from mlx_mtp.server.wire import MAX_SEQUENCES, GenerateRequest
+
+MAX_SEQUENCES = 128
+"""Most prompts times choices in one request."""
 
 # Seeds that we choose stay exact in clients whose numbers are doubles.
 _SEED_BITS = 53
@@ -66,7 +69,7 @@ class SeedSource:
 
 
 def sampling_params(
-    body: GenerateRequest, defaults: SamplingDefaults, seed: int, vocab_size: int
+    options: Options, defaults: SamplingDefaults, seed: int, vocab_size: int
 ) -> SamplingParams:
     """How the request's sequences are sampled, before the context's room is known.
 
@@ -74,18 +77,18 @@ def sampling_params(
         InvalidRequestError: some value is out of its range; it names the field.
     """
     chosen = {
-        field.name: _first(getattr(body, field.name), getattr(defaults, field.name))
+        field.name: _first(getattr(options, field.name), getattr(defaults, field.name))
         for field in dataclasses.fields(defaults)
     }
     params = SamplingParams(
-        max_tokens=_first(body.answer_tokens, 1),
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=tuple((_token_id(key), value) for key, value in body.logit_bias.items()),
+        max_tokens=_first(options.max_tokens, 1),
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=tuple((_token_id(key), value) for key, value in options.logit_bias.items()),
         seed=seed,
-        stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
-        top_logprobs=body.wanted_logprobs,
+        stop_token_ids=tuple(options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        top_logprobs=options.top_logprobs,
         **chosen,
     )
     params.validate(vocab_size)
@@ -112,7 +115,7 @@ def engine_requests(
     request_id: str,
     prompts: Sequence[tuple[int, ...]],
     params: SamplingParams,
-    body: GenerateRequest,
+    options: Options,
     info: EngineInfoLike,
 ) -> list[Request]:
     """One engine request for each prompt and choice, in the order of the answer's choices.
@@ -125,20 +128,21 @@ def engine_requests(
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
-        max_tokens = room(len(prompt), body.answer_tokens, info.max_model_len)
-        for choice in range(body.n):
+        max_tokens = room(len(prompt), options, info.max_model_len)
+        for choice in range(options.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
-            index = number * body.n + choice
+            index = number * options.n + choice
             requests.append(Request(f"{request_id}-{index}", prompt, sampling))
     return requests
 
 
-def room(prompt_tokens: int, wanted: int | None, max_model_len: int) -> int:
+def room(prompt_tokens: int, options: Options, max_model_len: int) -> int:
     """Most tokens that the answer may have.
 
     Raises:
         ContextLengthError: it has no room, or not as much as is wanted.
     """
+    wanted = options.max_tokens
     if prompt_tokens >= max_model_len:
         raise ContextLengthError(
             f"The prompt has {prompt_tokens} tokens, which leaves no room for an answer: "
@@ -146,13 +150,15 @@ def room(prompt_tokens: int, wanted: int | None, max_model_len: int) -> int:
         )
     if wanted is None:
         return max_model_len - prompt_tokens
-    if prompt_tokens + wanted > max_model_len:
-        raise ContextLengthError(
-            f"This model's context is {max_model_len} tokens, but {prompt_tokens + wanted} were "
-            f"asked for: {prompt_tokens} of prompt and {wanted} of answer.",
-            param="max_tokens",
-        )
-    return wanted
+    if prompt_tokens + wanted <= max_model_len:
+        return wanted
+    if options.cut_to_context:
+        return max_model_len - prompt_tokens
+    raise ContextLengthError(
+        f"This model's context is {max_model_len} tokens, but {prompt_tokens + wanted} were "
+        f"asked for: {prompt_tokens} of prompt and {wanted} of answer.",
+        param=options.max_tokens_field,
+    )
 
 
 def _first(value: Any, fallback: Any) -> Any:

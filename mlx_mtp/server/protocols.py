@@ -17,6 +17,10 @@ class EngineInfoLike(Protocol):
         """The tokenizer's ids are below this."""
 
     @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """The ids that end an answer."""
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
 

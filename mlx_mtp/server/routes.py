@@ -10,47 +10,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.answers import ChatDialect, Dialect, Head, TextDialect, whole
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.context import Context
-from mlx_mtp.server.generation import Generation
-from mlx_mtp.server.sse import EventStream, EventStreamResponse, until_disconnect
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp import __version__
+from mlx_mtp.errors import NotFoundError
+from mlx_mtp.server.anthropic.routes import count_tokens, messages
+from mlx_mtp.server.openai.routes import chat_completions, completions
+from mlx_mtp.server.respond import context_of as _context
+from mlx_mtp.server.responses.routes import responses
+from mlx_mtp.server.text import cut
+from mlx_mtp.server.token_routes import detokenize, tokenize
 
 router = APIRouter()
 
 
-async def chat_completions(request: Request) -> Response:
-    """POST /v1/chat/completions."""
-    context = _context(request)
-    body = await read_body(request, ChatRequest, context.config.max_body_bytes)
-    context.check_model(body.model)
-    params = context.sampling(body, num_prompts=1)
-    prompts = await context.chat_prompts(body)
-    head = context.head("chatcmpl", params.seed)
-    dialect = ChatDialect(context.tokenizer, params.top_logprobs is not None)
-    return await _answer(
-        request, body, head, dialect, context.generation(head, body, params, prompts)
-    )
-
-
-async def completions(request: Request) -> Response:
-    """POST /v1/completions."""
-    context = _context(request)
-    body = await read_body(request, CompletionRequest, context.config.max_body_bytes)
-    context.check_model(body.model)
-    params = context.sampling(body, num_prompts=len(body.prompts))
-    prompts = await context.text_prompts(body)
-    head = context.head("cmpl", params.seed)
-    dialect = TextDialect(context.tokenizer, params.top_logprobs is not None)
-    return await _answer(
-        request, body, head, dialect, context.generation(head, body, params, prompts)
-    )
-
-
 async def models(request: Request) -> Response:
     """GET /v1/models."""
-    return JSONResponse({"object": "list", "data": [_context(request).model_card()]})
+    card = _context(request).model_card()
+    # OpenAI's form and Anthropic's at once: no name means two things.
+    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+    return JSONResponse({"object": "list", "data": [card], **page})
 
 
 async def model(request: Request) -> Response:
@@ -58,6 +35,32 @@ async def model(request: Request) -> Response:
     context = _context(request)
     context.check_model(request.path_params["model_id"].rstrip("/"))
     return JSONResponse(context.model_card())
+
+
+async def root(_: Request) -> Response:
+    """GET and HEAD /: agents ask whether anybody is there."""
+    return JSONResponse({"name": "mlx-mtp", "version": __version__})
+
+
+async def stored_chats(_: Request) -> Response:
+    """GET /v1/chat/completions: the stored ones, of which there are none (`store` is refused)."""
+    # Strings, as OpenAI has it even where there are none.
+    page = {"first_id": "", "last_id": "", "has_more": False}
+    return JSONResponse({"object": "list", "data": [], **page})
+
+
+async def stored(request: Request) -> Response:
+    """GET and DELETE of one chat completion or response: none is stored."""
+    name = cut(request.path_params["name"])
+    raise NotFoundError(f"There is no {name!r}: this server stores no answers.")
+
+
+async def embeddings(_: Request) -> Response:
+    """POST /v1/embeddings: told apart from a mistyped route."""
+    raise NotFoundError(
+        "This server has no embeddings: it serves one model, which generates text. Point the "
+        "client's embeddings at a server with an embedding model."
+    )
 
 
 async def health(request: Request) -> Response:
@@ -80,45 +83,19 @@ def _add(path: str, handler: Callable[..., Any], *methods: str) -> None:
         router.add_api_route(spelling, handler, methods=list(methods))
 
 
+router.add_api_route("/", root, methods=["GET", "HEAD"])
 _add("/v1/chat/completions", chat_completions, "POST")
+_add("/v1/chat/completions", stored_chats, "GET")
+_add("/v1/chat/completions/{name}", stored, "GET", "POST", "DELETE")
+_add("/v1/responses/{name}", stored, "GET", "DELETE")
 _add("/v1/completions", completions, "POST")
+_add("/v1/responses", responses, "POST")
+_add("/v1/messages", messages, "POST")
+_add("/v1/messages/count_tokens", count_tokens, "POST")
+_add("/tokenize", tokenize, "POST")
+_add("/detokenize", detokenize, "POST")
+_add("/v1/embeddings", embeddings, "POST")
 _add("/v1/models", models, "GET")
 router.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"])
 _add("/health", health, "GET", "HEAD")
 _add("/metrics", metrics, "GET")
-
-
-def _context(request: Request) -> Context:
-    context = request.app.state.context
-    assert isinstance(context, Context)
-    return context
-
-
-async def _answer(
-    request: Request,
-    body: GenerateRequest,
-    head: Head,
-    dialect: Dialect,
-    open_generation: Callable[[], Generation],
-) -> Response:
-    config = _context(request).config
-    patience = config.keep_alive_seconds
-    if body.stream:
-        stream = EventStream(
-            head, dialect, include_usage=body.include_usage, keep_alive_seconds=patience
-        )
-        return EventStreamResponse(open_generation, stream)
-    with open_generation() as generation:
-        answer = await until_disconnect(
-            request.receive, _whole_answer(generation, head, dialect, patience)
-        )
-    return JSONResponse(answer)
-
-
-async def _whole_answer(
-    generation: Generation, head: Head, dialect: Dialect, patience: float
-) -> dict[str, Any]:
-    deltas = [delta async for batch in generation.deltas(patience) for delta in batch]
-    choices = [dialect.choice(delta) for delta in whole(deltas, len(generation.choices))]
-    fields = head.fields(dialect.answer_kind, choices)
-    return fields | {"usage": generation.usage(), "timings": generation.timings()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -14,14 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.errors import MlxMtpError
-from mlx_mtp.server.answers import Dialect, Head
-from mlx_mtp.server.generation import Delta, Generation
-from mlx_mtp.server.http_errors import error_body
+from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.writer import Writer
 
 logger = logging.getLogger(__name__)
-
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
 
@@ -50,75 +45,50 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream:
+async def stream_events(
+    generation: Generation, writer: Writer, patience: float
+) -> AsyncIterator[bytes]:
     """One generation as server-sent events.
 
+    An error before the first of them is raised, so that it can still become an HTTP status; a
+    later one is an event of the stream.
+
     Args:
-        head: what all chunks have in common.
-        dialect: how the endpoint words them.
-        include_usage: a usage chunk ends the stream, and the others have a null in its place.
-        keep_alive_seconds: a comment breaks any longer silence.
+        generation: its answers.
+        writer: words them.
+        patience: any longer silence is broken, in seconds.
     """
+    begun = False
+    try:
+        async for event in _events(generation, writer, patience):
+            begun = True
+            yield event
+    except Exception as error:
+        if not begun:
+            raise
+        if not isinstance(error, MlxMtpError):
+            logger.exception("a stream failed")
+        for event in writer.failure(error):
+            yield event
+    if writer.done:
+        yield writer.done
 
-    def __init__(
-        self, head: Head, dialect: Dialect, *, include_usage: bool, keep_alive_seconds: float
-    ) -> None:
-        self._head = head
-        self._dialect = dialect
-        self._include_usage = include_usage
-        self._keep_alive_seconds = keep_alive_seconds
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The stream's bytes.
-
-        An error before the first of them is raised, so that it can still become an HTTP status; a
-        later one is an event of the stream.
-        """
-        begun = False
-        try:
-            async for event in self._answer(generation):
-                begun = True
+async def _events(generation: Generation, writer: Writer, patience: float) -> AsyncIterator[bytes]:
+    opened = False
+    async for deltas in generation.deltas(patience):
+        if not deltas:
+            yield writer.keep_alive
+            continue
+        if not opened:
+            opened = True
+            for event in writer.opening(generation):
                 yield event
-        except Exception as error:
-            if not begun:
-                raise
-            if not isinstance(error, MlxMtpError):
-                logger.exception("a stream failed")
-            yield _event(error_body(error))
-        yield DONE
-
-    async def _answer(self, generation: Generation) -> AsyncIterator[bytes]:
-        opened = False
-        async for deltas in generation.deltas(self._keep_alive_seconds):
-            if not deltas:
-                yield KEEP_ALIVE
-                continue
-            if not opened:
-                opened = True
-                for index in range(len(generation.choices)):
-                    opening = self._dialect.opening(index)
-                    if opening is not None:
-                        yield self._chunk(opening)
-            for delta in deltas:
-                if delta.text or delta.tokens:
-                    yield self._chunk(self._dialect.chunk(delta))
-                if delta.finish_reason is not None:
-                    yield self._closing(generation, delta)
-        if self._include_usage:
-            fields = self._head.fields(self._dialect.chunk_kind, [])
-            yield _event(fields | {"usage": generation.usage(), "timings": generation.timings()})
-
-    def _closing(self, generation: Generation, delta: Delta) -> bytes:
-        choice = self._dialect.closing(delta)
-        if generation.is_finished:
-            return self._chunk(choice, timings=generation.timings())
-        return self._chunk(choice)
-
-    def _chunk(self, choice: dict[str, Any], **more: object) -> bytes:
-        fields = self._head.fields(self._dialect.chunk_kind, [choice])
-        if self._include_usage:
-            fields["usage"] = None
-        return _event(fields | more)
+        for delta in deltas:
+            for event in writer.delta(delta, generation):
+                yield event
+    for event in writer.ending(generation):
+        yield event
 
 
 class EventStreamResponse(Response):
@@ -126,16 +96,20 @@ class EventStreamResponse(Response):
 
     Args:
         open_generation: called when the response is sent, so that a generation never waits unowned.
-        stream: makes the events.
+        writer: makes the events.
+        patience: any longer silence is broken, in seconds.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, open_generation: Callable[[], Generation], stream: EventStream) -> None:
+    def __init__(
+        self, open_generation: Callable[[], Generation], writer: Writer, patience: float
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._open_generation = open_generation
-        self._stream = stream
+        self._writer = writer
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the end or until the client leaves."""
@@ -145,7 +119,7 @@ class EventStreamResponse(Response):
 
     async def _send(self, generation: Generation, send: Send) -> None:
         started = False
-        async for event in self._stream.events(generation):
+        async for event in stream_events(generation, self._writer, self._patience):
             if not started:
                 # Not earlier: an error before the first event is still an HTTP status.
                 start = {"type": "http.response.start", "status": self.status_code}
@@ -153,8 +127,3 @@ class EventStreamResponse(Response):
                 started = True
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _event(fields: dict[str, Any]) -> bytes:
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return f"data: {text}\n\n".encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.text import cut
+from mlx_mtp.server.tokenizer_files import damaged_file
 
 Message = dict[str, Any]
 
@@ -44,6 +46,8 @@ class Tokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(index for index, token in added.items() if token.special)
+        self.added_tokens = {token.content: index for index, token in added.items()}
+        """Ids of the tokens beside the vocabulary proper, by their text."""
         self._byte_of = _byte_level_alphabet()
         if self._backend is None or not _is_byte_level(self._backend):
             raise ModelError(
@@ -66,7 +70,7 @@ class Tokenizer:
         except Exception as error:
             # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
             # values in the files lead to: all of it says that these files can't be used.
-            file = _damaged_file(path)
+            file = damaged_file(path)
             fault = (
                 f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
             )
@@ -84,18 +88,25 @@ class Tokenizer:
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (eos,)
 
-    def encode(self, text: str, *, limit: int | None = None) -> tuple[int, ...]:
+    def to_json(self) -> str:
+        """The text of tokenizer.json, with the tokens that other files add."""
+        return str(self._backend.to_str())
+
+    def encode(
+        self, text: str, *, limit: int | None = None, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
         """Token ids of a plain prompt, with what the tokenizer itself puts before it.
 
         Args:
             text: may be of any length.
             limit: a text that can't be encoded in so few tokens need not be encoded at all.
+            add_special_tokens: put before it what the tokenizer puts there.
 
         Raises:
             InvalidRequestError: the text has half of a surrogate pair.
             ContextLengthError: the text is certainly more than `limit` tokens.
         """
-        return self._ids(text, limit, add_special_tokens=True)
+        return self._ids(text, limit, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -111,7 +122,14 @@ class Tokenizer:
             MlxMtpError: as `render_chat` and `encode` do.
         """
         text = self.render_chat(messages, tools, template_kwargs)
-        # The template has written the special tokens itself.
+        return self.encode_rendered(text, limit=limit)
+
+    def encode_rendered(self, text: str, *, limit: int | None = None) -> tuple[int, ...]:
+        """Token ids of what `render_chat` returned: it has written the special tokens itself.
+
+        Raises:
+            MlxMtpError: as `encode` does.
+        """
         return self._ids(text, limit, add_special_tokens=False)
 
     def _ids(self, text: str, limit: int | None, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -137,20 +155,28 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final: bool = False,
     ) -> str:
         """The chat as the model's template writes it.
+
+        Args:
+            messages: in the form that templates take.
+            tools: likewise.
+            template_kwargs: what else the template is given.
+            continue_final: the last message is the beginning of the answer.
 
         Raises:
             InvalidRequestError: the template refuses these messages; its own words are given.
             ModelError: the template itself is wrong.
             UnsupportedParameterError: there is no template, or a template_kwargs key is not open.
         """
-        if not self._tokenizer.chat_template:
+        if not self.template:
             raise UnsupportedParameterError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         extra = dict(template_kwargs or {})
-        for key in sorted(self._closed_kwargs & extra.keys()):
+        for key in sorted(self.closed_kwargs & extra.keys()):
             raise UnsupportedParameterError(
                 f"chat_template_kwargs may not set {key}.", param=f"chat_template_kwargs.{key}"
             )
@@ -161,7 +187,8 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) if tools else None,
-                add_generation_prompt=True,
+                add_generation_prompt=not continue_final,
+                continue_final_message=continue_final,
                 tokenize=False,
                 **extra,
             )
@@ -177,8 +204,19 @@ class Tokenizer:
             ) from error
         return str(text)
 
+    @property
+    def template(self) -> str:
+        """The chat template; several of them, as some models have, in one text; "" if none."""
+        template = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def template_knows(self, name: str) -> bool:
+        """The chat template has such a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
+
     @cached_property
-    def _closed_kwargs(self) -> frozenset[str]:
+    def closed_kwargs(self) -> frozenset[str]:
+        """What a client may not give the template: it would steer the library, or break it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         steps = (self._tokenizer.apply_chat_template, render_jinja_template)
@@ -187,6 +225,16 @@ class Tokenizer:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer's text: none for a special token."""
         return b"" if token_id in self._special else self.token_bytes(token_id)
+
+    def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
+        """The same function, but some special tokens are text: a parser has to see them."""
+        shown = self._special & {self.added_tokens.get(marker) for marker in markers}
+        hidden = self._special - shown
+
+        def text_bytes(token_id: int) -> bytes:
+            return b"" if token_id in hidden else self.token_bytes(token_id)
+
+        return text_bytes
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, which need not be valid UTF-8; a special token's name."""
@@ -226,31 +274,6 @@ def _most_bytes_per_token(backend: Any, added: Iterable[Any]) -> int | None:
         return most
     kind = json.loads(backend.normalizer.__getstate__())["type"]
     return most * NFC_SHRINKS if kind == "NFC" else None
-
-
-def _damaged_file(path: Path) -> Path | None:
-    """The file that a directory's tokenizer can't be loaded for, if one stands out."""
-    from tokenizers import Tokenizer as Backend
-
-    readers: dict[str, Callable[[str], Any]] = {
-        "tokenizer.json": lambda name: Backend.from_file(name),
-        "tokenizer_config.json": lambda name: json.loads(Path(name).read_text("utf-8")).items(),
-        "config.json": _check_config,
-    }
-    for name, read in readers.items():
-        if not (path / name).exists():
-            continue
-        try:
-            read(str(path / name))
-        except Exception:
-            return path / name
-    return None
-
-
-def _check_config(name: str) -> None:
-    from transformers import AutoConfig
-
-    AutoConfig.from_pretrained(str(Path(name).parent), local_files_only=True)
 
 
 def _one_line(error: Exception) -> str:

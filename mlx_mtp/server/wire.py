@@ -10,20 +10,25 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
 from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Message,
     Tool,
+    ToolChoice,
     WireModel,
     at_most,
     refusal,
+    tool_choice,
 )
+from mlx_mtp.server.options import Options
+from mlx_mtp.server.params import MAX_SEQUENCES
+from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
+from mlx_mtp.server.thinking import Effort, split_template_kwargs, with_effort
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_SEQUENCES = 128
-"""Most prompts times choices in one request."""
 MAX_PROMPT_IDS = 1 << 20
 """Most token ids of one prompt, whatever the model's context."""
 MAX_LABELS = 64
@@ -34,7 +39,7 @@ Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def _only(neutral: object) -> Callable[[Any], Any]:
+def only(neutral: object) -> Callable[[Any], Any]:
     """Let the value through that changes nothing; refuse the feature by its name."""
 
     def check(value: Any) -> Any:
@@ -62,17 +67,17 @@ LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
-OnlyTrue = Annotated[bool, AfterValidator(_only(True))]
-OnlyFalse = Annotated[bool, AfterValidator(_only(False))]
+OnlyFalse = Annotated[bool, AfterValidator(only(False))]
 
 
 class StreamOptions(WireModel):
     """What a stream carries beside the answer."""
 
     include_usage: bool = False
+    include_obfuscation: OnlyFalse = False
 
 
-class GenerateRequest(WireModel):
+class GenerateRequest(GuidedFields):
     """What both endpoints take."""
 
     model: Annotated[str, Field(min_length=1)]
@@ -115,16 +120,30 @@ class GenerateRequest(WireModel):
     def wanted_logprobs(self) -> int | None:
         """Alternatives to report for each token; None: no logprobs."""
 
+    def options(self) -> Options:
+        """The numbers, as the server knows them."""
+        return Options(
+            max_tokens=self.answer_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            n=self.n,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            logit_bias=self.logit_bias,
+            top_logprobs=self.wanted_logprobs,
+        )
+
     @property
     def include_usage(self) -> bool:
         """The stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-
-class ResponseFormat(WireModel):
-    """The form of the answer: text."""
-
-    type: Literal["text"]
 
 
 class ChatRequest(GenerateRequest):
@@ -135,10 +154,15 @@ class ChatRequest(GenerateRequest):
     logprobs: bool = False
     top_logprobs: Int | None = None
     tools: Tools = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: OnlyTrue = True
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], FailFast(), at_most(1)] = Field(
+        default_factory=list
+    )
+    verbosity: Annotated[str, AfterValidator(only("medium"))] = "medium"
     store: OnlyFalse = False
 
     @model_validator(mode="after")
@@ -150,6 +174,9 @@ class ChatRequest(GenerateRequest):
             raise refusal(
                 "differs from max_completion_tokens; give one of them", field="max_tokens"
             )
+        guided = self.guided()
+        if guided is not None and self.response_format is not None:
+            raise refusal("does not go with response_format", field=guided[0])
         return self
 
     @property
@@ -162,11 +189,22 @@ class ChatRequest(GenerateRequest):
         """`logprobs` switches them on, `top_logprobs` says how many."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def template_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.for_template() for tool in self.tools]
+    def conversation(self) -> Conversation:
+        """What the model is asked, as the server knows it."""
+        kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
+        form = None if self.response_format is None else self.response_format.grammar()
+        field, response = self.guided() or ("response_format", form)
+        conversation = Conversation(
+            messages=[message.message() for message in self.messages],
+            tools=[tool.tool() for tool in self.tools],
+            tool_choice=tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            template_kwargs=kwargs,
+            thinking_budget=budget,
+            response=response,
+            response_field=field,
+        )
+        return with_effort(conversation, self.reasoning_effort)
 
 
 def _as_prompts(value: object) -> object:
@@ -201,7 +239,7 @@ class CompletionRequest(GenerateRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Int | None = None
     echo: OnlyFalse = False
-    suffix: Annotated[str, AfterValidator(_only(""))] = ""
+    suffix: Annotated[str, AfterValidator(only(""))] = ""
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> CompletionRequest:

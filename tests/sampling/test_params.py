@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 
 VOCAB = 100
 
@@ -39,6 +39,7 @@ VOCAB = 100
         {"logit_bias": tuple((i, 0.0) for i in range(2000))},
         {"stop_token_ids": (100,)},
         {"stop_token_ids": tuple(range(65))},
+        {"ignore_eos": True, "grammar": GrammarSpec("json_object")},
     ],
     ids=str,
 )
@@ -53,7 +54,16 @@ def test_the_limits_themselves_are_allowed():
         max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0, seed=-(2**63),
         logit_bias=((99, -100.0),), stop_token_ids=(0,), top_logprobs=20,
     ).validate(VOCAB)  # fmt: skip
+    budget = GrammarSpec("free", free_until="</think>", free_tokens=0)
+    SamplingParams(max_tokens=1, ignore_eos=True, grammar=budget).validate(VOCAB)
     SamplingParams(max_tokens=1, seed=2**63 - 1).validate(VOCAB)
+
+
+def test_a_budget_has_a_range():
+    budget = GrammarSpec("free", free_until="</think>", free_tokens=-1)
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(max_tokens=1, grammar=budget).validate(VOCAB)
+    assert caught.value.param == "thinking_budget"
 
 
 def test_choices_and_seeds_have_noise_of_their_own():

@@ -44,7 +44,11 @@ def serve(tokenizer: Tokenizer) -> Serve:
 
     @contextlib.contextmanager
     def serving(
-        engine: FakeEngine, defaults: dict[str, Any] | None = None, **settings: Any
+        engine: FakeEngine,
+        defaults: dict[str, Any] | None = None,
+        *,
+        tokenizer: Tokenizer = tokenizer,
+        **settings: Any,
     ) -> Iterator[Served]:
         config = ServerConfig(**({"model_name": MODEL, "seed": 1} | settings))
         app = create_app(engine, tokenizer, config, defaults or {})

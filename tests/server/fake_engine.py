@@ -21,6 +21,7 @@ Script = Callable[[Request], Iterator[Output]]
 @dataclass(frozen=True)
 class FakeInfo:
     vocab_size: int = 4096
+    eos_token_ids: tuple[int, ...] = (EOS,)
     max_model_len: int = 1024
     num_draft_tokens: int = 2
 

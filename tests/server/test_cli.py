@@ -27,8 +27,9 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
-from mlx_mtp.server.generation import Choice
+from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.serve import bind
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.terminal import stream_answer, summary
@@ -56,7 +57,13 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("flag", cli.SERVE_FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_also_comes_from_the_environment(flag: Flag) -> None:
-    given = {"--enable-mtp": "true", "--dtype": "float32", "--log-level": "debug"}
+    given = {
+        "--enable-mtp": "true",
+        "--dtype": "float32",
+        "--log-level": "debug",
+        "--reasoning-parser": "gpt_oss",
+        "--tool-call-parser": "hermes",
+    }
     value = given.get(flag.name, "7")
     from_environment = parse(cli.SERVE_FLAGS, **{flag.variable: value})
     if flag.name == "--enable-mtp":
@@ -287,9 +294,9 @@ def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> 
 
 def test_the_speed_leaves_out_the_first_step() -> None:
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=9))
-    choice = Choice(0, request, Detokenizer(lambda _: b"x"))
+    choice = Choice(0, Detokenizer(lambda _: b"x"), PlainParser())
     choice.take(out(5, 5, 5, 5, 5, finish="length"))
-    line = summary(choice, 10.0, [(11.0, 1), (12.0, 3), (13.0, 5)])
+    line = summary(choice, len(request.prompt_token_ids), 10.0, [(11.0, 1), (12.0, 3), (13.0, 5)])
     assert line == "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; no drafts]"
 
 

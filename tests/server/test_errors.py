@@ -121,15 +121,45 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"user": 3}, "user", "string"),
     ({"metadata": {"a": 1}}, "metadata.a", "string"),
     ({"store": True}, "store", "only false"),
+    ({"modalities": ["text", "audio"]}, "modalities", "at most 1"),
+    ({"modalities": ["audio"]}, "modalities[0]", "'text'"),
+    ({"verbosity": "low"}, "verbosity", 'only "medium"'),
     ({"service_tier": "flex"}, "service_tier", "'auto'"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "only true"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+    ({"parallel_tool_calls": 0}, "parallel_tool_calls", "boolean"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     (function_tool(), "tools[0].function.name", "required"),
-    (function_tool(name="f", strict=True), "tools[0].function.strict", "constrained"),
+    (function_tool(name="f", strict=1), "tools[0].function.strict", "boolean"),
+    (
+        function_tool(name="f", parameters=json.loads('{"a":' * 200 + "1" + "}" * 200)),
+        "tools[0].function.parameters",
+        "128 levels",
+    ),
     (function_tool(name="f", parameters=[]), "tools[0].function.parameters", "dictionary"),
-    ({"tool_choice": "required"}, "tool_choice", "'auto'"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice", "'auto'"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tool_choice": "any"}, "tool_choice", "'auto'"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
+    ({"tool_choice": {"type": "custom"}}, "tool_choice", '"auto"'),
+    ({"tool_choice": 3}, "tool_choice", "'auto'"),
+    (
+        {**function_tool(name="f"), "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "'g'",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools.tools",
+        "at least 1",
+    ),
+    ({"chat_template_kwargs": {"mood": "x"}}, "chat_template_kwargs.mood", "has no mood"),
+    (
+        {"chat_template_kwargs": {"thinking_budget": -1}},
+        "chat_template_kwargs.thinking_budget",
+        "0 or more",
+    ),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "'none'"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not a parameter"),
+    ({"tokenize": True}, "tokenize", "not a parameter"),
     ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs.tools", "may not set"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs.x", "string"),
     (
@@ -143,7 +173,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "chat_template_kwargs.conversations",
         "may not set conversations",
     ),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "not a parameter"),
     ({"functions": []}, "functions", "not a parameter"),
     ({"x" * 5000: 1}, "x" * 120 + "...", "not a parameter"),
     ({"max_tokens": 1024}, "max_tokens", "1024 tokens"),
@@ -238,9 +267,9 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_encoded(
     serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SimpleNamespace(encode_batch_fast=lambda *_, **__: pytest.fail("encoded"))
-    monkeypatch.setattr(tokenizer, "_backend", backend)
     text = "x" * (FakeInfo.max_model_len * tokenizer._most_bytes + 1)
     with serve(FakeEngine(answer([300]))) as client:
+        monkeypatch.setattr(tokenizer, "_backend", backend)
         for path, prompt in ((TEXT, {"prompt": text}), (CHAT, user(text))):
             response = client.post(path, json={"model": MODEL} | prompt)
             assert response.status_code == 400
@@ -381,8 +410,8 @@ def test_unsupported_and_invalid_differ_in_their_code(client: httpx.Client) -> N
     def code(**fields: Any) -> str:
         return error_of(client.post(CHAT, json={"model": MODEL, "messages": HI, **fields}))["code"]
 
-    assert code(reasoning_effort="low") == code(store=True) == "unsupported_parameter"
-    assert code(tool_choice="required") == "unsupported_parameter"
+    assert code(functions=[]) == code(store=True) == "unsupported_parameter"
+    assert code(tool_choice="any") == "unsupported_parameter"
     assert code(temperature="x") == code(top_p=7) == "invalid_value"
     assert code(max_tokens=5000) == "context_length_exceeded"
 
@@ -397,17 +426,38 @@ def test_the_context_is_told_with_both_numbers(client: httpx.Client) -> None:
     assert error_of(response)["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v2/chat/completions", "/v1/embeddings", "/docs"])
+@pytest.mark.parametrize("path", ["/v1", "/v2/chat/completions", "/docs"])
 def test_unknown_routes(client: httpx.Client, path: str) -> None:
     response = client.post(path, json={})
     assert response.status_code == 404
     assert path in error_of(response)["message"]
 
 
+def test_there_are_no_embeddings(client: httpx.Client) -> None:
+    response = client.post("/v1/embeddings", json={"model": MODEL, "input": "hi"})
+    assert response.status_code == 404
+    assert "no embeddings" in error_of(response)["message"]
+
+
+def test_nothing_is_stored(client: httpx.Client) -> None:
+    listed = client.get(CHAT).json()
+    assert listed["data"] == []
+    for path in (f"{CHAT}/chatcmpl-1", "/v1/responses/resp_1"):
+        for method in ("GET", "DELETE"):
+            response = client.request(method, path)
+            assert response.status_code == 404
+            assert "stores no answers" in error_of(response)["message"]
+
+
+def test_agents_ask_whether_anybody_is_there(client: httpx.Client) -> None:
+    assert client.head("/").status_code == 200
+    assert client.get("/").json()["name"] == "mlx-mtp"
+
+
 def test_wrong_methods(client: httpx.Client) -> None:
     for method, path in (
-        ("GET", CHAT),
-        ("PUT", TEXT),
+        ("PUT", CHAT),
+        ("GET", TEXT),
         ("POST", "/v1/models"),
         ("DELETE", "/health"),
     ):

@@ -83,7 +83,7 @@ def test_a_whole_chat_answer(client: Served, story: tuple[int, ...]) -> None:
     (choice,) = body["choices"]
     assert choice == {
         "index": 0,
-        "message": {"role": "assistant", "content": STORY},
+        "message": {"role": "assistant", "content": STORY, "refusal": None},
         "logprobs": None,
         "finish_reason": "stop",
     }
@@ -91,6 +91,7 @@ def test_a_whole_chat_answer(client: Served, story: tuple[int, ...]) -> None:
     assert usage["completion_tokens"] == len(story) + 1  # The stop token counts.
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
     timings = body["timings"]
     assert set(timings) == TIMINGS
     assert timings["prompt_n"] == usage["prompt_tokens"]

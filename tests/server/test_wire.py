@@ -9,6 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.server.conversation import folded
+from mlx_mtp.server.options import Options
 from mlx_mtp.server.params import (
     SamplingDefaults,
     SeedSource,
@@ -33,7 +35,11 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def for_template(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     body = chat(messages=list(messages))
-    return [message.for_template() for message in body.messages]
+    return [message.for_template() for message in folded(body.conversation().messages)]
+
+
+def tools_for_template(**fields: Any) -> list[dict[str, Any]]:
+    return [tool.for_template() for tool in chat(**fields).conversation().offered_tools]
 
 
 def test_explicit_nulls_mean_absent_everywhere() -> None:
@@ -42,7 +48,7 @@ def test_explicit_nulls_mean_absent_everywhere() -> None:
     message = {"role": "user", "content": "hi", "tool_calls": None, "refusal": None}
     assert chat(messages=[message], **nulls) == chat()
     tool = {"type": "function", "function": {"name": "f", "strict": None, "parameters": None}}
-    assert chat(tools=[tool]).template_tools() == [{"type": "function", "function": {"name": "f"}}]
+    assert tools_for_template(tools=[tool]) == [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_text_parts_are_joined() -> None:
@@ -53,6 +59,23 @@ def test_text_parts_are_joined() -> None:
 def test_developer_is_the_templates_system() -> None:
     assert for_template({"role": "developer", "content": "x"}) == [
         {"role": "system", "content": "x"}
+    ]
+
+
+def test_system_messages_are_folded_where_they_stand() -> None:
+    def system(text: str) -> dict[str, Any]:
+        return {"role": "system", "content": text}
+
+    def user(text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
+    said = {"role": "assistant", "content": "a"}
+    developer = {"role": "developer", "content": "d"}
+    assert for_template(system("s"), developer, user("u"), system("t"), said, system("v")) == [
+        system("s\n\nd"),
+        user("u\n\nt"),
+        said,
+        user("v"),
     ]
 
 
@@ -67,24 +90,31 @@ def test_tool_calls_come_with_their_arguments_parsed() -> None:
     assert second == {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}
 
 
-@pytest.mark.parametrize("arguments", ["", "not json", "[1]", "3", "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "3", "[" * 100_000])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     (message,) = for_template({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+def test_no_arguments_are_an_object_without_fields(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    (message,) = for_template({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_a_tools_schema_is_passed_on_whole() -> None:
     schema = {"type": "object", "properties": {"x": {"default": None}}, "required": []}
-    function = {"parameters": schema, "description": "d", "name": "f", "strict": False}
-    (tool,) = chat(tools=[{"type": "function", "function": function}]).template_tools()
+    function = {"parameters": schema, "description": "d", "name": "f", "strict": True}
+    (tool,) = tools_for_template(tools=[{"type": "function", "function": function}])
     assert tool["function"] == {"name": "f", "description": "d", "parameters": schema}
     assert list(tool["function"]) == ["name", "description", "parameters"]
 
 
 def test_tool_choice_none_drops_the_tools() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert chat(tools=tools, tool_choice="none").template_tools() == []
+    assert tools_for_template(tools=tools, tool_choice="none") == []
 
 
 def test_labels_and_neutral_values_are_accepted() -> None:
@@ -95,6 +125,8 @@ def test_labels_and_neutral_values_are_accepted() -> None:
         prompt_cache_key="k",
         safety_identifier="s",
         store=False,
+        modalities=["text"],
+        verbosity="medium",
         parallel_tool_calls=True,
         response_format={"type": "text"},
         tool_choice="auto",
@@ -169,7 +201,7 @@ def test_every_parameter_reaches_the_sampler() -> None:
         logprobs=True,
         top_logprobs=2,
     )
-    params = sampling_params(body, PLAIN, seed=11, vocab_size=100)
+    params = sampling_params(body.options(), PLAIN, seed=11, vocab_size=100)
     assert params.max_tokens == 7
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.1)
     assert params.repetition_penalty == 1.1
@@ -184,7 +216,9 @@ def test_every_parameter_reaches_the_sampler() -> None:
 def test_the_models_defaults_apply_and_the_request_wins() -> None:
     config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "eos_token_id": [1]}
     defaults = SamplingDefaults.from_generation_config(config)
-    params = sampling_params(chat(top_k=5, temperature=0), defaults, seed=0, vocab_size=10)
+    params = sampling_params(
+        chat(top_k=5, temperature=0).options(), defaults, seed=0, vocab_size=10
+    )
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.95, 5, 0.0)
 
 
@@ -203,14 +237,16 @@ def test_defaults_that_make_no_sense_are_an_error_of_the_model(config: dict[str,
 @pytest.mark.parametrize("key", ["", "x", "-1", "01", " 1", "1.0", "²", "99999999999", "1" * 5000])
 def test_logit_bias_keys_are_token_ids(key: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        sampling_params(chat(logit_bias={key: 1}), PLAIN, seed=0, vocab_size=10)
+        sampling_params(chat(logit_bias={key: 1}).options(), PLAIN, seed=0, vocab_size=10)
     assert caught.value.param == "logit_bias"
 
 
 def test_each_prompt_and_choice_is_a_request_of_its_own() -> None:
     body = completion(prompt=[[1], [2, 3]], n=2, max_tokens=5)
-    params = sampling_params(body, PLAIN, seed=4, vocab_size=10)
-    requests = engine_requests("id", [(1,), (2, 3)], params, body, FakeInfo(max_model_len=10))
+    params = sampling_params(body.options(), PLAIN, seed=4, vocab_size=10)
+    requests = engine_requests(
+        "id", [(1,), (2, 3)], params, body.options(), FakeInfo(max_model_len=10)
+    )
     assert [r.request_id for r in requests] == ["id-0", "id-1", "id-2", "id-3"]
     assert [r.prompt_token_ids for r in requests] == [(1,), (1,), (2, 3), (2, 3)]
     assert [r.sampling.choice for r in requests] == [0, 1, 0, 1]
@@ -218,12 +254,14 @@ def test_each_prompt_and_choice_is_a_request_of_its_own() -> None:
 
 
 def test_the_answer_gets_the_room_that_is_left() -> None:
-    assert room(3, None, 10) == 7
-    assert room(3, 7, 10) == 7
+    assert room(3, Options(), 10) == 7
+    assert room(3, Options(max_tokens=7), 10) == 7
+    assert room(3, Options(max_tokens=9, cut_to_context=True), 10) == 7
     with pytest.raises(ContextLengthError, match=r"10 tokens, but 11 .* 3 .* 8"):
-        room(3, 8, 10)
-    with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
-        room(10, None, 10)
+        room(3, Options(max_tokens=8), 10)
+    for cut in (False, True):
+        with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
+            room(10, Options(cut_to_context=cut), 10)
 
 
 def test_seeds_are_repeatable_and_exact_in_a_double() -> None:

@@ -1,0 +1,81 @@
+"""The command itself: print a configuration, or write it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.errors import UsageError
+from mlx_mtp.flags import Flag, add_flags, resolve, text
+
+OPEN_WEBUI = "open-webui"
+NAMES = ("opencode", "claude", "codex", "continue", OPEN_WEBUI)
+
+_DEFAULTS = ServerConfig(model_name="")
+FLAGS = (
+    Flag("--url", "the server's address", text, f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"),
+    Flag("--api-key", "the server's API key", text, None, "KEY"),
+    Flag("--write", "write the client's file, and keep a copy of what was there", None, False),
+)
+
+
+def add_connect(commands: Any) -> None:
+    """Add the command to the command line's."""
+    parser = commands.add_parser("connect", help="configure a client for a running server")
+    parser.add_argument("client", choices=NAMES, help="what is to use the server")
+    add_flags(parser, FLAGS)
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    options = resolve(given, FLAGS, os.environ)
+    told = connect(
+        options.client, options.url, options.api_key, write=options.write, environ=os.environ
+    )
+    print(told)
+    return 0
+
+
+def connect(
+    name: str, url: str, api_key: str | None, *, write: bool, environ: Mapping[str, str]
+) -> str:
+    """What to tell the user.
+
+    Args:
+        name: of the client, one of `NAMES`.
+        url: of the server.
+        api_key: the server's.
+        write: put the configuration into the client's file.
+        environ: the process's; it says where some clients keep their files.
+
+    Raises:
+        UsageError: the server doesn't answer, or the file can't be written.
+    """
+    # Imported here, so that other commands need not wait for the formats of files.
+    from mlx_mtp.connect import files
+    from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, open_webui
+    from mlx_mtp.connect.served import ask
+
+    served = ask(url, api_key)
+    note = f"Set {KEY_VARIABLE} to the server's API key where the client runs.\n"
+    key = note if served.wants_key else ""
+    if name == OPEN_WEBUI:
+        if write:
+            raise UsageError(
+                "Open WebUI keeps its connections in its database, so there is no file to write; "
+                "leave out --write to see how it is started."
+            )
+        return open_webui(served) + key
+    client = CLIENTS[name]
+    path = client.path(Path.home(), environ)
+    config = client.config(served)
+    if not write:
+        new = config if path.exists() else {**client.needed, **config}
+        return f"# {path}\n{files.shown(path, new)}{key}"
+    backup = files.write(path, files.merged(path, config, client.needed))
+    kept = f"; what was there is in {backup}" if backup else ""
+    return f"Wrote {path}{kept}.\nStart it with: {client.run}\n{key}"

@@ -1,0 +1,198 @@
+"""Grammars: from what a request asks for to a matcher that says which tokens may come next.
+
+The matching is llguidance's. No arrays of mlx here: a process that only checks grammars needs none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.numpy import fill_next_token_bitmask
+
+from mlx_mtp.errors import GrammarError
+from mlx_mtp.sampling.params import GrammarSpec
+
+MAX_GRAMMAR_CHARACTERS = 256 << 10
+"""Longest schema, expression, list or grammar. Of 2,500 real schemas 2,499 are shorter."""
+MAX_CHOICES = 4096
+"""Most strings of a "choice"."""
+JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
+"""White space between the parts of a JSON text: a space, or a new line and its indentation, as all
+who print JSON write it. Without a bound, small models never stop it."""
+
+_MAX_WORDS = 400
+_UNFULFILLABLE = "No text of this model's tokens fulfils it."
+_OPTIONS = '%llguidance {"no_forcing": true}'
+# Forced text would be cut into tokens by the tokenizer, which makes the special token <think> of
+# the string "<think>"; but no string matches a special token, and the answer could not go on.
+_AFTER_FREE = r"/\n{0,2}/"
+# These keep a mask of 150,000 tokens below some 10 ms for the worst grammars that were tried; with
+# llguidance's own it may take 250 ms. 4 of 2,500 real schemas meet either.
+_LIMITS: Mapping[str, Any] = {
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+_MAX_ITEMS = {"lark": 500}
+"""Parallel parses: their cost is linear in a schema (500 optional properties need 2,000), but may
+be cubic in a grammar."""
+_MAX_ITEMS_ELSE = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A bound of what a sequence may say before a certain text.
+
+    Args:
+        max_tokens: tokens before the end is forced, 0 or more.
+        end: the text's token ids, which are forced then, one after the other.
+    """
+
+    max_tokens: int
+    end: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar. Each sequence that asks for it begins with a copy of the matcher.
+
+    Args:
+        spec: what it was made from.
+        matcher: at its beginning, never moved; None leaves all free but for the budget.
+        budget: None without one.
+        num_words: 32-bit words of a mask.
+    """
+
+    spec: GrammarSpec
+    matcher: LLMatcher | None
+    budget: Budget | None
+    num_words: int
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. Building it takes up to a second, without the GIL's
+    being let go; compiling lets it go.
+
+    Args:
+        tokenizer_json: as in tokenizer.json.
+        eos_token_ids: allowed where a grammar accepts, and nowhere else; at least one.
+
+    Raises:
+        ValueError: llguidance can't use the tokenizer.
+    """
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
+        self._eos = tuple(eos_token_ids)
+        self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(self._eos))
+        self._num_words = (self._tokenizer.vocab_size + 31) // 32
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Compile, and make the first mask: some limits show only then.
+
+        The time is not bounded, nor the depth of the stack: see `server.grammar_check`.
+
+        Raises:
+            GrammarError: llguidance's own words on what is wrong with it.
+        """
+        matcher = None if spec.kind == "free" else self._matcher(spec)
+        return Grammar(spec, matcher, self._budget(spec), self._num_words)
+
+    def _matcher(self, spec: GrammarSpec) -> LLMatcher:
+        if len(spec.value) > MAX_GRAMMAR_CHARACTERS:
+            raise GrammarError(
+                f"It has {len(spec.value)} characters; at most {MAX_GRAMMAR_CHARACTERS} "
+                "are allowed."
+            )
+        answer = {**_answer(spec), "name": "answer"}
+        start = {"lark_grammar": f"{_OPTIONS}\nstart: {self._before(spec)} @answer"}
+        if spec.free_until is not None:
+            start["lark_grammar"] += f"\n{self._free(spec.free_until)}"
+        matcher = LLMatcher(
+            self._tokenizer,
+            json.dumps({"grammars": [start, answer]}),
+            log_level=0,
+            limits=LLParserLimits(
+                max_items_in_row=_MAX_ITEMS.get(spec.kind, _MAX_ITEMS_ELSE), **_LIMITS
+            ),
+        )
+        _check(matcher)
+        _try_first_token(matcher.deep_copy(), self._num_words)
+        return matcher
+
+    def _before(self, spec: GrammarSpec) -> str:
+        if spec.free_until is None:
+            return ""
+        # A grammar of its own says itself what may stand between.
+        return "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
+
+    def _free(self, until: str) -> str:
+        """A rule for any text up to the end of `until`."""
+        ids = self._tokenizer.tokenize_str(until, parse_special=True)
+        if len(ids) == 1 and self._tokenizer.is_special_token(ids[0]):
+            others = ",".join(map(str, (ids[0], *self._eos)))
+            return f"free: <[^{others}]>* <[{ids[0]}]>"
+        return f"free[suffix={json.dumps(until)}]: /(?s:.*)/"
+
+    def _budget(self, spec: GrammarSpec) -> Budget | None:
+        if spec.free_until is None or spec.free_tokens is None:
+            return None
+        end = self._tokenizer.tokenize_str(spec.free_until, parse_special=True)
+        return Budget(spec.free_tokens, tuple(end))
+
+
+def _answer(spec: GrammarSpec) -> dict[str, Any]:
+    """The answer's grammar in llguidance's own form."""
+    if spec.kind == "lark":
+        try:
+            return {"lark_grammar": any_to_lark(spec.value)}
+        except (GbnfToLarkError, RecursionError) as error:
+            raise GrammarError(f"It can't be read as GBNF: {error}") from None
+    if spec.kind == "regex":
+        return _single(LLMatcher.grammar_from_regex(spec.value))
+    if spec.kind == "choice":
+        choices = json.loads(spec.value)
+        if not 1 <= len(choices) <= MAX_CHOICES:
+            raise GrammarError(f"It has {len(choices)} choices; 1 to {MAX_CHOICES} are allowed.")
+        return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))}
+    schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
+    return _single(
+        LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE})
+    )
+
+
+def _single(grammars: str) -> dict[str, Any]:
+    (grammar,) = json.loads(grammars)["grammars"]
+    return {key: value for key, value in grammar.items() if value is not None}
+
+
+def _try_first_token(matcher: LLMatcher, num_words: int) -> None:
+    """Draw it, and take it back as drafts are: Lark's `max_tokens=` makes that impossible."""
+    mask = np.zeros((1, num_words), dtype=np.int32)
+    fill_next_token_bitmask(matcher, mask)
+    _check(matcher)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    if not len(allowed):
+        raise GrammarError(_UNFULFILLABLE)
+    if not (matcher.consume_token(int(allowed[0])) and matcher.rollback(1)):
+        _check(matcher)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise grammar_error(matcher)
+
+
+def grammar_error(matcher: LLMatcher) -> GrammarError:
+    """What a matcher that failed says of it."""
+    words, _, _ = matcher.get_error().partition("<non-verbose/>")
+    words = " ".join(words.split()) or "llguidance gives no reason"
+    if words.startswith("NoExtension"):
+        words = _UNFULFILLABLE
+    return GrammarError(words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}...")

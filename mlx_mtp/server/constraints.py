@@ -1,0 +1,122 @@
+"""What an answer must look like, from all that a request says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from dataclasses import replace
+
+from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.conversation import Conversation
+from mlx_mtp.server.parsing.formats import HERMES, QWEN3_CODER, OutputFormat
+from mlx_mtp.server.parsing.think import CLOSE
+from mlx_mtp.server.parsing.tool_grammar import CallableTool, ToolGrammar, json_rule
+
+
+def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
+    """Refuse what no answer could fulfil.
+
+    Raises:
+        InvalidRequestError: a call is required, but there is no such tool.
+        UnsupportedParameterError: tools are given, but calls can't be read, or not be enforced.
+    """
+    choice = conversation.tool_choice
+    known = {tool.name for tool in conversation.tools}
+    missing = sorted((choice.names or frozenset()) - known)
+    if missing:
+        raise InvalidRequestError(
+            f"{choice.field} names {missing[0]!r}, which is none of the tools.", param=choice.field
+        )
+    if choice.mode == "required" and not conversation.tools:
+        raise InvalidRequestError(
+            f"{choice.field} asks for a tool call, but there are no tools.", param=choice.field
+        )
+    if conversation.offered_tools and not output_format.has_tools:
+        raise UnsupportedParameterError(
+            "This server was started with --tool-call-parser none.", param="tools"
+        )
+    if output_format.tools not in (HERMES, QWEN3_CODER):
+        strict = any(tool.strict for tool in conversation.offered_tools)
+        if choice.mode == "required" or strict:
+            raise UnsupportedParameterError(
+                f"With the format {output_format.tools} tool calls can't be enforced.",
+                param="tools" if strict else choice.field,
+            )
+
+
+def max_calls(conversation: Conversation) -> int | None:
+    """Most tool calls of one answer; None: as many as the model makes."""
+    names = conversation.tool_choice.names
+    named = conversation.tool_choice.mode == "required" and names is not None and len(names) == 1
+    return 1 if named or not conversation.parallel_tool_calls else None
+
+
+def answer_grammar(
+    conversation: Conversation,
+    output_format: OutputFormat,
+    added_tokens: Container[str],
+    *,
+    thinking: bool,
+) -> GrammarSpec | None:
+    """The grammar of the answer; None leaves it free.
+
+    Args:
+        conversation: what was asked; see `check_tools`.
+        output_format: of the model's answers.
+        added_tokens: the tokenizer's, by their text.
+        thinking: the answer begins within a think block, which is left free, within its budget.
+    """
+    grammar = _after_thinking(conversation, output_format, added_tokens, thinking)
+    if not thinking:
+        return grammar
+    budget = conversation.thinking_budget
+    if grammar is None:
+        if budget is None:
+            return None
+        grammar = GrammarSpec("free")
+    return replace(grammar, free_until=CLOSE, free_tokens=budget)
+
+
+def _after_thinking(
+    conversation: Conversation,
+    output_format: OutputFormat,
+    added_tokens: Container[str],
+    thinking: bool,
+) -> GrammarSpec | None:
+    tools = conversation.offered_tools
+    response = conversation.response
+    required = conversation.tool_choice.mode == "required"
+    strict = any(tool.strict for tool in tools)
+    if not tools or not (required or response or strict):
+        return response
+    if output_format.tools not in (HERMES, QWEN3_CODER):
+        raise UnsupportedParameterError(
+            f"With the format {output_format.tools} {conversation.response_field} does not go with "
+            "tools.",
+            param=conversation.response_field,
+        )
+    callable_tools = [CallableTool(tool.name, tool.parameters, tool.strict) for tool in tools]
+    grammar = ToolGrammar(output_format.tools, callable_tools, added_tokens)
+    parallel = max_calls(conversation) is None
+    if required:
+        value = grammar.calls_only(parallel=parallel, after_think=thinking)
+    elif response is not None:
+        value = grammar.calls_or_answer(_rule(response), parallel=parallel, after_think=thinking)
+    else:
+        value = grammar.calls_or_text()
+    return GrammarSpec("lark", value)
+
+
+def _rule(response: GrammarSpec) -> str:
+    """The form of an answer as the body of a rule in llguidance's Lark."""
+    if response.kind == "json_schema":
+        return json_rule(json.loads(response.value), strict=True)
+    if response.kind == "json_object":
+        return json_rule({"type": "object"}, strict=True)
+    if response.kind == "choice":
+        return " | ".join(json.dumps(choice) for choice in json.loads(response.value))
+    raise UnsupportedParameterError(
+        f"An answer in the form of a {response.kind} does not go with tools.",
+        param="tools",
+    )

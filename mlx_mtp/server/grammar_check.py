@@ -1,0 +1,173 @@
+"""A process that tries grammars out before the server compiles them itself.
+
+llguidance bounds the size of what it builds, but neither its time nor the depth of its stack: some
+grammars of a few hundred characters take minutes, and others crash the process. Here each is tried
+in a fork of its own, which a timer kills when it takes too long and whose crash nobody notices.
+
+Run as a module it reads a tokenizer and then specs from standard input, a JSON text a line, and
+answers each with the error or an empty string.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask
+
+from mlx_mtp.errors import EngineError, GrammarError
+from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
+from mlx_mtp.sampling.params import GrammarSpec
+
+MAX_COMPILE_SECONDS = 0.5
+"""Processor time that a grammar may take; of 2,500 real schemas the slowest takes 0.04 s."""
+MAX_WAIT_SECONDS = 10.0
+"""The same by the clock, for a machine that has no processor to spare."""
+STACK_BYTES = 2 << 20
+"""Stack that a grammar may take here. The server's threads have several times as much, and 8,800
+real schemas need less than half."""
+_TRIAL_TOKENS = 32
+
+
+class GrammarChecker:
+    """The process, from the server's side; started when it is first needed.
+
+    Not for several threads at a time.
+
+    Args:
+        tokenizer_json: as in tokenizer.json.
+        eos_token_ids: see `GrammarCompiler`.
+    """
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
+        self._header = json.dumps([tokenizer_json, list(eos_token_ids)])
+        self._process: subprocess.Popen[str] | None = None
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Try a grammar out.
+
+        Raises:
+            GrammarError: it is wrong, takes too long, or crashes.
+            EngineError: the process has ended; the next call starts another.
+        """
+        answer = ""
+        with contextlib.suppress(OSError):
+            process = self._process or self._start()
+            _write(process, json.dumps(dataclasses.asdict(spec)))
+            assert process.stdout is not None
+            answer = process.stdout.readline()
+        if not answer:
+            self.close()
+            raise EngineError("The process that checks grammars has ended; try again.")
+        error = json.loads(answer)
+        if error:
+            raise GrammarError(error)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(OSError):
+                self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            # ctrl-C is for the server: this one ends when its input does.
+            start_new_session=True,
+        )
+        _write(self._process, self._header)
+        return self._process
+
+
+def _write(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def serve(source: IO[str], answers: IO[str]) -> None:
+    """The process's side: until `source` ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer_json, eos_token_ids = json.loads(source.readline())
+    compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
+    while line := source.readline():
+        error = _in_a_fork(compiler, GrammarSpec(**json.loads(line)))
+        print(json.dumps(error), file=answers, flush=True)
+
+
+def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str:
+    """What is wrong with a grammar, or nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        with open(writing, "w") as answer:
+            _limited(lambda: answer.write(_try(compiler, spec)))
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as answer:
+        error = answer.read()
+    _, status = os.waitpid(child, 0)
+    return _cause_of_death(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else error
+
+
+def _limited(work: Callable[[], object]) -> None:
+    """Run on a small stack, against the clock: the timers' signals end the process."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_SECONDS)
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def _cause_of_death(number: int) -> str:
+    if number == signal.SIGPROF:
+        return f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile."
+    if number == signal.SIGALRM:
+        return f"It takes more than {MAX_WAIT_SECONDS:g} s to compile."
+    return "It is too deeply nested, or takes too much memory."
+
+
+def _try(compiler: GrammarCompiler, spec: GrammarSpec) -> str:
+    try:
+        _walk(compiler.compile(spec))
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+def _walk(grammar: Grammar) -> None:
+    """Some random tokens: what is dear or deep shows here, at times, rather than in compiling."""
+    if grammar.matcher is None:
+        return
+    choose, matcher = random.Random(0), grammar.matcher.deep_copy()
+    mask = np.zeros((1, grammar.num_words), dtype=np.int32)
+    for _ in range(_TRIAL_TOKENS):
+        fill_next_token_bitmask(matcher, mask)
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not len(allowed) or not matcher.consume_token(int(choose.choice(allowed))):
+            return
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)

@@ -1,0 +1,88 @@
+"""What a parser finds in an answer. Joined in order, nothing that the model wrote is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Some of the answer proper.
+
+    Args:
+        text: what is new.
+        start: characters of the raw answer before it.
+    """
+
+    text: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Some of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStart:
+    """A tool call begins: its name is known.
+
+    Args:
+        call: its number within the answer, from 0.
+        name: of the function.
+    """
+
+    call: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """Some of a call's arguments: joined, they are the JSON text of one object."""
+
+    call: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolEnd:
+    """A call is complete."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolBroken:
+    """A call that had begun turns out to be broken or cut short; its text is content after all.
+
+    Args:
+        call: its number.
+        text: all of it, as the model wrote it.
+        start: characters of the raw answer before it.
+    """
+
+    call: int
+    text: str
+    start: int
+
+
+Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolBroken
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same events, with neighbouring pieces of one text joined."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            joined[-1] = Text(last.text + event.text, last.start)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments):
+            joined[-1] = ToolArguments(event.call, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined

@@ -1,0 +1,40 @@
+"""The last step of every route that generates: a whole answer, or a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp.server.context import Context, OpenGeneration
+from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
+from mlx_mtp.server.whole import assemble
+from mlx_mtp.server.writer import Writer
+
+
+def context_of(request: Request) -> Context:
+    """The application's parts."""
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+async def respond(
+    request: Request, open_generation: OpenGeneration, writer: Writer, *, stream: bool
+) -> Response:
+    """Generate for as long as the client stays, and answer in the writer's words."""
+    patience = context_of(request).config.keep_alive_seconds
+    if stream:
+        return EventStreamResponse(open_generation, writer, patience)
+    with open_generation() as generation:
+        answer = await until_disconnect(
+            request.receive, _whole_answer(generation, writer, patience)
+        )
+    return JSONResponse(answer)
+
+
+async def _whole_answer(generation: Generation, writer: Writer, patience: float) -> dict[str, Any]:
+    deltas = [delta async for batch in generation.deltas(patience) for delta in batch]
+    return writer.whole(assemble(deltas, len(generation.choices)), generation)

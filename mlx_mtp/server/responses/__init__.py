@@ -1,0 +1,1 @@
+"""OpenAI's responses, without any state."""

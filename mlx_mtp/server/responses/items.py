@@ -1,0 +1,167 @@
+"""The items of a response's input: messages, calls, their results and reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, Tag
+
+from mlx_mtp.server.conversation import Message, ToolCall
+from mlx_mtp.server.messages import (
+    FORM,
+    MAX_MESSAGES,
+    UNSUPPORTED,
+    WireModel,
+    at_most,
+    whole_characters,
+)
+from mlx_mtp.server.seal import unsealed
+
+
+class TextPart(WireModel):
+    """Some text; of an earlier answer, what clients got with it too."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    annotations: Annotated[list[Any], at_most(MAX_MESSAGES)] | None = None
+    logprobs: Annotated[list[Any], at_most(1 << 16)] | None = None
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[TextPart], FailFast(), at_most(MAX_MESSAGES), BeforeValidator(_as_parts)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def _text(parts: Iterable[TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+class MessageItem(WireModel):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts
+    id: str | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallItem(WireModel):
+    """A function call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Annotated[str, AfterValidator(whole_characters)]
+    id: str | None = None
+    status: Status | None = None
+    namespace: str | None = None
+
+
+class CallOutputItem(WireModel):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningItem(WireModel):
+    """What the model thought in an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Parts = Field(default_factory=list)
+    content: Parts = Field(default_factory=list)
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: Status | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning: itself, as this server sealed it, or in short."""
+        return _text(self.content) or unsealed(self.encrypted_content or "") or _text(self.summary)
+
+
+def _form_of_item(value: object) -> str | None:
+    if isinstance(value, dict):
+        kind = value.get("type", "message" if "role" in value else None)
+    else:
+        kind = getattr(value, "type", None)
+    return FORM + kind if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag(FORM + "message")]
+    | Annotated[CallItem, Tag(FORM + "function_call")]
+    | Annotated[CallOutputItem, Tag(FORM + "function_call_output")]
+    | Annotated[ReasoningItem, Tag(FORM + "reasoning")],
+    Discriminator(
+        _form_of_item,
+        custom_error_type=UNSUPPORTED,
+        custom_error_message="this server takes items of these types only: message, "
+        "function_call, function_call_output, reasoning",
+    ),
+]
+
+
+def as_items(value: object) -> object:
+    """Text alone is short for one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def messages_of(items: Iterable[Item]) -> list[Message]:
+    """The chat that the items make up: one message for all that one answer brought."""
+    chat: list[Message] = []
+    answer: Message | None = None
+    for item in items:
+        addition = _of_answer(item)
+        if addition is None:
+            if answer is not None:
+                chat.append(answer)
+                answer = None
+            chat.append(_of_others(item))
+        elif answer is None or _begins_anew(answer, item):
+            if answer is not None:
+                chat.append(answer)
+            answer = addition
+        else:
+            answer = replace(
+                answer,
+                content=answer.content + addition.content,
+                reasoning=answer.reasoning or addition.reasoning,
+                tool_calls=(*answer.tool_calls, *addition.tool_calls),
+            )
+    return chat if answer is None else [*chat, answer]
+
+
+def _of_answer(item: Item) -> Message | None:
+    """What an item adds to the model's own message; None if it is somebody else's."""
+    if isinstance(item, ReasoningItem):
+        return Message("assistant", reasoning=item.text or None)
+    if isinstance(item, CallItem):
+        return Message("assistant", tool_calls=(ToolCall(item.name, item.arguments, item.call_id),))
+    if isinstance(item, MessageItem) and item.role == "assistant":
+        return Message("assistant", _text(item.content))
+    return None
+
+
+def _of_others(item: Item) -> Message:
+    if isinstance(item, CallOutputItem):
+        return Message("tool", _text(item.output), tool_call_id=item.call_id)
+    assert isinstance(item, MessageItem), "all other items are the model's own"
+    return Message("user" if item.role == "user" else "system", _text(item.content))
+
+
+def _begins_anew(answer: Message, item: Item) -> bool:
+    """The item can't belong to the answer so far: reasoning and text come before calls."""
+    if isinstance(item, CallItem):
+        return False
+    return bool(answer.tool_calls) or (isinstance(item, ReasoningItem) and bool(answer.content))

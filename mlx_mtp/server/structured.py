@@ -1,0 +1,109 @@
+"""Grammars for requests: compiled off the event loop and off the engine's thread, and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from mlx_mtp.errors import GrammarError, UnsupportedParameterError
+from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker
+from mlx_mtp.server.tokenizer import Tokenizer
+
+MAX_CACHED = 64
+"""Grammars kept, the latest used, those that are wrong among them."""
+_STACK_BYTES = 8 * STACK_BYTES
+
+
+class Grammars:
+    """Compiles what requests ask for, one at a time, and keeps the latest.
+
+    Build it before anything is served: a tokenizer's tables take up to a second, and hold up all
+    threads meanwhile.
+
+    Args:
+        tokenizer_json: as in tokenizer.json.
+        eos_token_ids: the ids that end every answer; without any there are no grammars.
+    """
+
+    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._checker = GrammarChecker(tokenizer_json, eos_token_ids)
+        self._kept: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._missing = "this model names no token that ends an answer"
+        if eos_token_ids:
+            try:
+                self._compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
+            except ValueError as error:
+                self._missing = f"llguidance can't use its tokenizer: {error}"
+        self._pool = _one_thread()
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Grammars:
+        """For a model's own tokenizer; ids that it lacks are left out."""
+        known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
+        return cls(tokenizer.to_json(), known)
+
+    async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
+        """The compiled grammar.
+
+        Args:
+            spec: what was asked for.
+            field: where the request asks for it.
+
+        Raises:
+            GrammarError: it is wrong, too large, or too dear; `field` is named.
+            UnsupportedParameterError: this model can't follow any.
+        """
+        if self._compiler is None:
+            raise UnsupportedParameterError(
+                f"{field} needs a grammar, but {self._missing}.", param=field
+            )
+        kept = self._find(spec)
+        if kept is None:
+            loop = asyncio.get_running_loop()
+            kept = await loop.run_in_executor(self._pool, self._compile, self._compiler, spec)
+        if isinstance(kept, str):
+            raise GrammarError(f"{field} can't be enforced: {kept}", param=field)
+        return kept
+
+    def close(self) -> None:
+        """End the thread and the process."""
+        self._pool.shutdown(cancel_futures=True)
+        self._checker.close()
+
+    def _compile(self, compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar | str:
+        kept = self._find(spec)  # Compiled by now, if several asked for it at once.
+        if kept is None:
+            try:
+                self._checker.check(spec)
+                kept = compiler.compile(spec)
+            except GrammarError as error:
+                kept = str(error)
+            with self._lock:
+                self._kept[spec] = kept
+                while len(self._kept) > MAX_CACHED:
+                    self._kept.popitem(last=False)
+        return kept
+
+    def _find(self, spec: GrammarSpec) -> Grammar | str | None:
+        with self._lock:
+            if spec in self._kept:
+                self._kept.move_to_end(spec)
+            return self._kept.get(spec)
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """A pool whose thread has a larger stack than a checked grammar can need."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        pool.submit(int).result()
+    finally:
+        threading.stack_size(before)
+    return pool

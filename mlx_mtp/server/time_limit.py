@@ -1,0 +1,66 @@
+"""Work that may never end, such as a template's: it is ended when its time is up."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_PAUSE = 0.05
+_TRIES = 20
+
+
+class TimeIsUp(BaseException):
+    """Raised within the work; no `except Exception` of the work stops it."""
+
+
+class _Work(Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self.result: list[Result] = []
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self.result.append(self._work())
+        except BaseException as error:
+            self.error = error
+
+
+def run_limited(work: Callable[[], Result], seconds: float) -> Result:
+    """Do some work in pure Python on a thread of its own, and wait for it.
+
+    When its time is up an exception is raised in it, at its next bytecode: CPython has no other way
+    to end a thread. A single call into C is not interrupted, but left behind.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    job = _Work(work)
+    thread = threading.Thread(target=job, daemon=True, name="limited")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        _end(thread)
+        raise TimeoutError
+    if job.error is not None:
+        raise job.error
+    return job.result[0]
+
+
+def _end(thread: threading.Thread) -> None:
+    assert thread.ident is not None, "the thread was started"
+    for _ in range(_TRIES):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(TimeIsUp)
+        )
+        thread.join(_PAUSE)
+        if not thread.is_alive():
+            return
+    logger.error("A thread does not end; it is left behind.")

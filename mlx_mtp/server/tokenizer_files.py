@@ -1,0 +1,33 @@
+"""Which of a tokenizer's files is damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def damaged_file(path: Path) -> Path | None:
+    """The file that a directory's tokenizer can't be loaded for, if one stands out."""
+    from tokenizers import Tokenizer as Backend
+
+    readers: dict[str, Callable[[str], Any]] = {
+        "tokenizer.json": lambda name: Backend.from_file(name),
+        "tokenizer_config.json": lambda name: json.loads(Path(name).read_text("utf-8")).items(),
+        "config.json": _check_config,
+    }
+    for name, read in readers.items():
+        if not (path / name).exists():
+            continue
+        try:
+            read(str(path / name))
+        except Exception:
+            return path / name
+    return None
+
+
+def _check_config(name: str) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(str(Path(name).parent), local_files_only=True)

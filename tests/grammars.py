@@ -1,0 +1,80 @@
+"""A tokenizer for the tiny models: 96 tokens, JSON's characters and a few longer pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+from tokenizers import Tokenizer
+
+from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
+from mlx_mtp.sampling.params import GrammarSpec
+
+EOS = 1
+THINK_END = 2
+_MERGES = ["a b", '{ "', '" :', '" ,', "1 2", "t r", "tr u", "tru e", "ab ab", '" }']
+_SPACE, _NEWLINE = "\u0120", "\u010a"  # as byte-level vocabularies write them
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123456789"
+_SINGLE = f'{_LETTERS}{_SPACE}{_NEWLINE}{{}}[]":,.-_+*/\\()<>=!?%#&|'
+
+
+def tokenizer_json() -> str:
+    """In the form of tokenizer.json: 96 tokens, of which 0 to 3 are special."""
+    pieces = [*_SINGLE, *(merge.replace(" ", "") for merge in _MERGES)]
+    special = ["<|pad|>", "<|end|>", "</think>", "<tool_call>"]
+    pieces += [chr(0x100 + i) for i in range(96 - len(special) - len(pieces))]
+    assert len(set(pieces)) == 96 - len(special)
+    added = [
+        {"id": i, "content": text, "special": True, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for i, text in enumerate(special)
+    ]  # fmt: skip
+    vocab = {text: i for i, text in enumerate([*special, *pieces])}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "pre_tokenizer": {**level, "use_regex": False},
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": _MERGES},
+        }
+    )
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_json(), [EOS])
+
+
+@cache
+def compiled(spec: GrammarSpec) -> Grammar:
+    return compiler().compile(spec)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_str(tokenizer_json())
+
+
+def ids(text: str) -> list[int]:
+    """Special tokens by their text; the rest in the tokenizer's own pieces."""
+    return tokenizer().encode(text).ids
+
+
+def text(token_ids: Sequence[int]) -> str:
+    """All but special tokens."""
+    return tokenizer().decode(list(token_ids))
+
+
+def optional_properties(count: int) -> str:
+    return json.dumps({"type": "object", "properties": {f"p{i}": True for i in range(count)}})
+
+
+TOO_WIDE_WITHIN = GrammarSpec(
+    "json_schema",
+    f'{{"type": "array", "minItems": 1, "items": {{"anyOf": [{{"const": 1}}, '
+    f"{optional_properties(600)}]}}}}",
+)
+"""Compiles; an answer that begins with `[{` meets a limit, one that begins with `[1` does not."""

@@ -1,0 +1,157 @@
+"""Compiling: what each kind accepts, where answers end, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_mtp.errors import GrammarError
+from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS, Grammar
+from mlx_mtp.sampling.params import GrammarSpec
+from tests.grammars import (
+    EOS,
+    THINK_END,
+    TOO_WIDE_WITHIN,
+    compiled,
+    compiler,
+    ids,
+    optional_properties,
+    text,
+)
+
+SCHEMA = {"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]}
+
+
+def mask(matcher) -> set[int]:
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Each token is in its mask, and the end of sequence after the last; nowhere before it."""
+    matcher = grammar.matcher.deep_copy()
+    for token in ids(text):
+        if token not in mask(matcher):
+            return False
+        assert matcher.consume_token(token)
+    return EOS in mask(matcher)
+
+
+@pytest.mark.parametrize(
+    ("spec", "right", "wrong"),
+    [
+        (GrammarSpec("json_schema", json.dumps(SCHEMA)), '{"ab":12}', '{"ab":true}'),
+        (GrammarSpec("json_schema", json.dumps(SCHEMA)), '{ "ab" : 1 }', '{"ab":1'),
+        (GrammarSpec("json_schema", json.dumps(SCHEMA)), '{\n    "ab": 1\n}', '{  "ab": 1}'),
+        (GrammarSpec("json_object"), '{"a":[1,{"b":true}]}', "[1]"),
+        (GrammarSpec("regex", "[ab]+(12)?"), "abab12", "abab1"),
+        (GrammarSpec("regex", "^a/b$"), "a/b", "a/bb"),
+        (GrammarSpec("choice", '["ab", "a\\"b", "</think>"]'), 'a"b', "a"),
+        (GrammarSpec("lark", 'start: "a" B\nB: /[0-9]+/'), "a12", "a"),
+        (GrammarSpec("lark", 'root ::= "a" | [b-d]+'), "bcd", "ab"),
+        (GrammarSpec("regex", "[0-9]", free_until="</think>"), "{a</think>1", "{a1"),
+        (GrammarSpec("regex", "[0-9]", free_until="</think>"), "</think>\n\n1", "</think>\n\n\n1"),
+        (GrammarSpec("regex", "[0-9]", free_until="ab+"), "xab+1", "xab1"),
+    ],
+    ids=str,
+)
+def test_each_kind_accepts_what_it_should(spec, right, wrong):
+    grammar = compiled(spec)
+    assert accepts(grammar, right)
+    assert not accepts(grammar, wrong)
+
+
+def test_the_end_of_sequence_is_allowed_only_where_the_grammar_accepts():
+    matcher = compiled(GrammarSpec("regex", "a(b[0-9])?")).matcher.deep_copy()
+    allowed = []
+    for token in ids("a") + ids("b") + ids("1"):
+        allowed.append(EOS in mask(matcher))
+        matcher.consume_token(token)
+    assert allowed == [False, True, False]
+    assert mask(matcher) == {EOS}
+
+
+def test_free_text_is_free_but_for_the_end_of_sequence():
+    grammar = compiled(GrammarSpec("json_object", free_until="</think>"))
+    assert mask(grammar.matcher.deep_copy()) == set(range(96)) - {EOS}
+    matcher = grammar.matcher.deep_copy()
+    assert matcher.consume_token(THINK_END)
+    assert THINK_END not in mask(matcher)
+
+
+def test_the_text_of_a_special_token_stays_text():
+    """llguidance's forced tokens would take the token itself, which no string matches."""
+    matcher = compiled(GrammarSpec("json_schema", '{"const": "</think>"}')).matcher.deep_copy()
+    said = ""
+    while EOS not in (allowed := mask(matcher)):
+        token = min(allowed)
+        assert token != THINK_END
+        assert matcher.consume_token(token)
+        said += text([token])
+    assert json.loads(said) == "</think>"
+
+
+def test_white_space_between_the_parts_of_json_has_an_end():
+    matcher = compiled(GrammarSpec("json_object")).matcher.deep_copy()
+    assert matcher.consume_token(ids("{")[0])
+    (space,), (newline,) = ids(" "), ids("\n")
+    assert {space, newline} <= mask(matcher)
+    assert matcher.consume_token(newline)
+    assert newline not in mask(matcher)
+    for _ in range(40):
+        assert space in mask(matcher)
+        matcher.consume_token(space)
+    assert space not in mask(matcher)
+
+
+def test_a_schema_may_say_so_itself():
+    tight = {**SCHEMA, "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": ""}}
+    grammar = compiled(GrammarSpec("json_schema", json.dumps(tight)))
+    assert accepts(grammar, '{"ab":1}')
+    assert not accepts(grammar, '{ "ab":1}')
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (GrammarSpec("json_schema", '{"type": "foo"}'), "Invalid type: foo"),
+        (GrammarSpec("json_schema", '{"not": {}}'), "not"),
+        (GrammarSpec("json_schema", '{"$ref": "http://localhost/x"}'), "Resource"),
+        (GrammarSpec("json_schema", '{"$ref": "#"}'), "fulfil"),
+        (GrammarSpec("json_schema", '{"minimum": 3, "maximum": 1, "type": "integer"}'), "minimum"),
+        (GrammarSpec("regex", "(a"), "unclosed group"),
+        (GrammarSpec("regex", "(?=a)b"), "look-around"),
+        (GrammarSpec("lark", "start: missing"), "missing"),
+        (GrammarSpec("lark", 'root ::= "a'), "GBNF"),
+        (GrammarSpec("lark", 'start: a "b"\na[max_tokens=3]: /[a-z]*/'), "rollback"),
+        (GrammarSpec("choice", "[]"), "0 choices"),
+        (GrammarSpec("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), f"{MAX_CHOICES + 1}"),
+        (GrammarSpec("regex", "a" * (MAX_GRAMMAR_CHARACTERS + 1)), "characters"),
+        (GrammarSpec("regex", "[\\u3040-\\u309f]"), "tokens"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_told(spec, words):
+    with pytest.raises(GrammarError, match=words) as caught:
+        compiler().compile(spec)
+    assert len(str(caught.value)) < 500
+    assert caught.value.status == 400
+
+
+def test_a_limit_that_shows_later_stops_the_answer_there():
+    matcher = compiled(TOO_WIDE_WITHIN).matcher.deep_copy()
+    assert matcher.consume_token(ids("[")[0])
+    assert ids("{")[0] in mask(matcher)
+    matcher.consume_token(ids("{")[0])
+    mask(matcher)
+    assert matcher.is_error()
+    with pytest.raises(GrammarError, match="items"):
+        compiler().compile(GrammarSpec("json_schema", optional_properties(600)))
+
+
+def test_large_schemas_and_lists_are_fine():
+    assert accepts(compiled(GrammarSpec("json_schema", optional_properties(450))), '{"p4":1}')
+    words = [f"a{i}" for i in range(MAX_CHOICES)]
+    assert accepts(compiled(GrammarSpec("choice", json.dumps(words))), "a4095")

@@ -1,0 +1,168 @@
+"""Whole chats through templates of Qwen's shapes, there and back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.conversation import Conversation, Message, Tool, ToolCall
+from mlx_mtp.server.parsing.formats import OutputFormat
+from mlx_mtp.server.prompting import Prompter
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.conftest import Serve
+from tests.server.parsing.pieces import events_of, summary
+from tests.server.templates import TEMPLATES
+from tests.server.wire_help import ARGUMENTS, WEATHER, ask, events, joined, saying
+
+XML = ("coder", "3.5")
+THINKING = ("next-thinking", "3.5")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "sure": {"type": "boolean"},
+        "list": {"type": "array"},
+        "map": {"type": "object"},
+        "note": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    },
+}
+
+
+def tokenizer_with(template: str) -> Tokenizer:
+    """The bundled tokenizer with another template."""
+    tokenizer = Tokenizer.load(BUNDLED_MODEL)
+    tokenizer._tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def prompter(request: pytest.FixtureRequest) -> Prompter:
+    tokenizer = tokenizer_with(TEMPLATES[request.param])
+    return Prompter(tokenizer, OutputFormat.choose(tokenizer.template), 10)
+
+
+def name_of(prompter: Prompter) -> str:
+    return next(n for n, t in TEMPLATES.items() if t == prompter.tokenizer.template)
+
+
+def test_the_template_shows_the_format(prompter: Prompter) -> None:
+    name = name_of(prompter)
+    assert prompter.output_format.tools == ("qwen3_coder" if name in XML else "hermes")
+    prompt = prompter.prompt(Conversation([Message("user", "hi")]))
+    assert prompt.thinking == (name in THINKING)
+    if name == "3.5":
+        off = prompter.prompt(Conversation([Message("user", "hi")], thinking=False))
+        assert not off.thinking
+
+
+def test_agents_chats_are_rendered(prompter: Prompter) -> None:
+    """System messages in mid-chat and calls without arguments, which such templates refuse."""
+    chat = Conversation(
+        [
+            Message("system", "Be kind."),
+            Message("system", "Be brief."),
+            Message("user", "Do it."),
+            Message("system", "Remember."),
+            Message("assistant", tool_calls=(ToolCall("f", ""),)),
+            Message("tool", "done"),
+            Message("system", "Go on."),
+        ],
+        tools=[Tool("f")],
+    )
+    text = prompter.render(chat)
+    assert text.startswith("<|im_start|>system\nBe kind.\n\nBe brief.\n# Tools")
+    assert "<|im_start|>user\nDo it.\n\nRemember.<|im_end|>" in text
+    assert "<|im_start|>user\nGo on.<|im_end|>" in text
+
+
+plain = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20).filter(
+    lambda text: "</parameter>" not in text and "</function>" not in text
+)
+scalars = st.one_of(st.integers(), st.booleans(), st.none(), plain)
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": plain,
+        "count": st.integers(-(10**12), 10**12),
+        "ratio": st.floats(-1e9, 1e9),
+        "sure": st.booleans(),
+        "list": st.lists(scalars, max_size=3),
+        "map": st.dictionaries(plain, scalars, max_size=3),
+        "note": st.one_of(st.integers(), st.none()),
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(values, min_size=1, max_size=3), plain, plain)
+def test_what_a_template_writes_is_read_back(
+    prompter: Prompter, calls: list[dict[str, Any]], said: str, thought: str
+) -> None:
+    said, thought = said.strip(), thought.strip()
+    message = Message(
+        "assistant",
+        said,
+        reasoning=thought or None,
+        tool_calls=tuple(ToolCall("f", json.dumps(call)) for call in calls),
+    )
+    text = prompter.render(Conversation([Message("user", "hi"), message]))
+    turn = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
+    parser = prompter.output_format.parser(thinking=False, schemas={"f": SCHEMA})
+    found = summary(events_of(parser, [turn]))
+    expected: list[Any] = [("think", thought)] if thought else []
+    expected += [("text", said)] if said else []
+    got = [part for part in found if part[0] != "call"]
+    assert got == expected
+    assert [json.loads(part[2]) for part in found if part[0] == "call"] == calls
+
+
+TEXTS = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "qwen3_coder": (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_over_http(serve: Serve, name: str) -> None:
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    form = OutputFormat.choose(tokenizer.template)
+    thought = "I look.\n</think>\n\n" if name in THINKING else ""
+    engine = saying(tokenizer, thought + TEXTS[form.tools])
+    with serve(engine, tokenizer=tokenizer) as client:
+        message = ask(client, tools=[WEATHER])["choices"][0]["message"]
+        streamed = joined(events(client, tools=[WEATHER]))
+        assert message.get("reasoning_content", "") == streamed["reasoning_content"]
+        assert message.get("reasoning_content", "") == ("I look." if thought else "")
+        assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+        assert streamed["tool_calls"][0]["arguments"] == ARGUMENTS
+        ask(client, tools=[WEATHER], tool_choice="required")
+        grammar = engine.submitted[-1].sampling.grammar
+        assert grammar.free_until == ("</think>" if thought else None)
+        assert ("<parameter=city>" in grammar.value) == (name in XML)
+        if name == "3.5":
+            ask(client, chat_template_kwargs={"thinking_budget": 9})
+            budget = engine.submitted[-1].sampling.grammar
+            assert budget == GrammarSpec("free", free_until="</think>", free_tokens=9)
+        elif name != "next-thinking":
+            ask(client, chat_template_kwargs={"enable_thinking": False})
+            body = {"enable_thinking": True}
+            refused = client.post(
+                "/v1/chat/completions",
+                json={
+                    "model": "test/model",
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "chat_template_kwargs": body,
+                },
+            )
+            assert refused.status_code == 400

@@ -1,0 +1,77 @@
+"""Templates that never end, and everything else that a client's template could do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_mtp.server.time_limit import run_limited
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.conftest import Serve
+from tests.server.fake_engine import FakeEngine, answer
+from tests.server.wire_help import CHAT, ask, chat_body
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def limited_threads() -> int:
+    return sum(thread.name == "limited" for thread in threading.enumerate())
+
+
+def test_the_result_and_the_error_come_back() -> None:
+    assert run_limited(lambda: 3, 10) == 3
+    with pytest.raises(KeyError, match="x"):
+        run_limited(lambda: {}["x"], 10)
+
+
+def test_work_that_never_ends_is_ended() -> None:
+    def endless() -> None:
+        while True:
+            try:
+                time.sleep(0.001)
+            except Exception:
+                continue
+
+    before = limited_threads()
+    with pytest.raises(TimeoutError):
+        run_limited(endless, 0.05)
+    assert limited_threads() == before
+
+
+def test_an_endless_template_costs_its_time_and_no_more(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(FakeEngine(answer([300])), template_seconds=0.2) as client:
+        assert ask(client)
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer._tokenizer, "chat_template", ENDLESS)
+            response = client.post(CHAT, json=chat_body())
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+        assert "more than 0.2 s" in response.json()["error"]["message"]
+        assert ask(client)
+    assert limited_threads() == 0
+
+
+def test_templates_run_in_a_sandbox(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", escape)
+    with serve(FakeEngine(answer([300]))) as client:
+        response = client.post(CHAT, json=chat_body())
+        assert response.status_code == 400
+        assert "unsafe" in response.json()["error"]["message"]
+
+
+def test_a_client_brings_no_template(serve: Serve) -> None:
+    with serve(FakeEngine(answer([300]))) as client:
+        for fields in ({"chat_template": ENDLESS}, {"tokenize": False}):
+            for body in (fields, {"chat_template_kwargs": fields}):
+                response = client.post(CHAT, json=chat_body(**body))
+                assert response.status_code == 400
+                (name,) = fields
+                assert response.json()["error"]["param"].endswith(name)
