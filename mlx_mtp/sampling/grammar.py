@@ -19,7 +19,7 @@ from mlx_mtp.errors import GrammarError
 from mlx_mtp.sampling.params import GrammarSpec
 
 MAX_GRAMMAR_CHARACTERS = 256 << 10
-"""Longest schema, expression, list or grammar. Of 2,500 real schemas 2,499 are shorter."""
+"""Longest schema, expression, list or grammar. All of 2,500 real schemas are shorter."""
 MAX_CHOICES = 4096
 """Most strings of a "choice"."""
 JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
@@ -32,10 +32,9 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 # Forced text would be cut into tokens by the tokenizer, which makes the special token <think> of
 # the string "<think>"; but no string matches a special token, and the answer could not go on.
 _AFTER_FREE = r"/\n{0,2}/"
-# These keep a mask of 150,000 tokens below some 10 ms for the worst grammars that were tried; with
-# llguidance's own it may take 250 ms. 4 of 2,500 real schemas meet either.
+# With these the worst grammars that were tried take 50 ms for one mask of 150,000 tokens, and then
+# fail (with llguidance's own, 280 ms). None of 2,500 real schemas meets one; they take 0.03 ms.
 _LIMITS: Mapping[str, Any] = {
-    "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
