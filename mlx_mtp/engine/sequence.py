@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from mlx_mtp.engine.request import Request
+from mlx_mtp.speculative.depth import Row
 
 
 class Status(enum.Enum):
@@ -26,12 +27,16 @@ class Sequence:
         request: what was asked.
         stop_ids: every id that ends it.
         max_new_tokens: tokens it may emit, context limit included.
+
+    Attributes:
+        drafting: what the choice of the depth knows of it.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
         self.request = request
         self.stop_ids = stop_ids
         self.max_new_tokens = max_new_tokens
+        self.drafting = Row(request.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_output = 0

@@ -32,11 +32,11 @@ def run(
         q: queries, l2-normalised, [B, T, Hk, Dk].
         window: the other inputs.
         state: float32 [B, Hv, Dv, Dk].
-        advance: False leaves out the state after the window, which a verify doesn't need.
+        advance: False leaves the state after the window out, which a verify doesn't need.
 
     Returns:
-        Outputs [B, T, Hv, Dv] in q's dtype; the state after the window (or as it was); and the
-        window as a fold needs it.
+        Outputs [B, T, Hv, Dv] in q's dtype; the state after the window (of no meaning without
+        `advance`); and the window as a fold needs it.
     """
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
@@ -60,13 +60,14 @@ def run(
 
     current = state.reshape(batch, key_heads, -1, value_dim, state.shape[-1])
     outputs, deltas = [], []
-    for n in range(keys.shape[3]):
+    count = keys.shape[3]
+    for n in range(count):
         turned = current.swapaxes(-1, -2)
         delta = written[:, :, :, n] - erased[:, :, :, n] @ turned
         from_state = (total[:, :, :, n] * queries[:, :, :, n]) @ turned
         outputs.append(from_state + attend[:, :, :, n] @ delta)
         deltas.append(delta)
-        if advance:
+        if advance or n + 1 < count:
             weighted = remaining[:, :, :, n] * keys[:, :, :, n]
             kept = total[:, :, :, n, -1:] * current
             current = kept + delta.swapaxes(-1, -2) @ weighted

@@ -2,7 +2,7 @@
 
 A warp holds R rows of one head's state, its lanes splitting Dk, so that the two dot products of a
 position are a five-step shuffle. The state is read once and written once; positions in between stay
-in registers.
+in registers. q, k and v may be slices; all else must be contiguous, as the kernel itself leaves it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Kernel:
         name: of the function.
         inputs, outputs: names of its arrays.
         body: in what C++ for CUDA and Metal have in common; it may use lane, grid_x, grid_y,
-            grid_z and SHUFFLE_XOR, and the strides of its inputs, which need not be contiguous.
+            grid_z and SHUFFLE_XOR. Inputs are taken as they lie: a body must use the strides of
+            those that may not be contiguous.
     """
 
     def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine.request import check_num_draft_tokens
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.answers import Head
@@ -80,9 +81,11 @@ class Context:
 
     def sampling(self, body: GenerateRequest, num_prompts: int) -> SamplingParams:
         """Check the body's numbers, and choose a seed if it has none."""
+        info = self.engine.info
         check_choices(body.n, num_prompts, self.config.max_choices)
+        check_num_draft_tokens(body.num_draft_tokens, mtp_enabled=info.mtp_enabled)
         seed = self.seeds.next() if body.seed is None else body.seed
-        return sampling_params(body, self.defaults, seed, self.engine.info.vocab_size)
+        return sampling_params(body, self.defaults, seed, info.vocab_size)
 
     async def chat_prompts(self, body: ChatRequest) -> Prompts:
         """Render and encode a chat, off the event loop."""

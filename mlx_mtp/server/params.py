@@ -122,6 +122,7 @@ def engine_requests(
         ContextLengthError: prompt and answer don't fit the context.
     """
     requests = []
+    drafts = body.num_draft_tokens
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
@@ -129,7 +130,7 @@ def engine_requests(
         for choice in range(body.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
             index = number * body.n + choice
-            requests.append(Request(f"{request_id}-{index}", prompt, sampling))
+            requests.append(Request(f"{request_id}-{index}", prompt, sampling, drafts))
     return requests
 
 

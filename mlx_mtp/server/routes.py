@@ -105,7 +105,11 @@ async def _answer(
     patience = config.keep_alive_seconds
     if body.stream:
         stream = EventStream(
-            head, dialect, include_usage=body.include_usage, keep_alive_seconds=patience
+            head,
+            dialect,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            keep_alive_seconds=patience,
         )
         return EventStreamResponse(open_generation, stream)
     with open_generation() as generation:

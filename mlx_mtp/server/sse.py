@@ -57,15 +57,23 @@ class EventStream:
         head: what all chunks have in common.
         dialect: how the endpoint words them.
         include_usage: a usage chunk ends the stream, and the others have a null in its place.
+        continuous_usage: they have the usage so far instead.
         keep_alive_seconds: a comment breaks any longer silence.
     """
 
     def __init__(
-        self, head: Head, dialect: Dialect, *, include_usage: bool, keep_alive_seconds: float
+        self,
+        head: Head,
+        dialect: Dialect,
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+        keep_alive_seconds: float,
     ) -> None:
         self._head = head
         self._dialect = dialect
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._keep_alive_seconds = keep_alive_seconds
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
@@ -98,10 +106,10 @@ class EventStream:
                 for index in range(len(generation.choices)):
                     opening = self._dialect.opening(index)
                     if opening is not None:
-                        yield self._chunk(opening)
+                        yield self._chunk(generation, opening)
             for delta in deltas:
                 if delta.text or delta.tokens:
-                    yield self._chunk(self._dialect.chunk(delta))
+                    yield self._chunk(generation, self._dialect.chunk(delta))
                 if delta.finish_reason is not None:
                     yield self._closing(generation, delta)
         if self._include_usage:
@@ -111,13 +119,13 @@ class EventStream:
     def _closing(self, generation: Generation, delta: Delta) -> bytes:
         choice = self._dialect.closing(delta)
         if generation.is_finished:
-            return self._chunk(choice, timings=generation.timings())
-        return self._chunk(choice)
+            return self._chunk(generation, choice, timings=generation.timings())
+        return self._chunk(generation, choice)
 
-    def _chunk(self, choice: dict[str, Any], **more: object) -> bytes:
+    def _chunk(self, generation: Generation, choice: dict[str, Any], **more: object) -> bytes:
         fields = self._head.fields(self._dialect.chunk_kind, [choice])
         if self._include_usage:
-            fields["usage"] = None
+            fields["usage"] = generation.usage() if self._continuous_usage else None
         return _event(fields | more)
 
 

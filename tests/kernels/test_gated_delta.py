@@ -111,7 +111,9 @@ def test_decays_that_underflow_and_keys_that_repeat():
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    lengths=st.lists(
+        st.one_of(st.integers(1, 6), st.sampled_from([64, 130])), min_size=1, max_size=4
+    ),
     batch=st.integers(1, 3),
 )
 def test_windows_with_rejected_tails_equal_the_replay_and_token_by_token(seed, lengths, batch):

@@ -22,7 +22,8 @@ Script = Callable[[Request], Iterator[Output]]
 class FakeInfo:
     vocab_size: int = 4096
     max_model_len: int = 1024
-    num_draft_tokens: int = 2
+    num_draft_tokens: int | str = 2
+    mtp_enabled: bool = True
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:
