@@ -258,7 +258,7 @@ def test_generate_prints_the_answer_and_then_its_speed(
     captured = capsys.readouterr()
     assert captured.out == "Hello, 🎉!\n"
     assert re.search(r"\d+ tokens, [\d.]+ tokens/s", captured.err)
-    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\)", captured.err)
+    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\), depth 2\]", captured.err)
     (request,) = engine.submitted
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
@@ -306,8 +306,11 @@ def test_the_speed_leaves_out_the_first_step() -> None:
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=9))
     choice = Choice(0, request, Detokenizer(lambda _: b"x"))
     choice.take(out(5, 5, 5, 5, 5, finish="length"))
-    line = summary(choice, 10.0, [(11.0, 1), (12.0, 3), (13.0, 5)])
-    assert line == "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; no drafts]"
+    times = [(11.0, 1), (12.0, 3), (13.0, 5)]
+    off, auto = FakeInfo(mtp_enabled=False), FakeInfo(num_draft_tokens="auto")
+    start = "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; "
+    assert summary(choice, 10.0, times, off) == start + "no drafts]"
+    assert summary(choice, 10.0, times, auto) == start + "no drafts, depth auto]"
 
 
 def test_generate_goes_without_a_head_unless_one_was_asked_for(

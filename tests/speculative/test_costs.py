@@ -149,4 +149,6 @@ def test_noisy_visits_come_near_the_truth(slopes, noise, seed):
             late = 10.0 if draw.random() < 0.03 else 1.0
             costs.observe(5, depth, drift * true[depth] * late * draw.lognormvariate(0.0, noise))
     costs.settle()
-    assert costs.relative(5) == pytest.approx(true, rel=0.03 + 1.2 * noise)
+    # A visit compares two readings between which the machine has drifted by some 5%; a cell rests
+    # on the last eight or so.
+    assert costs.relative(5) == pytest.approx(true, rel=0.1 + 1.2 * noise)
