@@ -106,8 +106,10 @@ class Prober:
         promising = hopes[depth] > speed
         if 0 in hopes and prospects.doubts[0] > _PLAIN_DOUBT:
             depth, promising = 0, True
-        elif not promising and self._confirm_next and prospects.choice > 0:
-            # While parked, acceptance alone matters, and costly depths would use its time up.
+        elif not promising and prospects.choice == 0:
+            # The first draft tells whether it is worth while to look at more.
+            depth = min(hopes)
+        elif not promising and self._confirm_next:
             once = {k: _MISHAP * hopes[k] for k in prospects.unconfirmed & hopes.keys()}
             if max(once.values(), default=0.0) > speed:
                 depth = max(once, key=once.__getitem__)

@@ -18,6 +18,8 @@ _DECLINE = 0.95
 """What a position is expected to have of the rate of the one before it."""
 _NEIGHBOUR_TRIALS = 2.0
 """What that is worth."""
+_FORGOTTEN = 1e-3
+"""Trials that aren't worth to be counted down any more."""
 _POOL_TRIALS = 3.0
 """What all other rows are worth in the estimate of one."""
 
@@ -57,6 +59,8 @@ class Rates:
     def forget(self, start: int) -> None:
         """A step has passed in which the positions from `start` on were not tried."""
         for i in range(start, len(self._tried)):
+            if self._tried[i] < _FORGOTTEN:
+                return  # so is what lies deeper: it is tried only where this one is
             self._tried[i] *= self._forgetting
             self._passed[i] *= self._forgetting
 

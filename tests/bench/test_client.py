@@ -271,9 +271,9 @@ def test_silence_ends_at_the_timeout():
         return plain_stream(body)
 
     with FakeServer(chat) as fake:
-        text = failure(fake, asking=Asking(max_tokens=5, timeout=0.05))
+        text = failure(fake, asking=Asking(max_tokens=5, timeout=1.5))
         silent.set()
-    assert text == f"{fake.url}/v1 was silent for 0.05 seconds (--timeout)."
+    assert text == f"{fake.url}/v1 was silent for 1.5 seconds (--timeout)."
 
 
 @pytest.mark.parametrize(
