@@ -18,7 +18,7 @@ help:
 	@echo "make test-full  the long matrix, the real clients and the soak"
 	@echo "make check      format, lint, types, direction of imports"
 	@echo "make format     let ruff rewrite the files"
-	@echo "make bench      the speed table of docs/benchmarks.md on this machine"
+	@echo "make bench      the speed table of docs/benchmarks.md on this machine (ARGS=)"
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx-mtp needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
@@ -49,7 +49,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/python -m benchmarks.concurrency
+	$(BIN)/python -m benchmarks.concurrency $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

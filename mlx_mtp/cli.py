@@ -13,130 +13,25 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_mtp import __version__
-from mlx_mtp.config import (
-    DEFAULT_DRAFT_TOKENS,
-    MAX_DRAFT_TOKENS,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    EngineConfig,
-    ServerConfig,
-)
+from mlx_mtp.bench.arguments import add_bench, offline_spelling
+from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
-from mlx_mtp.errors import MissingHeadError, MlxMtpError
-from mlx_mtp.flags import Flag, add_flags, characters, one_of, real, resolve, text, whole
+from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError, UsageError
+from mlx_mtp.flags import add_flags, characters, resolve
+from mlx_mtp.options import ANSWER_TOKENS, BUNDLED_NAME, GENERATE_FLAGS, SERVE_FLAGS
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
+from mlx_mtp.selftest.arguments import add_selftest
 
 if TYPE_CHECKING:
     from mlx_mtp.backend import BackendInfo
-    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.engine.engine import Engine, EngineInfo
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer
-
-BUNDLED_NAME = "mlx-mtp-demo"
-ANSWER_TOKENS = 512
-"""Most tokens that `generate` asks for by itself."""
-_INT64 = 1 << 63
-_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-
-_ENGINE_DEFAULTS = EngineConfig()
-_SERVER_DEFAULTS = ServerConfig(model_name=BUNDLED_NAME)
-_MODEL_HELP = "a directory or a hub id; without it, the bundled demo model"
-_ENGINE_FLAGS = (
-    Flag(
-        "--mtp-num-draft-tokens",
-        "tokens that the MTP head drafts per step",
-        whole(1, MAX_DRAFT_TOKENS),
-        DEFAULT_DRAFT_TOKENS,
-        "N",
-    ),
-    Flag("--max-model-len", "most tokens of prompt and answer", whole(2, 1 << 31), None, "N"),
-    Flag(
-        "--prefill-step-size",
-        "prompt tokens computed at once",
-        whole(1, 1 << 20),
-        _ENGINE_DEFAULTS.prefill_step_size,
-        "N",
-    ),
-    Flag(
-        "--dtype",
-        "compute in auto, float32, bfloat16 or float16",
-        one_of("auto", "float32", "bfloat16", "float16"),
-        "auto",
-    ),
-)
-SERVE_FLAGS = (
-    Flag("model", _MODEL_HELP, text, None, "MODEL"),
-    Flag("--enable-mtp", "draft with the model's own MTP head", None, False),
-    *_ENGINE_FLAGS,
-    Flag("--host", "address to listen on", text, _SERVER_DEFAULTS.host),
-    Flag(
-        "--port",
-        "port to listen on; 0 takes a free one",
-        whole(0, 65535),
-        _SERVER_DEFAULTS.port,
-        "N",
-    ),
-    Flag("--served-model-name", "the model's id in the API", text, None, "NAME"),
-    Flag(
-        "--max-num-seqs",
-        "most sequences computed at once",
-        whole(1, 4096),
-        _ENGINE_DEFAULTS.max_num_seqs,
-        "N",
-    ),
-    Flag(
-        "--seed",
-        "makes the seeds of requests without one repeatable",
-        whole(-_INT64, _INT64 - 1),
-        None,
-        "N",
-    ),
-    Flag(
-        "--reasoning-parser",
-        f"how the model writes its reasoning: {', '.join(REASONING_PARSERS)}",
-        one_of(*REASONING_PARSERS),
-        _SERVER_DEFAULTS.reasoning_parser,
-        "NAME",
-    ),
-    Flag(
-        "--tool-call-parser",
-        f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}",
-        one_of(*TOOL_CALL_PARSERS),
-        _SERVER_DEFAULTS.tool_call_parser,
-        "NAME",
-    ),
-    Flag("--api-key", "clients must send it as a bearer token", text, None, "KEY"),
-    Flag("--log-level", f"one of {', '.join(_LOG_LEVELS)}", one_of(*_LOG_LEVELS), "info", "LEVEL"),
-)
-GENERATE_FLAGS = (
-    Flag("--model", _MODEL_HELP, text, None, "MODEL"),
-    Flag("--enable-mtp", "draft with the MTP head (default: if the model has one)", None, None),
-    *_ENGINE_FLAGS,
-    Flag("--system", "a system message before the prompt", text, None, "TEXT"),
-    Flag(
-        "--max-tokens",
-        f"most tokens to generate (default: the room in the context, at most {ANSWER_TOKENS})",
-        whole(1, 1 << 31),
-        None,
-        "N",
-    ),
-    Flag("--temperature", "0 takes the most probable token", real, None, "X"),
-    Flag("--top-p", "keep the most probable tokens up to this share", real, None, "X"),
-    Flag("--top-k", "keep so many of the most probable tokens", whole(0, 1 << 31), None, "N"),
-    Flag("--min-p", "keep tokens with this share of the most probable one", real, None, "X"),
-    Flag("--repetition-penalty", "1 changes nothing", real, None, "X"),
-    Flag("--presence-penalty", "0 changes nothing", real, 0.0, "X"),
-    Flag("--frequency-penalty", "0 changes nothing", real, 0.0, "X"),
-    Flag("--seed", "the same seed gives the same answer", whole(-_INT64, _INT64 - 1), None, "N"),
-    Flag("--stop", "a text that ends the answer", text, None, "TEXT"),
-    Flag(
-        "--log-level", f"one of {', '.join(_LOG_LEVELS)}", one_of(*_LOG_LEVELS), "warning", "LEVEL"
-    ),
-)
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -144,16 +39,20 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     # transformers would advise to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     parser = _parser()
-    given = parser.parse_args(argv)
+    given = parser.parse_args(offline_spelling(sys.argv[1:] if argv is None else argv))
     try:
         if given.command == "serve":
             return serve(resolve(given, SERVE_FLAGS, environ))
         if given.command == "generate":
             return generate(resolve(given, GENERATE_FLAGS, environ))
+        if given.command == "bench":
+            return bench(given, environ)
+        if given.command == "selftest":
+            return selftest(given)
         return int(given.run(given))
     except MlxMtpError as error:
         print(f"mlx-mtp: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, BenchError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -176,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     generating.add_argument("prompt", help="what to ask", type=characters)
     add_flags(generating, GENERATE_FLAGS)
     add_connect(commands)
+    add_bench(commands)
+    add_selftest(commands)
     add_subcommands(commands)
     return parser
 
@@ -185,6 +86,7 @@ def serve(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
+    _read_draft_vocab(options, may_draft=options.enable_mtp)
     info = backend.prepare()
 
     from mlx_mtp.server.app import create_app
@@ -193,7 +95,9 @@ def serve(options: argparse.Namespace) -> int:
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp)
-        engine = _engine(loaded, tokenizer, options, options.max_num_seqs)
+        engine = _engine(
+            loaded, tokenizer, options, options.max_num_seqs, options.calibration_seconds
+        )
         config = ServerConfig(
             model_name=options.served_model_name or _model_name(options.model),
             host=options.host,
@@ -204,7 +108,7 @@ def serve(options: argparse.Namespace) -> int:
             tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
-        banner = _banner(config, loaded, engine.info.num_draft_tokens, info)
+        banner = _banner(config, loaded, engine.info, info)
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)
         )
@@ -221,6 +125,7 @@ def generate(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
+    _read_draft_vocab(options, may_draft=options.enable_mtp is not False)
     backend.prepare()
 
     from mlx_mtp.terminal import stream_answer
@@ -228,11 +133,49 @@ def generate(options: argparse.Namespace) -> int:
     try:
         loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp is not False)
     except MissingHeadError:
-        if options.enable_mtp:
+        if options.enable_mtp or options.mtp_draft_vocab is not None:
             raise
         loaded, tokenizer = _load(options, enable_mtp=False)
-    engine = _engine(loaded, tokenizer, options, max_num_seqs=1)
+    # One answer isn't worth a measurement; what a server or other answers measured is used.
+    engine = _engine(loaded, tokenizer, options, max_num_seqs=1, calibration_seconds=0.0)
     return stream_answer(engine, tokenizer, loaded.generation_config, options, ANSWER_TOKENS)
+
+
+def bench(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Measure a server, two of them, or the engine alone."""
+    from mlx_mtp.bench import commands
+
+    if options.what != "offline":
+        return commands.run_http(options, environ)
+    from mlx_mtp.server.draft_vocab import read_wanted
+
+    commands.check(options)
+    wanted = read_wanted(options.mtp_draft_vocab)
+    from mlx_mtp import backend
+
+    _set_up_logging("warning")
+    info = backend.prepare()
+    loaded, tokenizer = _load(options, enable_mtp=True)
+    draft_ids = _draft_ids(loaded, tokenizer, wanted)
+    return commands.run_offline(options, loaded, tokenizer, str(info), draft_ids)
+
+
+def selftest(options: argparse.Namespace) -> int:
+    """Check this machine and print a table for a report."""
+    from mlx_mtp import backend
+    from mlx_mtp.bench.report import check_writable
+
+    check_writable(options.json)
+    _set_up_logging("warning")
+    if options.dtype == "float32":
+        # Who asks for float32 wants its digits; mlx reads this once, at its first product.
+        os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    info = backend.prepare()
+    loaded, tokenizer = _load(options, enable_mtp=True)
+
+    from mlx_mtp.selftest.commands import run_selftest
+
+    return run_selftest(options, loaded, tokenizer, str(info))
 
 
 def _load(options: argparse.Namespace, *, enable_mtp: bool) -> tuple[LoadedModel, Tokenizer]:
@@ -245,18 +188,54 @@ def _load(options: argparse.Namespace, *, enable_mtp: bool) -> tuple[LoadedModel
     return loaded, Tokenizer.load(path)
 
 
+def _read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
+    """Read the file, if one is given: what is wrong with it should not be learnt after a load."""
+    from mlx_mtp.server.draft_vocab import FLAG, read_wanted
+
+    if options.mtp_draft_vocab is None:
+        return
+    if not may_draft:
+        raise UsageError(f"{FLAG} is for the MTP head's drafts, and MTP is off: add --enable-mtp.")
+    options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
+
+
+def _draft_ids(
+    loaded: LoadedModel, tokenizer: Tokenizer, wanted: int | tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    from mlx_mtp.server.draft_vocab import draft_vocabulary
+
+    if wanted is None:
+        return None
+    return draft_vocabulary(wanted, tokenizer, min(tokenizer.vocab_size, loaded.vocab_size))
+
+
 def _engine(
-    loaded: LoadedModel, tokenizer: Tokenizer, options: argparse.Namespace, max_num_seqs: int
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    options: argparse.Namespace,
+    max_num_seqs: int,
+    calibration_seconds: float,
 ) -> Engine:
+    import platformdirs
+
     from mlx_mtp.engine.build import build_engine
 
     config = EngineConfig(
-        num_draft_tokens=options.mtp_num_draft_tokens if loaded.head_source else 0,
+        num_draft_tokens=options.mtp_num_draft_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=options.max_model_len,
         prefill_step_size=options.prefill_step_size,
+        calibration_seconds=calibration_seconds,
     )
-    return build_engine(loaded, config, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    cache_dir = Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp"))
+    return build_engine(
+        loaded,
+        config,
+        tokenizer.vocab_size,
+        tokenizer.eos_token_ids,
+        cache_dir=cache_dir,
+        draft_ids=_draft_ids(loaded, tokenizer, options.mtp_draft_vocab),
+    )
 
 
 def _set_up_logging(level: str) -> None:
@@ -271,10 +250,16 @@ def _model_name(model: str | None) -> str:
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
 
 
-def _banner(config: ServerConfig, loaded: LoadedModel, depth: int, info: BackendInfo) -> str:
+def _banner(
+    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, info: BackendInfo
+) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
-    drafts = f"{depth} tokens per step, head from {loaded.head_source}"
+    depth = engine.num_draft_tokens
+    drafts = f"{depth} (follows what they cost and bring)"
+    if depth != "auto":
+        drafts = f"{depth} tokens per step"
+    drafts += f", head from {loaded.head_source}"
     message = {"role": "user", "content": "Tell me a story."}
     body = json.dumps({"model": config.model_name, "messages": [message]})
     curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
@@ -286,7 +271,7 @@ def _banner(config: ServerConfig, loaded: LoadedModel, depth: int, info: Backend
         f"\n  address  {address}\n"
         f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
         f"  backend  {info}\n"
-        f"  drafts   {drafts if depth else 'none (--enable-mtp turns MTP on)'}\n\n"
+        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n\n"
         + " \\\n  ".join(curl)
         + "\n"
     )

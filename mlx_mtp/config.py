@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_DRAFT_TOKENS = 8
-DEFAULT_DRAFT_TOKENS = 2
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
+
+DraftTokens = int | Literal["auto"]
+"""Drafts per step: a fixed number, or "auto" to follow what they cost and bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +18,22 @@ class EngineConfig:
     """How the engine batches and speculates.
 
     Args:
-        num_draft_tokens: drafts per step (the depth k), 0 to 8; 0 is plain decoding.
+        num_draft_tokens: drafts per step (the depth k), 0 to 8; 0 is plain decoding. "auto": the
+            depth that brings most tokens per second.
         max_num_seqs: rows that may be in the engine at once, prefilling ones included.
         max_model_len: most tokens of prompt and answer together; None: what the model allows.
         prefill_step_size: most tokens, padding included, that one prefill chunk computes.
         overlap: launch step i+1 before the tokens of step i are read.
+        calibration_seconds: how long "auto" may measure steps before the first request is served,
+            where no earlier run has; 0 doesn't, and leaves it to be learned in use.
     """
 
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    num_draft_tokens: DraftTokens = "auto"
     max_num_seqs: int = 32
     max_model_len: int | None = None
     prefill_step_size: int = 512
     overlap: bool = True
+    calibration_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

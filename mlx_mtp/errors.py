@@ -20,6 +20,7 @@
     |-- EngineError             the server's fault (HTTP 5xx)
     |   |-- StepError               a step failed: the requests in it end with this (500)
     |   `-- EngineStoppedError      the engine is shutting down or dead (503)
+    |-- BenchError              a server that is measured failed or gave no answer (exit status 1)
     `-- BackendError            mlx has no backend here, or the one it has can't do this
 
 Every message says what was wrong and what would be right. `server/http_errors.py` is the one place
@@ -35,6 +36,10 @@ class MlxMtpError(Exception):
 
 class UsageError(MlxMtpError):
     """The command line, an environment variable or a setting is wrong."""
+
+
+class BenchError(MlxMtpError):
+    """A server that is measured can't be reached, refuses, or doesn't answer as the API has it."""
 
 
 class BackendError(MlxMtpError):

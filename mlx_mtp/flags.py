@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import UsageError
 
 PREFIX = "MLX_MTP_"
+_NUMBER = re.compile(r"[+-]?[0-9]+")
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 Parse = Callable[[str], Any]
@@ -112,6 +115,27 @@ def whole(low: int, high: int) -> Parse:
     return parse
 
 
+def word_or(word: str, parse: Parse) -> Parse:
+    """A word, or what `parse` takes."""
+
+    def parse_either(text: str) -> Any:
+        if text == word:
+            return word
+        try:
+            return parse(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, nor is it {word!r}") from None
+
+    return parse_either
+
+
+def count_or_path(value: str) -> int | Path:
+    """A number from 1 on; anything else is a file."""
+    if _NUMBER.fullmatch(value):
+        return int(whole(1, 1 << 31)(value))
+    return Path(text(value))
+
+
 def real(text: str) -> float:
     """A finite number."""
     try:
@@ -121,6 +145,18 @@ def real(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not finite")
     return value
+
+
+def at_least(low: float) -> Parse:
+    """A finite number from `low` on."""
+
+    def parse(text: str) -> float:
+        value = real(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value:g} is below {low:g}")
+        return value
+
+    return parse
 
 
 def characters(value: str) -> str:

@@ -20,7 +20,7 @@ from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
 from mlx_mtp.server.parsing.answer import PlainParser
-from mlx_mtp.server.protocols import EngineLike
+from mlx_mtp.server.protocols import EngineInfoLike, EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.wire import CompletionRequest
 
@@ -82,7 +82,7 @@ def stream_answer(
         engine.stop()
     print(flush=True)
     prompt_tokens = len(request.prompt_token_ids)
-    print(summary(choice, prompt_tokens, began, times), file=sys.stderr)
+    print(summary(choice, prompt_tokens, began, times, engine.info), file=sys.stderr)
     return 0
 
 
@@ -102,7 +102,11 @@ def _next(
 
 
 def summary(
-    choice: Choice, prompt_tokens: int, began: float, times: list[tuple[float, int]]
+    choice: Choice,
+    prompt_tokens: int,
+    began: float,
+    times: list[tuple[float, int]],
+    info: EngineInfoLike,
 ) -> str:
     """Speed and acceptance in one line.
 
@@ -111,6 +115,7 @@ def summary(
         prompt_tokens: of its prompt.
         began: when it was submitted.
         times: when each output came, and how many tokens there were by then.
+        info: of the engine.
     """
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
@@ -119,10 +124,11 @@ def summary(
         f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
         f"{prompt_tokens} tokens in {first - began:.2f} s; "
     )
+    depth = f", depth {info.num_draft_tokens}" if info.mtp_enabled else ""
     if not choice.num_drafts:
-        return line + "no drafts]"
-    share = choice.num_accepted / choice.num_drafts
-    return line + f"{choice.num_accepted} of {choice.num_drafts} drafts accepted ({share:.0%})]"
+        return f"{line}no drafts{depth}]"
+    accepted, share = choice.num_accepted, choice.num_accepted / choice.num_drafts
+    return f"{line}{accepted} of {choice.num_drafts} drafts accepted ({share:.0%}){depth}]"
 
 
 def _request(

@@ -6,6 +6,10 @@ from mlx_mtp import backend
 
 backend.prepare()
 
+import atexit  # noqa: E402
+import os  # noqa: E402
+import shutil  # noqa: E402
+import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -16,6 +20,10 @@ from tests.harness import MEASURED  # noqa: E402
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint  # noqa: E402
 
 DEMO = Path(backend.__file__).parent / "demo"
+
+# Servers that tests start must keep nothing in the user's own cache directory.
+os.environ["MLX_MTP_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlx-mtp-tests-")
+atexit.register(shutil.rmtree, os.environ["MLX_MTP_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

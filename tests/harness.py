@@ -20,6 +20,8 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.speculative.controller import DepthController
+from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer, Proposer
 
@@ -85,7 +87,7 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
         before = mx.zeros((1, 1), dtype=mx.int32)
         where = mx.array([[position]])
         mask = None if masks is None else masks.mask()
-        scores = sampler.scores(logits, where, before, mask)
+        scores = sampler.scores(logits, where, before, mask=mask)
         ranked = np.sort(np.array(scores[0, 0]).astype(np.float64))[::-1]
         token = int(mx.argmax(scores[0, 0]).item())
         tokens.append(token)
@@ -145,13 +147,16 @@ class Driver:
         proposer: Proposer | None = None,
         depth: DepthPolicy | None = None,
     ) -> None:
-        config = config or EngineConfig()
+        config = config or EngineConfig(num_draft_tokens=2)
+        if depth is None:
+            fixed = config.num_draft_tokens
+            depth = DepthController(StepCosts(8)) if fixed == "auto" else FixedDepth(fixed)
         self.vocab_size = vocab_size or model.vocab_size
         self.stop_ids = stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
         self.runner = ModelRunner(model, proposer, self.vocab_size)
-        self.scheduler = Scheduler(config, depth or FixedDepth(config.num_draft_tokens))
+        self.scheduler = Scheduler(config, depth)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
 

@@ -55,7 +55,8 @@ class Server:
 
 def start(*flags: str) -> Server:
     command = [sys.executable, "-m", "mlx_mtp", "serve", "--port", "0", *flags]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MLX_MTP_")}
+    kept = "MLX_MTP_CACHE_DIR"
+    environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     for line in process.stdout:

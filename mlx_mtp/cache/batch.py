@@ -44,7 +44,13 @@ class BatchCache:
             if isinstance(cache, RaggedKVCache):
                 cache.reserve(limit)
             else:
-                cache.lengths = lengths
+                cache.coming = lengths
+
+    def reserve_more(self, more: int) -> None:
+        """Make room for positions that are run beside the window and never kept."""
+        for cache in self.layers:
+            if isinstance(cache, RaggedKVCache):
+                cache.reserve(cache.limit + more)
 
     def commit(self, num_kept: mx.array) -> None:
         """Keep the first `num_kept[b]` positions of the window that just ran (int32 [B])."""
@@ -52,7 +58,7 @@ class BatchCache:
         for cache in self.layers:
             if isinstance(cache, RaggedKVCache):
                 cache.offset = self.offset
-            elif cache.lengths is None:
+            elif cache.coming is None:
                 cache.num_kept = num_kept
 
     def take(self, rows: mx.array) -> BatchCache:

@@ -35,6 +35,11 @@ class RaggedKVCache:
         self.limit = 0
 
     @property
+    def batch_size(self) -> int:
+        """Rows B."""
+        return self.offset.shape[0]
+
+    @property
     def capacity(self) -> int:
         """Entries each row has room for."""
         return 0 if self.keys is None else self.keys.shape[2]
@@ -48,7 +53,7 @@ class RaggedKVCache:
         self.limit = -(-limit // _STRIDE) * _STRIDE
         if self.keys is None or self.values is None:
             return
-        wanted = _rounded(self.limit)
+        wanted = rounded_capacity(self.limit)
         if self.limit > self.capacity:
             self.keys, self.values = _widen(self.keys, wanted), _widen(self.values, wanted)
         elif self.capacity >= 2 * wanted:
@@ -84,14 +89,18 @@ class RaggedKVCache:
     def make_mask(
         self, length: int, return_array: bool = True, window_size: int | None = None
     ) -> mx.array:
-        """Which entries each of `length` new positions may see: bool [B, 1, length, limit].
+        """Which entries a window's positions may see: bool [B, 1, T, limit].
+
+        Args:
+            length: B*T, new positions of all rows (mlx-lm's models see them as one long row).
+            return_array, window_size: of mlx-lm's interface.
 
         Raises:
             ValueError: for a sliding window, which no supported family has.
         """
         if window_size is not None:
             raise ValueError("RaggedKVCache has no sliding window")
-        return causal_mask(self.offset, length, self.limit)
+        return causal_mask(self.offset, length // self.batch_size, self.limit)
 
     def take(self, rows: mx.array) -> RaggedKVCache:
         """A cache of these rows alone (int32 [B'], in the order given)."""
@@ -120,13 +129,14 @@ def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
     return (mx.arange(limit) <= last[..., None])[:, None]
 
 
-def _rounded(limit: int) -> int:
+def rounded_capacity(limit: int) -> int:
+    """Entries that a row gets room for when it needs `limit`."""
     return -(-limit // _GROWTH) * _GROWTH
 
 
 def _empty(like: mx.array, limit: int) -> mx.array:
     batch, heads, _, dim = like.shape
-    return mx.zeros((batch, heads, _rounded(limit), dim), dtype=like.dtype)
+    return mx.zeros((batch, heads, rounded_capacity(limit), dim), dtype=like.dtype)
 
 
 def _widen(array: mx.array, wanted: int) -> mx.array:

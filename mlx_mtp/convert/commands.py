@@ -34,6 +34,12 @@ def add_subcommands(subparsers: Any) -> None:
     inspecting.add_argument(
         "model", nargs="?", help="a directory or a hub id; without it, the bundled demo model"
     )
+    inspecting.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPE_NAMES),
+        default="auto",
+        help="tell the memory for computing in this type (default: auto, as serve has it)",
+    )
     inspecting.set_defaults(run=run_inspect)
     converting = subparsers.add_parser(
         "convert", help="make an MLX model with its MTP head from a Hugging Face checkpoint"
@@ -129,7 +135,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     _prepare()
     from mlx_mtp.convert.inspect_model import inspect_model
 
-    print("\n".join(inspect_model(options.model)))
+    print("\n".join(inspect_model(options.model, options.dtype)))
     return 0
 
 

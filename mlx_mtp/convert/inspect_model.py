@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_mtp.convert.console import size_text
 from mlx_mtp.convert.hub import HUB_ID, HubRepo
+from mlx_mtp.convert.memory import memory_rows, weights_in_memory, weights_on_disk
 from mlx_mtp.convert.metadata import FORMAT_VERSION_KEY, Existing
 from mlx_mtp.convert.safetensors_file import SafetensorsFile
 from mlx_mtp.convert.source import INDEX, SINGLE_FILE, head_of, weight_map_of
@@ -31,6 +32,7 @@ class _Found:
         head: in words; None without one.
         head_bytes: that come on top of the trunk's.
         base: the model it was converted from, as far as it says.
+        directory: that holds its weights; None if they are elsewhere.
     """
 
     target: Target
@@ -38,13 +40,15 @@ class _Found:
     head: str | None
     head_bytes: int = 0
     base: str | None = None
+    directory: Path | None = None
 
 
-def inspect_model(name: str | None) -> list[str]:
+def inspect_model(name: str | None, dtype: str = "auto") -> list[str]:
     """Lines to print.
 
     Args:
         name: a directory or a hub id; None for the bundled model.
+        dtype: that it would be served in; see `load_model`.
 
     Raises:
         ModelError: there is no such model, or no family serves it.
@@ -65,7 +69,7 @@ def inspect_model(name: str | None) -> list[str]:
         "quantization": _quantization(config),
         "weights": _size(found.trunk),
         "MTP head": found.head or "none",
-        "memory": _memory(found, attention),
+        **_memory(found, dtype),
         "next": _next(name, found),
     }
     return [f"{label:<14}{text}" for label, text in rows.items()]
@@ -82,16 +86,16 @@ def _local(path: Path) -> _Found:
     trunk = (sum(f.stat().st_size for f in files), len(files))
     if existing is not None:
         size = sum(file.stat().st_size for file in existing.files)
-        return _Found(target, trunk, _sidecar(existing, size), size, base)
+        return _Found(target, trunk, _sidecar(existing, size), size, base, path)
     head = head_of(weight_map_of(path))
     if not head:
-        return _Found(target, trunk, None, 0, base)
+        return _Found(target, trunk, None, 0, base, path)
     size = 0
     for file_name in set(head.values()):
         with SafetensorsFile(path / file_name) as file:
             size += sum(tensor.nbytes for key, tensor in file.tensors.items() if key in head)
     where = ", ".join(sorted(set(head.values())))
-    return _Found(target, trunk, f"in {where}: {size_text(size)} of the weights", 0, base)
+    return _Found(target, trunk, f"in {where}: {size_text(size)} of the weights", 0, base, path)
 
 
 def _sidecar(existing: Existing, size: int) -> str:
@@ -149,21 +153,15 @@ def _size(trunk: tuple[int, int] | None) -> str:
     return f"{size_text(trunk[0])} in {trunk[1]} file(s)" if trunk else "none found"
 
 
-def _memory(found: _Found, attention: int) -> str:
-    """Weights as stored, and what a request adds in 16-bit activations and a float32 state."""
-    args = found.target.args
-    weights = (found.trunk[0] if found.trunk else 0) + found.head_bytes
-    layers = attention + (1 if found.head else 0)
-    per_token = layers * 2 * args.num_key_value_heads * args.head_dim * 2
-    keys = args.linear_num_key_heads * args.linear_key_head_dim
-    values = args.linear_num_value_heads * args.linear_value_head_dim
-    state = values * args.linear_key_head_dim * 4
-    window = (args.linear_conv_kernel_dim - 1) * (2 * keys + values) * 2
-    per_request = (args.num_hidden_layers - attention) * (state + window)
-    return (
-        f"{size_text(weights)} for the weights; a request takes {size_text(per_request)} and "
-        f"{size_text(1000 * per_token)} per 1,000 tokens of context"
-    )
+def _memory(found: _Found, dtype: str) -> dict[str, str]:
+    has_head = found.head is not None
+    weights = None
+    if found.directory is not None:
+        weights = weights_in_memory(found.directory, has_head=has_head, dtype=dtype)
+    if weights is None:
+        stored = (found.trunk[0] if found.trunk else 0) + found.head_bytes
+        weights = weights_on_disk(stored, found.target.config, dtype)
+    return memory_rows(found.target.args, weights, has_head=has_head)
 
 
 def _next(name: str, found: _Found) -> str:

@@ -29,6 +29,7 @@ class Batch:
     Attributes:
         last: int32 [B], the last token each row emitted, which is not in the caches yet.
         drafts: int32 [B, k], proposed to follow it.
+        num_drafts: how many of them count, for each row; k for one of them at least.
         remaining: int32 [B], tokens each row may still emit.
         ended: bool [B], rows that emit nothing any more; their caches stand still.
         stop_ids: int32 [B, S], padded with -1.
@@ -51,6 +52,7 @@ class Batch:
         )
         self.last = mx.zeros(count, dtype=mx.int32)
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
+        self.num_drafts = [0] * count
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
@@ -64,7 +66,18 @@ class Batch:
         if not self.guide:
             return self.sampler.draw(logits, positions, window)
         mx.async_eval(logits)  # The host makes the masks meanwhile.
-        return self.sampler.draw(logits, positions, window, self.guide.window_mask(window))
+        return self.sampler.draw(logits, positions, window, mask=self.guide.window_mask(window))
+
+    def set_drafts(self, drafts: mx.array) -> None:
+        """Take what was proposed, int32 [B, k]; of it a row may want less than all."""
+        self.num_drafts = [s.drafting.num_drafts(drafts.shape[1]) for s in self.sequences]
+        self.drafts = drafts[:, : max(self.num_drafts)]
+
+    def draft_limits(self) -> mx.array | None:
+        """`num_drafts` as int32 [B]; None where all drafts of all rows count."""
+        if min(self.num_drafts) == self.drafts.shape[1]:
+            return None
+        return mx.array(self.num_drafts, dtype=mx.int32)
 
     def settle(self, verdict: Verdict, targets: mx.array) -> None:
         """Take over what came of a window: counts, limits and the last token."""
@@ -92,6 +105,8 @@ class Batch:
             taken.draft_state = self.draft_state.take(chosen)
         for name in ("last", "drafts", "remaining", "ended", "stop_ids"):
             setattr(taken, name, getattr(self, name)[rows])
+        taken.num_drafts = [self.num_drafts[i] for i in chosen]
+        taken.drafts = taken.drafts[:, : max(taken.num_drafts, default=0)]
         return taken
 
     def join(self, other: Batch) -> None:
@@ -101,9 +116,13 @@ class Batch:
         self.sampler.extend(other.sampler)
         if self.draft_state is not None and other.draft_state is not None:
             self.draft_state.extend(other.draft_state)
-        # Windows are one rectangle: where depths differ, the longer row's last drafts are let go.
-        depth = min(self.drafts.shape[1], other.drafts.shape[1])
-        self.drafts = mx.concatenate([self.drafts[:, :depth], other.drafts[:, :depth]])
+        # Windows are one rectangle, as deep as that of the rows that run already: what comes with
+        # more drafts lets the last of them go, and what comes with fewer has some that don't count.
+        depth = self.drafts.shape[1]
+        missing = max(depth - other.drafts.shape[1], 0)
+        drafts = mx.pad(other.drafts[:, :depth], [(0, 0), (0, missing)])
+        self.drafts = mx.concatenate([self.drafts, drafts])
+        self.num_drafts = self.num_drafts + [min(n, depth) for n in other.num_drafts]
         self.last = mx.concatenate([self.last, other.last])
         self.remaining = mx.concatenate([self.remaining, other.remaining])
         self.ended = mx.concatenate([self.ended, other.ended])

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
+from mlx_mtp.engine.costs import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.errors import UsageError
+from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.speculative.controller import DepthController
+from mlx_mtp.speculative.cost_store import CostStore
+from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
+from mlx_mtp.speculative.draft_vocab import check_ids
 from mlx_mtp.speculative.proposer import MTPProposer, Proposer
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -19,6 +31,8 @@ def build_engine(
     *,
     proposer: Proposer | None = None,
     depth: DepthPolicy | None = None,
+    cache_dir: Path | None = None,
+    draft_ids: Sequence[int] | None = None,
 ) -> Engine:
     """Put an engine together. It speculates if the model was loaded with its head.
 
@@ -28,35 +42,69 @@ def build_engine(
         tokenizer_vocab_size: ids at or above it (padding of the embedding) are never sampled.
         eos_token_ids: of the tokenizer; the model's own are added.
         proposer: another source of drafts than the head.
-        depth: another choice of depth than the config's fixed one.
+        depth: another choice of depth than the config's.
+        cache_dir: where measured step costs are kept between runs; None: nowhere.
+        draft_ids: the only tokens that the head may draft, in any order; None: all.
 
     Raises:
-        UsageError: a limit is out of range.
+        UsageError: a limit is out of range, or `draft_ids` are wrong or not for a head.
     """
-    if not 0 <= config.num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise UsageError(
-            f"num_draft_tokens is {config.num_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}."
-        )
+    _check_depth(config.num_draft_tokens)
     for name in ("max_num_seqs", "prefill_step_size"):
         if getattr(config, name) < 1:
             raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
-    if proposer is None and model.head is not None:
-        proposer = MTPProposer(model)
-    num_draft_tokens = config.num_draft_tokens if proposer is not None else 0
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
+    draft_head = None
+    if draft_ids is not None:
+        if proposer is not None or model.head is None:
+            raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
+        draft_head = _draft_head(model, check_ids(draft_ids, vocab_size, "draft_ids"), vocab_size)
+    if proposer is None and model.head is not None:
+        proposer = MTPProposer(model, draft_head)
+    num_draft_tokens = config.num_draft_tokens if proposer is not None else 0
+    keeper = None
+    if depth is None and num_draft_tokens == "auto":
+        costs = StepCosts(MAX_DRAFT_TOKENS)
+        mark = fingerprint(model, None if draft_head is None else draft_head.ids.size)
+        store = CostStore(cache_dir, mark) if cache_dir is not None else None
+        depth, keeper = DepthController(costs), CostKeeper(costs, store)
+    elif depth is None:
+        assert isinstance(num_draft_tokens, int)
+        depth = FixedDepth(num_draft_tokens)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
         max_model_len=_max_model_len(config, model),
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
+        mtp_enabled=proposer is not None,
     )
-    return Engine(
-        info,
-        config,
-        lambda: ModelRunner(model, proposer, vocab_size),
-        depth or FixedDepth(num_draft_tokens),
+    return Engine(info, config, lambda: ModelRunner(model, proposer, vocab_size), depth, keeper)
+
+
+def _draft_head(model: LoadedModel, ids: tuple[int, ...], vocab_size: int) -> DraftHead | None:
+    """Rows of lm_head to draft with; None where it is all of them."""
+    if len(ids) == vocab_size:
+        logger.info("Drafts come from all %d tokens.", vocab_size)
+        return None
+    head = DraftHead(model, ids)
+    logger.info(
+        "Drafts come from %d of %d tokens; their copy of lm_head's rows takes %.1f MB.",
+        len(ids),
+        vocab_size,
+        head.nbytes / 1e6,
     )
+    return head
+
+
+def _check_depth(num_draft_tokens: DraftTokens) -> None:
+    if num_draft_tokens == "auto":
+        return
+    if type(num_draft_tokens) is not int or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise UsageError(
+            f'num_draft_tokens is {num_draft_tokens!r}; it must be "auto" or 0 to '
+            f"{MAX_DRAFT_TOKENS}."
+        )
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:

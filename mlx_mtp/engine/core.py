@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import Launched, ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.engine.timing import StepTimer
 from mlx_mtp.speculative.counters import SpeculationCounters
 
 
@@ -18,13 +22,22 @@ class EngineCore:
         runner: does it.
         overlap: read a step's tokens only after the next step is launched, so that the host's work
             hides behind the device's. Without it the loop is plain, and the reference.
+        clock: seconds; steps are timed by it.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        overlap: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
         self._in_flight: list[Launched] = []
+        self._timer = StepTimer(clock)
         self._counters = SpeculationCounters()
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -64,6 +77,8 @@ class EngineCore:
             num_draft_tokens=spec.num_draft_tokens,
             num_accepted_tokens=spec.num_accepted_tokens,
             num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
+            depths=tuple(sorted(self._scheduler.depths.items())),
+            parked=self._scheduler.parked,
         )
 
     def _update(self, launched: list[Launched], *, look_ahead: bool) -> list[RequestOutput]:
@@ -71,7 +86,7 @@ class EngineCore:
         if not look_ahead:
             ready, self._in_flight = [*ready, *launched], []
         results = self._runner.read(ready)
-        outputs = self._scheduler.update(results)
+        outputs = self._scheduler.update(results, self._timer.lap(ready, launched))
         for result in results:
             self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
             self._prompt_tokens += result.num_prompt_tokens

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_mtp.config import EngineConfig
+from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.costs import CostKeeper
+from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
@@ -38,15 +39,17 @@ class EngineInfo:
         vocab_size: token ids are below this.
         eos_token_ids: ids that end a sequence unless it ignores them.
         max_model_len: most tokens of prompt and answer together.
-        num_draft_tokens: the depth; 0 when MTP is off.
+        num_draft_tokens: drafts per step where a request doesn't say; 0 when MTP is off.
         model_type: as in config.json.
+        mtp_enabled: there is a source of drafts.
     """
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
-    num_draft_tokens: int
+    num_draft_tokens: DraftTokens
     model_type: str
+    mtp_enabled: bool
 
 
 class Engine:
@@ -60,6 +63,7 @@ class Engine:
         config: limits.
         make_runner: builds the runner, called on the engine's thread.
         depth: drafts per step.
+        keeper: of the costs that `depth` follows, if it follows any.
     """
 
     def __init__(
@@ -68,11 +72,13 @@ class Engine:
         config: EngineConfig,
         make_runner: Callable[[], ModelRunner],
         depth: DepthPolicy,
+        keeper: CostKeeper | None = None,
     ) -> None:
         self.info = info
         self._config = config
         self._make_runner = make_runner
         self._depth = depth
+        self._keeper = keeper
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._stopping = False
@@ -166,12 +172,15 @@ class Engine:
                 f"The prompt holds token {wrong}, but token ids are 0 to {vocab_size - 1}.",
                 param="prompt",
             )
+        check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
     def _main(self) -> None:
         scheduler = Scheduler(self._config, self._depth)
         try:
-            core = EngineCore(scheduler, self._make_runner(), overlap=self._config.overlap)
-            self._loop(core)
+            runner = self._make_runner()
+            if self._keeper is not None:
+                self._keeper.begin(self._config, runner, stopping=lambda: self._stopping)
+            self._loop(EngineCore(scheduler, runner, overlap=self._config.overlap))
         except Exception as error:
             logger.exception("The engine's thread died")
             self._failure = f"the engine's thread died: {type(error).__name__}: {error}"
@@ -181,6 +190,8 @@ class Engine:
         for sequence in waiting:
             scheduler.add(sequence)
         self._send(scheduler.fail_all(cut_short))
+        if self._keeper is not None:
+            self._keeper.save()
         self._stats = EngineStats()
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
@@ -193,6 +204,8 @@ class Engine:
             if self._stopping:
                 return
             self._send(core.step())
+            if self._keeper is not None:
+                self._keeper.save_now_and_then()
 
     def _take_inbox(self, core: EngineCore, *, wait: bool) -> None:
         with self._wake:

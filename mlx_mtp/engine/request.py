@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.errors import InvalidRequestError, MlxMtpError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 
@@ -20,13 +21,36 @@ class Request:
         request_id: unique among the requests in the engine.
         prompt_token_ids: at least one id, each below the tokenizer's vocabulary.
         sampling: how to sample; validated by `Engine.submit`.
+        num_draft_tokens: drafts per step for this request, 0 to 8; None leaves them to the engine.
+            They change nothing but the speed.
         grammar: `sampling.grammar`, compiled.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    num_draft_tokens: int | None = None
     grammar: Grammar | None = None
+
+
+def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
+    """Check what a request says of its drafts.
+
+    Raises:
+        InvalidRequestError: it is out of range, or there is nothing to draft with.
+    """
+    if wanted is None:
+        return
+    field = "mtp.num_draft_tokens"
+    if not 0 <= wanted <= MAX_DRAFT_TOKENS:
+        raise InvalidRequestError(
+            f"{field} is {wanted}; it must be 0 to {MAX_DRAFT_TOKENS}.", param=field
+        )
+    if wanted > 0 and not mtp_enabled:
+        raise InvalidRequestError(
+            f"{field} is {wanted}, but this server runs without MTP: only 0 is possible.",
+            param=field,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class Launched:
     Args:
         sequences: its rows.
         num_positions: length of each row's window; in a prefill chunk all of it is kept.
+        num_drafts: how many drafts of its window count for each row; empty in a prefill.
+        num_proposed: drafts a row that the step proposes for the next window.
         is_prefill: the rows' prompts, not their drafts.
         tokens: int32 [B, T], drawn after each position (the last alone in a prefill).
         verdict: how many of them each row emits.
@@ -54,6 +56,8 @@ class Launched:
     tokens: mx.array | None = None
     verdict: Verdict | None = None
     logprobs: tuple[mx.array, mx.array, mx.array] | None = None
+    num_drafts: tuple[int, ...] = ()
+    num_proposed: int = 0
     error: StepError | None = None
     row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)
 
@@ -214,16 +218,24 @@ class ModelRunner:
             stop_ids=batch.stop_ids,
             remaining=batch.remaining,
             finished=batch.ended,
+            num_drafts=batch.draft_limits(),
         )
+        num_drafts = tuple(batch.num_drafts)
         batch.cache.commit(verdict.num_kept)
         batch.settle(verdict, targets)
         self._propose(batch, hidden, targets, start, verdict.num_kept, num_draft_tokens, limit)
 
         rows = tuple(batch.sequences)
         logprobs = batch.sampler.logprobs(logits, targets)
-        errors = batch.guide.errors()
         launched = Launched(
-            rows, (length,) * len(rows), False, targets, verdict, logprobs, row_errors=errors
+            rows,
+            (length,) * len(rows),
+            tokens=targets,
+            verdict=verdict,
+            logprobs=logprobs,
+            num_drafts=num_drafts,
+            num_proposed=batch.drafts.shape[1],
+            row_errors=batch.guide.errors(),
         )
         self._start(batch, launched)
         return launched
@@ -240,7 +252,7 @@ class ModelRunner:
     ) -> None:
         if self._proposer is None or batch.draft_state is None:
             return
-        batch.drafts = self._proposer.propose(
+        drafts = self._proposer.propose(
             batch.draft_state,
             hidden=hidden,
             targets=targets,
@@ -250,6 +262,7 @@ class ModelRunner:
             limit=limit,
             sampler=batch.drafter,
         )
+        batch.set_drafts(drafts)
 
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
         state = None
@@ -372,7 +385,7 @@ def _results(window: Launched) -> list[RowResult]:
                 logprobs=() if tables is None or top is None else _report(tables, row, kept, top),
                 finished=finished[row],
                 num_prompt_tokens=length if window.is_prefill else 0,
-                num_draft_tokens=0 if window.is_prefill or kept == 0 else length - 1,
+                num_draft_tokens=0 if window.is_prefill or kept == 0 else window.num_drafts[row],
                 num_accepted_tokens=0 if window.is_prefill else num_accepted[row],
             )
         )

@@ -15,7 +15,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.errors import MlxMtpError
-from mlx_mtp.speculative.depth import DepthPolicy
+from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class RowResult:
         logprobs: one per token if asked for.
         finished: the device ended the row.
         num_prompt_tokens: prompt tokens this window computed.
-        num_draft_tokens, num_accepted_tokens: of this window.
+        num_draft_tokens, num_accepted_tokens: of this window, as far as the row wanted drafts.
         error: the step failed; nothing else is valid.
     """
 
@@ -101,6 +101,17 @@ class Scheduler:
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
         self._next_group = 0
+        self._last_size = 0
+
+    @property
+    def depths(self) -> dict[int, int]:
+        """The depth chosen last for each batch size that has run."""
+        return self._depth.choices()
+
+    @property
+    def parked(self) -> bool:
+        """The last step was planned without drafts."""
+        return self._depth.choices().get(self._last_size) == 0
 
     @property
     def num_waiting(self) -> int:
@@ -139,12 +150,20 @@ class Scheduler:
         if chunk:
             for sequence, start, length in chunk.rows:
                 sequence.num_computed = start + length
-        depth = self._depth.depth(len(decode)) if decode or chunk else 0
         live = frozenset(s for s in self._admitted() if not s.finished)
-        return Plan(chunk, decode, depth, live)
+        return Plan(chunk, decode, self._num_draft_tokens(chunk, decode), live)
 
-    def update(self, results: Iterable[RowResult]) -> list[RequestOutput]:
-        """Take in what a step brought, and say what each request gets of it."""
+    def update(
+        self, results: Iterable[RowResult], seconds: float | None = None
+    ) -> list[RequestOutput]:
+        """Take in what a step brought, and say what each request gets of it.
+
+        Args:
+            results: of the step's rows.
+            seconds: what the step cost; None where that can't be told.
+        """
+        results = list(results)
+        self._learn(results, seconds)
         return [output for result in results if (output := self._take(result)) is not None]
 
     def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
@@ -152,6 +171,29 @@ class Scheduler:
         unfinished = [s for s in (*self._waiting, *self._admitted()) if not s.finished]
         self._waiting.clear()
         return [_failed(s, error) for s in unfinished]
+
+    def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
+        """Drafts for the next window of the rows that decode, or will when this step has run."""
+        spans = chunk.rows if chunk is not None else ()
+        ending = (s for s, start, length in spans if start + length == s.num_prompt)
+        rows = [s.drafting for s in (*decode, *ending)]
+        if not rows:
+            return 0
+        self._last_size = len(rows)
+        return self._depth.depth(rows, steady=chunk is None)
+
+    def _learn(self, results: list[RowResult], seconds: float | None) -> None:
+        """Tell the policy of the depth what a decoding step brought."""
+        rows = [r for r in results if not r.num_prompt_tokens and r.error is None]
+        if not rows:
+            return
+        outcomes = [
+            Outcome(r.sequence.drafting, r.num_draft_tokens, r.num_accepted_tokens, r.finished)
+            for r in rows
+            if r.num_kept
+        ]
+        depth = rows[0].num_positions - 1
+        self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds))
 
     def _take(self, result: RowResult) -> RequestOutput | None:
         sequence = result.sequence

@@ -6,6 +6,7 @@ import enum
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.sampling.constraint import Constraint
+from mlx_mtp.speculative.depth import Row
 
 
 class Status(enum.Enum):
@@ -27,6 +28,9 @@ class Sequence:
         request: what was asked.
         stop_ids: every id that ends it.
         max_new_tokens: tokens it may emit, context limit included.
+
+    Attributes:
+        drafting: what the choice of the depth knows of it.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
@@ -34,6 +38,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.max_new_tokens = max_new_tokens
         self.constraint = Constraint(request.grammar) if request.grammar is not None else None
+        self.drafting = Row(request.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_output = 0

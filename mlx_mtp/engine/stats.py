@@ -18,6 +18,8 @@ class EngineStats:
         num_draft_tokens: drafts verified.
         num_accepted_tokens: drafts that were accepted.
         num_accepted_tokens_per_pos: the same, by position in the window (from 0).
+        depths: (batch size, drafts per step chosen for it last), for the sizes that have run.
+        parked: the last step was planned without drafts.
     """
 
     num_requests_running: int = 0
@@ -28,3 +30,5 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    depths: tuple[tuple[int, int], ...] = ()
+    parked: bool = False

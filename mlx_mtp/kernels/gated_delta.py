@@ -1,102 +1,93 @@
-"""The gated delta rule over a window, and the fold of an accepted prefix (portable path).
+"""The gated delta rule over a window, and the fold of an accepted prefix.
 
 The recurrent state of a GatedDeltaNet layer can't be truncated, so a verify window that is
-rejected in part needs the state as it was before the window plus the accepted prefix. What is
-kept of a window is therefore its inputs, not its states; the next call folds the accepted prefix
-into the old state first. Source of the recurrence: Yang et al., "Gated Delta Networks" (2024),
-equation 10, in the form of mlx-lm's `gated_delta_ops`, on which this path is built.
+rejected in part needs the state as it was before the window plus the accepted prefix. The rule
+writes one rank-one term a position, `state <- g state + delta k^T`, so a window is remembered by
+its (k, delta, g), and the next call folds the accepted prefix in before it runs its own window: no
+snapshot is copied, nothing is restored, and a rejection costs nothing.
+
+Source of the recurrence: Yang et al., "Gated Delta Networks" (2024), equation 10, in the form of
+mlx-lm's `gated_delta_ops`, which is the reference (`reference.py`). A kernel runs it where there
+is a GPU (`kernel.py`), matrix products elsewhere (`chunkwise.py`), the reference for one position.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mlx.core as mx
-from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
-
-class Window(NamedTuple):
-    """The inputs of T recurrent steps.
-
-    Args:
-        k: keys, l2-normalised, [B, T, Hk, Dk].
-        v: values, [B, T, Hv, Dv].
-        g: decay in (0, 1), float32, [B, T, Hv].
-        beta: write strength, [B, T, Hv].
-    """
-
-    k: mx.array
-    v: mx.array
-    g: mx.array
-    beta: mx.array
-
-    @property
-    def length(self) -> int:
-        """T, the number of positions."""
-        return self.k.shape[1]
-
-
-def gated_delta(
-    q: mx.array, window: Window, state: mx.array, mask: mx.array | None = None
-) -> tuple[mx.array, mx.array]:
-    """Run the recurrence over a window.
-
-    Args:
-        q: queries, normalised and scaled by Dk^-1/2, [B, T, Hk, Dk].
-        window: the other inputs.
-        state: float32, [B, Hv, Dv, Dk].
-        mask: bool [B, T]; a masked position leaves the state as it was and its output is undefined.
-
-    Returns:
-        Outputs [B, T, Hv, Dv] in q's dtype, and the state after the last unmasked position.
-    """
-    run = gated_delta_kernel if _metal_fits(window.k.shape[-1]) else gated_delta_ops
-    return run(q, window.k, window.v, window.g, window.beta, state, mask)
-
-
-def fold(window: Window, num_kept: mx.array, state: mx.array) -> mx.array:
-    """Take the first `num_kept[b]` positions of each row's window into its state.
-
-    Args:
-        window: T positions that were verified.
-        num_kept: int32 [B], 0 to T.
-        state: the state before the window, float32 [B, Hv, Dv, Dk].
-
-    Returns:
-        The state after the kept positions, bitwise that of running them one by one.
-    """
-    mask = mx.arange(window.length) < num_kept[:, None]
-    _, folded = gated_delta(window.k, window, state, mask)
-    return folded
+from mlx_mtp.kernels import chunkwise, reference
+from mlx_mtp.kernels import gated_delta_kernel as kernel
+from mlx_mtp.kernels.window import Pending, Window
 
 
 def fold_and_verify(
     q: mx.array,
     window: Window,
     state: mx.array,
-    previous: Window | None,
+    previous: Pending | None,
     num_kept: mx.array | None,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, Pending]:
     """Fold the previous window's accepted prefix, then run the new window on top of it.
 
     Args:
-        q: queries of the new window, [B, T, Hk, Dk].
-        window: the new window.
-        state: the state before the previous window, float32 [B, Hv, Dv, Dk].
-        previous: the previous window, of any length; None when there is none to fold.
+        q: queries of the new window, l2-normalised, [B, T, Hk, Dk]; outputs are scaled by Dk^-1/2.
+        window: its other inputs.
+        state: before the previous window, float32 [B, Hv, Dv, Dk].
+        previous: the window before, of any length; None when there is nothing to fold.
         num_kept: how much of it each row keeps, int32 [B].
 
     Returns:
-        Outputs of the new window [B, T, Hv, Dv], and the state after the fold, which is the one
-        to keep until the new window is committed.
+        Outputs of the new window [B, T, Hv, Dv] in q's dtype; the state after the fold, which is
+        the one to keep until the new window is committed; and the new window to be folded then.
     """
-    if previous is not None:
-        assert num_kept is not None
-        state = fold(previous, num_kept, state)
-    outputs, _ = gated_delta(q, window, state)
+    if kernel.fits(window):
+        return kernel.fold_and_verify(q, window, state, previous, num_kept)
+    state = fold(previous, num_kept, state)
+    outputs, _, pending = chunkwise.run(q, window, state, advance=False)
+    return outputs, state, pending
+
+
+def fold_and_advance(
+    q: mx.array,
+    window: Window,
+    state: mx.array,
+    previous: Pending | None,
+    num_kept: mx.array | None,
+    lengths: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Fold, then run a window of which it is known beforehand what each row keeps.
+
+    Args:
+        q, window, state, previous, num_kept: as above.
+        lengths: int32 [B], 0 to T; positions from there on leave the state as it was, and their
+            outputs are finite but mean nothing.
+
+    Returns:
+        Outputs [B, T, Hv, Dv] in q's dtype, and the state after each row's last position.
+    """
+    if kernel.fits(window):
+        return kernel.fold_and_advance(q, window, state, previous, num_kept, lengths)
+    state = fold(previous, num_kept, state)
+    if window.length == 1:
+        return reference.gated_delta(q, window, state, lengths)
+    outputs, state, _ = chunkwise.run(q, window.cut(lengths), state)
     return outputs, state
 
 
-def _metal_fits(key_dim: int) -> bool:
-    on_metal = mx.metal.is_available() and mx.default_device() == mx.gpu
-    return on_metal and key_dim >= 32 and key_dim % 32 == 0
+def fold(previous: Pending | None, num_kept: mx.array | None, state: mx.array) -> mx.array:
+    """Take the first `num_kept[b]` positions of each row's window into its state.
+
+    Args:
+        previous: a window of T positions; None leaves the state as it is.
+        num_kept: int32 [B], 0 to T.
+        state: before the window, float32 [B, Hv, Dv, Dk].
+
+    Returns:
+        The state after the kept positions.
+    """
+    if previous is None:
+        return state
+    assert num_kept is not None
+    if kernel.fits(previous):
+        return kernel.fold(previous, num_kept, state)
+    return chunkwise.fold(previous, num_kept, state)

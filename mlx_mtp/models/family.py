@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
 from mlx_mtp.errors import UnsupportedModelError
+from mlx_mtp.models.attention import RaggedAttention
 from mlx_mtp.models.gated_delta_net import WindowedGatedDeltaNet
 
 
@@ -50,6 +51,7 @@ class Family(ABC):
             moe: whether the head's checkpoint has a router.
         """
         layer = self.attention_layer(args)
+        layer.self_attn.__class__ = RaggedAttention
         wanted = Qwen3NextSparseMoeBlock if moe else Qwen3NextMLP
         if type(layer.mlp) is not wanted:
             layer.mlp = wanted(args) if moe else wanted(args.hidden_size, args.intermediate_size)
@@ -65,6 +67,7 @@ class Family(ABC):
         for index, layer in enumerate(trunk.layers):
             if not layer.is_linear:
                 _expect(type(layer.self_attn) is Qwen3NextAttention, index, "self_attn")
+                layer.self_attn.__class__ = RaggedAttention
                 continue
             inner = layer.linear_attn
             _expect(type(inner) is self.stock_gated_delta_net, index, "linear_attn")
@@ -88,8 +91,13 @@ def _expect(condition: bool, index: int, what: str) -> None:
         )
 
 
-def lm_logits(causal_lm: nn.Module, hidden: mx.array) -> mx.array:
-    """Logits [..., V] of post-norm hidden states [..., H] by the trunk's own lm_head."""
+def output_layer(causal_lm: nn.Module) -> nn.Module:
+    """The trunk's lm_head, or the embedding that it is tied to."""
     if causal_lm.args.tie_word_embeddings:
-        return causal_lm.model.embed_tokens.as_linear(hidden)
-    return causal_lm.lm_head(hidden)
+        return causal_lm.model.embed_tokens
+    return causal_lm.lm_head
+
+
+def lm_logits(layer: nn.Module, hidden: mx.array) -> mx.array:
+    """Logits [..., V] of post-norm hidden states [..., H] by an `output_layer` or rows of one."""
+    return layer.as_linear(hidden) if hasattr(layer, "as_linear") else layer(hidden)

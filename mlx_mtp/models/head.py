@@ -46,7 +46,8 @@ class MTPHead(nn.Module):
             z, [B, T, H].
         """
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        return self.fc(mx.concatenate(parts, axis=-1))
+        joined = self.fc(_as_one_row(mx.concatenate(parts, axis=-1)))
+        return joined.reshape(hidden.shape)
 
     def write(self, z: mx.array, cache: RaggedKVCache, start: mx.array) -> None:
         """Put keys and values of T rows into the cache: all that a past row needs.
@@ -56,13 +57,10 @@ class MTPHead(nn.Module):
             cache: the head's own.
             start: position of each row's first entry, int32 [B].
         """
-        attention = self.layers[0].self_attn
-        batch, length, _ = z.shape
-        x = self.layers[0].input_layernorm(z)
-        shape = (batch, length, attention.num_key_value_heads, -1)
-        keys = attention.k_norm(attention.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
-        values = attention.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
-        cache.write(attention.rope(keys, offset=start), values, start)
+        layer = self.layers[0]
+        x = _as_one_row(layer.input_layernorm(z))
+        keys, values = layer.self_attn.keys_values(x, z.shape[0], start)
+        cache.write(keys, values, start)
 
     def run(self, z: mx.array, cache: RaggedKVCache, position: mx.array) -> mx.array:
         """The full pass for one row a sequence, whose keys and values are written already.
@@ -76,22 +74,16 @@ class MTPHead(nn.Module):
             m, [B, 1, H]: input of lm_head, and of `join` for the next draft.
         """
         layer = self.layers[0]
-        x = z + self._attend(layer.input_layernorm(z), cache, position)
-        return self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))
-
-    def _attend(self, x: mx.array, cache: RaggedKVCache, position: mx.array) -> mx.array:
-        attention = self.layers[0].self_attn
-        batch = x.shape[0]
-        doubled = attention.q_proj(x).reshape(batch, 1, attention.num_attention_heads, -1)
-        queries, gate = mx.split(doubled, 2, axis=-1)
-        queries = attention.q_norm(queries).transpose(0, 2, 1, 3)
-        keys, values = cache.fetch()
-        attended = mx.fast.scaled_dot_product_attention(
-            attention.rope(queries, offset=position),
-            keys,
-            values,
-            scale=attention.scale,
-            mask=causal_mask(position, 1, cache.limit),
+        z = _as_one_row(z)
+        queries, gate = layer.self_attn.queries(
+            layer.input_layernorm(z), position.shape[0], position
         )
-        attended = attended.transpose(0, 2, 1, 3).reshape(batch, 1, -1)
-        return attention.o_proj(attended * mx.sigmoid(gate.reshape(batch, 1, -1)))
+        mask = causal_mask(position, 1, cache.limit)
+        x = z + layer.self_attn.attend(queries, gate, *cache.fetch(), mask)
+        m = self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))
+        return m.swapaxes(0, 1)
+
+
+def _as_one_row(x: mx.array) -> mx.array:
+    """[B, T, H] to [1, B*T, H], so that a projection is one matrix product."""
+    return x.reshape(1, -1, x.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import ModelError
-from mlx_mtp.models.family import Family, lm_logits
+from mlx_mtp.models.family import Family, lm_logits, output_layer
 from mlx_mtp.models.head import MTPHead
+
+_FEW_ROWS = 4
+_FULL_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,56 @@ class LoadedModel:
     def make_cache(self, batch_size: int) -> BatchCache:
         """Empty caches for the trunk's layers."""
         layers: list[RaggedKVCache | GatedDeltaCache] = [
-            GatedDeltaCache() if layer.is_linear else RaggedKVCache(batch_size)
+            GatedDeltaCache(batch_size, layer.linear_attn.conv_kernel_size)
+            if layer.is_linear
+            else RaggedKVCache(batch_size)
             for layer in self.causal_lm.model.layers
         ]
         return BatchCache(layers, batch_size)
 
     def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
-        """Post-norm hidden states [B, T, H] of token ids [B, T]."""
-        return self.causal_lm.model(tokens, cache)
+        """Post-norm hidden states [B, T, H] of token ids [B, T], for which the cache has begun."""
+        batch, length = tokens.shape
+        more = self.window_length(batch, length) - length
+        if more:
+            tokens = mx.pad(tokens, [(0, 0), (0, more)])
+            cache.reserve_more(more)
+        hidden = self.causal_lm.model(tokens.reshape(1, -1), cache)
+        return hidden.reshape(*tokens.shape, -1)[:, :length]
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """[..., V] from post-norm hidden states [..., H], the trunk's or the head's."""
-        return lm_logits(self.causal_lm, hidden)
+    def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
+        """[B, T, V] from post-norm hidden states [B, T, H], the trunk's or the head's.
+
+        Args:
+            hidden: post-norm hidden states.
+            layer: stands in for lm_head, with other outputs than V (`models/draft_head.py`).
+        """
+        if layer is None:
+            layer = output_layer(self.causal_lm)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        count = rows.shape[0]
+        # So wide a matrix gains from 2 rows on.
+        if self._slow_few_rows and 1 < count < _FULL_ROWS:
+            rows = mx.pad(rows, [(0, _FULL_ROWS - count), (0, 0)])
+        logits = lm_logits(layer, rows)[:count]
+        return logits.reshape(*hidden.shape[:2], -1)
+
+    def window_length(self, batch_size: int, length: int) -> int:
+        """Positions a row that a window of `length` is run as; what is added means nothing.
+
+        mlx's CUDA backend multiplies quantized weights with fewer than 8 rows one row at a time,
+        which from about 4 rows on takes longer than with 8 (measured: docs/benchmarks.md).
+        """
+        # With experts the added rows would cost more than the others save.
+        dense = not getattr(self.causal_lm.args, "num_experts", 0)
+        if self._slow_few_rows and dense and _FEW_ROWS <= batch_size * length < _FULL_ROWS:
+            return -(-_FULL_ROWS // batch_size)
+        return length
+
+    @functools.cached_property
+    def _slow_few_rows(self) -> bool:
+        on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
+        return on_cuda and "quantization" in self.config
 
     def embed(self, tokens: mx.array) -> mx.array:
         """The trunk's embedding of token ids: [..., H]."""

@@ -37,7 +37,9 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _DEQUANTIZED_SHARE = 0.5
 
 
-def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedModel:
+def load_model(
+    path: Path, *, enable_mtp: bool, dtype: str = "auto", lazy: bool = False
+) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
     Args:
@@ -45,6 +47,8 @@ def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedMo
         enable_mtp: load the head, which must then be there.
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on the CPU (which has no MoE in
             any other type), else as the checkpoint is stored.
+        lazy: read no weights until they are used; shapes and types are known at once. Whether
+            this machine can compute in `dtype` is not checked.
 
     Raises:
         UnsupportedModelError: no family serves it.
@@ -63,8 +67,11 @@ def load_model(path: Path, *, enable_mtp: bool, dtype: str = "auto") -> LoadedMo
     family.patch(found.model)
     if head is not None:
         found.model.mtp = _build_head(family.causal_lm(found.model).args, family, head)
-    _cast(found, dtype)
-    mx.eval(found.model.parameters())
+    # The model's class refers to `found`, which would keep the head as it was stored as well.
+    found.head = {}
+    _cast(found, dtype, check=not lazy)
+    if not lazy:
+        mx.eval(found.model.parameters())
     loaded = LoadedModel(
         path=path,
         config=config,
@@ -128,10 +135,10 @@ def _build_head(args: Any, family: Family, found: HeadTensors) -> MTPHead:
     return head
 
 
-def _cast(found: _Trunk, dtype: str) -> None:
+def _cast(found: _Trunk, dtype: str, *, check: bool) -> None:
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
-    if on_cpu and target != mx.float32 and _has_experts(found.model):
+    if check and on_cpu and target != mx.float32 and _has_experts(found.model):
         raise UsageError(
             f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts in "
             "float32 alone. Use --dtype float32 or auto."

@@ -9,16 +9,26 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5 as mlx_lm_qwen3_5
 from mlx_lm.models import qwen3_5_moe as mlx_lm_qwen3_5_moe
 
+from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.gated_delta_net import WindowedGatedDeltaNet
 from mlx_mtp.models.head_weights import stack_experts
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, mlx_lm_qwen3_5.GatedDeltaNet):
-    def project(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """A projection each; see the base class."""
-        z = self.in_proj_z(x).reshape(*x.shape[:2], self.num_v_heads, self.head_v_dim)
-        return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
+    def project(self, x: mx.array, batch: int) -> tuple[Projected, mx.array]:
+        """A projection each, and one of q, k and v together; see the base class."""
+        ratio = self.num_v_heads // self.num_k_heads
+        by_key = (batch, -1, self.num_k_heads)
+        q, k, v = mx.split(self.in_proj_qkv(x), [self.key_dim, 2 * self.key_dim], axis=-1)
+        projected = Projected(
+            q.reshape(*by_key, self.head_k_dim),
+            k.reshape(*by_key, self.head_k_dim),
+            v.reshape(*by_key, ratio, self.head_v_dim),
+            self.in_proj_a(x).reshape(*by_key, ratio),
+            self.in_proj_b(x).reshape(*by_key, ratio),
+        )
+        return projected, self.in_proj_z(x).reshape(batch, -1, self.num_v_heads, self.head_v_dim)
 
 
 class Qwen35(Family):

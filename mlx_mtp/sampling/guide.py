@@ -103,13 +103,15 @@ class DraftSampler(Sampler):
         logits: mx.array,
         positions: mx.array,
         window: mx.array,
+        *,
         mask: mx.array | None = None,
+        ids: mx.array | None = None,
     ) -> mx.array:
         """See `Sampler`. The draft before is read first; the last one of all never is."""
         if self._last is not None:
             self._guide.drafted(self._last)
         mask = self._guide.draft_mask(logits.shape[0])
-        self._last = super().draw(logits, positions, window, mask)
+        self._last = super().draw(logits, positions, window, mask=mask, ids=ids)
         return self._last
 
 

@@ -30,17 +30,20 @@ def apply_penalties(
     return logits - presence * (counts > 0) - frequency * counts
 
 
-def mask_out(logits: mx.array, mask: mx.array) -> mx.array:
+def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> mx.array:
     """Set the tokens that a mask forbids to minus infinity.
 
     Args:
-        logits: float32 [B, T, V].
+        logits: float32 [B, T, V], or [B, T, N] of the tokens `ids` alone.
         mask: uint8 [B, T, bytes], a bit for each token, the lowest first; at least V bits.
+        ids: int32 [N], which tokens the logits are of; None: all.
     """
-    vocab_size = logits.shape[-1]
-    assert 8 * mask.shape[-1] >= vocab_size, "the mask is of another vocabulary"
     bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
-    allowed = bits.reshape(*mask.shape[:-1], -1)[..., :vocab_size].astype(mx.bool_)
+    bits = bits.reshape(*mask.shape[:-1], -1)
+    if ids is not None:
+        bits = bits[..., ids]
+    assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"
+    allowed = bits[..., : logits.shape[-1]].astype(mx.bool_)
     return mx.where(allowed, logits, -mx.inf)
 
 

@@ -61,7 +61,9 @@ class Sampler:
         logits: mx.array,
         positions: mx.array,
         window: mx.array,
+        *,
         mask: mx.array | None = None,
+        ids: mx.array | None = None,
     ) -> mx.array:
         """Draw the token that follows each of the last T positions of a window.
 
@@ -70,40 +72,50 @@ class Sampler:
             positions: int32 [B, T], absolute position of the token to draw.
             window: int32 [B, W], W >= T, the tokens that come before; of these the first is in
                 the counts already, the others are drafts and are added for penalties.
-            mask: uint8 [B, T, bytes], a bit for each token that may be drawn; None: all may.
+            mask: uint8 [B, T, bytes], a bit for each of the V tokens that may be drawn; None: all
+                may.
+            ids: int32 [N], ascending, all below V: the tokens that the logits, then [B, T, N],
+                are of, and to draw from. The draw is that from all V tokens, had the others
+                logits of minus infinity.
 
         Returns:
             int32 [B, T].
         """
-        return mx.argmax(self.scores(logits, positions, window, mask), axis=-1).astype(mx.int32)
+        scores = self.scores(logits, positions, window, mask=mask, ids=ids)
+        best = mx.argmax(scores, axis=-1).astype(mx.int32)
+        return best if ids is None else ids[best]
 
     def scores(
         self,
         logits: mx.array,
         positions: mx.array,
         window: mx.array,
+        *,
         mask: mx.array | None = None,
+        ids: mx.array | None = None,
     ) -> mx.array:
-        """What `draw` takes the largest of: processed logits, noise included, float32 [B, T, V]."""
+        """What `draw` takes the largest of: processed logits and noise, float32 [B, T, V or N]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         if self.output_counts is not None and self.in_prompt is not None:
-            drafted = _draft_counts(window, self.vocab_size)[:, -logits.shape[1] :]
-            counts = self.output_counts[:, None] + drafted
-            seen = self.in_prompt[:, None] | (counts > 0)
+            tokens = mx.arange(self.vocab_size) if ids is None else ids
+            drafted = _draft_counts(window, tokens)[:, -logits.shape[1] :]
+            counts = _at(self.output_counts, ids)[:, None] + drafted
+            seen = _at(self.in_prompt, ids)[:, None] | (counts > 0)
             scores = apply_penalties(
                 scores, counts, seen, self.repetition, self.presence, self.frequency
             )
         if self.bias is not None:
-            scores = scores + self.bias
+            scores = scores + _at(self.bias, ids)
         if mask is not None:
             # Before the cuts: they choose among the tokens that are allowed.
-            scores = mask_out(scores, mask)
+            scores = mask_out(scores, mask, ids)
         if not self.any_sampled:
             return scores
         noisy = scores / self.temperature
         if self.any_truncated:
-            noisy = truncate(noisy, self.top_k, self.top_p, self.min_p)
-        noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size)
+            top_k = mx.minimum(self.top_k, scores.shape[-1])
+            noisy = truncate(noisy, top_k, self.top_p, self.min_p)
+        noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
         return mx.where(self.greedy, scores, noisy)
 
     def count(self, tokens: mx.array, num_kept: mx.array) -> None:
@@ -188,11 +200,16 @@ def _dense_bias(params: Sequence[SamplingParams], vocab_size: int) -> mx.array |
     return mx.array(bias)
 
 
-def _draft_counts(window: mx.array, vocab_size: int) -> mx.array:
-    """Occurrences of each token among the drafts before each position: int32 [B, T, V]."""
+def _at(table: mx.array, ids: mx.array | None) -> mx.array:
+    """The columns of these tokens, of a table with one for each."""
+    return table if ids is None else table[..., ids]
+
+
+def _draft_counts(window: mx.array, tokens: mx.array) -> mx.array:
+    """Occurrences of N tokens among the drafts before each position: int32 [B, T, N]."""
     batch, length = window.shape
-    one_hot = window[:, 1:, None] == mx.arange(vocab_size)
-    first = mx.zeros((batch, 1, vocab_size), dtype=mx.int32)
+    one_hot = window[:, 1:, None] == tokens
+    first = mx.zeros((batch, 1, tokens.size), dtype=mx.int32)
     if length == 1:
         return first
     return mx.concatenate([first, mx.cumsum(one_hot.astype(mx.int32), axis=1)], axis=1)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine.request import check_num_draft_tokens
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
@@ -101,9 +102,11 @@ class Context:
 
     def sampling(self, options: Options, num_prompts: int = 1) -> SamplingParams:
         """Check the options' numbers, and choose a seed if there is none."""
+        info = self.engine.info
         check_choices(options.n, num_prompts, self.config.max_choices)
+        check_num_draft_tokens(options.num_draft_tokens, mtp_enabled=info.mtp_enabled)
         seed = self.seeds.next() if options.seed is None else options.seed
-        return sampling_params(options, self.defaults, seed, self.engine.info.vocab_size)
+        return sampling_params(options, self.defaults, seed, info.vocab_size)
 
     async def chat(
         self, request_id: str, conversation: Conversation, options: Options, params: SamplingParams

@@ -34,8 +34,11 @@ class Inbox:
             MlxMtpError: the engine died or is being stopped.
         """
         if self._error is None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wakeup.wait(), timeout)
+            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
+            # the wakeup, and a client that left would be answered for ever.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._wakeup.wait()
         self._wakeup.clear()
         arrived, self._arrived = self._arrived, []
         if not arrived:

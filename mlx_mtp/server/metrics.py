@@ -43,6 +43,18 @@ class EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
             by_position.add_metric([str(position)], count)
         yield by_position
+        if self._engine.info.mtp_enabled:
+            depths = GaugeMetricFamily(
+                PREFIX + "spec_decode_depth",
+                "Drafts per step chosen last for this batch size.",
+                labels=["batch_size"],
+            )
+            for size, depth in stats.depths:
+                depths.add_metric([str(size)], depth)
+            yield depths
+            yield _gauge(
+                "spec_decode_parked", "1: the last step was planned without drafts.", stats.parked
+            )
 
 
 class Metrics:

@@ -21,6 +21,7 @@ class Options:
         seed: for the noise; None: the server chooses one.
         logit_bias: value by token id, the id as a text.
         top_logprobs: alternatives to report for each token; None: no logprobs.
+        num_draft_tokens: drafts per step; None leaves them to the engine.
     """
 
     max_tokens: int | None = None
@@ -40,3 +41,4 @@ class Options:
     seed: int | None = None
     logit_bias: Mapping[str, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    num_draft_tokens: int | None = None

@@ -125,6 +125,7 @@ def engine_requests(
         ContextLengthError: prompt and answer don't fit the context.
     """
     requests = []
+    drafts = options.num_draft_tokens
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
@@ -132,7 +133,7 @@ def engine_requests(
         for choice in range(options.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
             index = number * options.n + choice
-            requests.append(Request(f"{request_id}-{index}", prompt, sampling))
+            requests.append(Request(f"{request_id}-{index}", prompt, sampling, drafts))
     return requests
 
 

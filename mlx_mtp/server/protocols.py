@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.stats import EngineStats
 
@@ -25,8 +26,12 @@ class EngineInfoLike(Protocol):
         """Most tokens of prompt and answer together."""
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Drafts per step; 0: MTP is off."""
+    def num_draft_tokens(self) -> DraftTokens:
+        """Drafts per step where a request doesn't say; 0 when MTP is off."""
+
+    @property
+    def mtp_enabled(self) -> bool:
+        """There is a source of drafts."""
 
 
 class EngineLike(Protocol):

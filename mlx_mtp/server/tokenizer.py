@@ -222,6 +222,10 @@ class Tokenizer:
         steps = (self._tokenizer.apply_chat_template, render_jinja_template)
         return _TEMPLATE_GLOBALS.union(*(inspect.signature(step).parameters for step in steps))
 
+    def definition(self) -> dict[str, Any]:
+        """What tokenizer.json says, with the tokens that other files add. Of a large one: slow."""
+        return dict(json.loads(self._backend.to_str()))
+
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer's text: none for a special token."""
         return b"" if token_id in self._special else self.token_bytes(token_id)

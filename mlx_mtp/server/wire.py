@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
+from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.messages import (
@@ -75,6 +76,20 @@ class StreamOptions(WireModel):
 
     include_usage: bool = False
     include_obfuscation: OnlyFalse = False
+    # vLLM's name: the counts so far stand in every chunk, which may hold several tokens.
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _continuous_needs_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise refusal("needs include_usage: true", field="continuous_usage_stats")
+        return self
+
+
+class MtpOptions(WireModel):
+    """How this request is drafted; its answer is the same in any case."""
+
+    num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
 class GenerateRequest(GuidedFields):
@@ -97,6 +112,7 @@ class GenerateRequest(GuidedFields):
     stop_token_ids: StopTokenIds = Field(default_factory=list)
     ignore_eos: bool = False
     n: Int = 1
+    mtp: MtpOptions | None = None
     # Labels, which mean nothing to a model: OpenAI's own servers act on none of them either.
     user: str | None = None
     metadata: Annotated[dict[str, str], at_most(MAX_LABELS)] | None = None
@@ -138,12 +154,18 @@ class GenerateRequest(GuidedFields):
             seed=self.seed,
             logit_bias=self.logit_bias,
             top_logprobs=self.wanted_logprobs,
+            num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
         )
 
     @property
     def include_usage(self) -> bool:
         """The stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Every chunk of the stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ChatRequest(GenerateRequest):

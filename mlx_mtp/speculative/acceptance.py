@@ -33,6 +33,7 @@ def accept(
     stop_ids: mx.array,
     remaining: mx.array,
     finished: mx.array,
+    num_drafts: mx.array | None = None,
 ) -> Verdict:
     """Compare drafts with the tokens that the model drew itself.
 
@@ -45,8 +46,11 @@ def accept(
         stop_ids: int32 [B, S], padded with -1.
         remaining: int32 [B], tokens each row may still emit.
         finished: bool [B], rows that had finished before.
+        num_drafts: int32 [B], how many of a row's drafts count; None: all of them.
     """
     agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
+    if num_drafts is not None:
+        agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
     num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
     allowed = mx.minimum(num_agreed + 1, remaining)
     is_stop = (targets[..., None] == stop_ids[:, None]).any(axis=-1)

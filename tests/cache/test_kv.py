@@ -28,7 +28,7 @@ class Model:
         longest = max(map(len, self.rows))
         self.cache.reserve(longest + length + int(self.random.integers(0, 3)))
         keys, values = self.cache.update_and_fetch(mx.array(new), mx.array(-new))
-        mask = np.array(self.cache.make_mask(length))
+        mask = np.array(self.cache.make_mask(count * length))
         for row in range(count):
             seen = [*self.rows[row], *new[row].transpose(1, 0, 2)]
             assert mask[row, 0].sum(axis=1).tolist() == [

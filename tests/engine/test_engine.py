@@ -26,6 +26,7 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.proposer import MTPProposer
+from tests.engine.cases import check_head_cache
 from tests.harness import Driver, greedy, plain, request
 from tests.tiny_models import VOCAB
 
@@ -133,7 +134,9 @@ def test_caches_stand_still_after_the_end(tiny_models, depth):
         if "short" in names and bool(batch.ended[names.index("short")].item()):
             row = batch.cache.take(mx.array([names.index("short")]))
             assert row.offset.tolist() == [len(held)]
-            for ours, theirs in zip((row[0].conv, row[0].state), reference[0].cache, strict=True):
+            for ours, theirs in zip(
+                (row[0].history, row[0].state), reference[0].cache, strict=True
+            ):
                 np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4)
             seen += 1
     assert seen, "the row left the batch before its end was seen"
@@ -151,28 +154,7 @@ def test_the_heads_own_cache_is_complete(tiny_models, family, depth, step):
     driver.add(request("b", [5], greedy(40, ignore_eos=True)))
     while len(driver.tokens("a")) < 12:
         driver.step()
-    batch = driver.runner._decoding
-    row = [s.request_id for s in batch.sequences].index("a")
-    held = int(batch.cache.offset[row].item())
-    driver.run()
-    text = [*prompt, *driver.tokens("a")][: held + 1]
-
-    proposer = MTPProposer(model)
-    state = proposer.make_state(["reference"])
-    proposer.propose(
-        state,
-        hidden=model.causal_lm.model(mx.array([text[:-1]])),
-        targets=mx.array([text[1:]]),
-        start=mx.array([0]),
-        num_kept=mx.array([held]),
-        num_draft_tokens=0,
-        limit=held,
-        sampler=batch.sampler,
-    )
-    for name in ("keys", "values"):
-        ours = np.array(getattr(batch.draft_state.cache, name)[row, :, :held])
-        reference = np.array(getattr(state.cache, name)[0, :, :held])
-        np.testing.assert_allclose(ours, reference, atol=1e-3)
+    check_head_cache(driver, model, "a")
 
 
 def test_context_limit_with_drafts_in_flight(client):
@@ -325,6 +307,8 @@ def test_a_dying_thread_ends_all_requests(client, monkeypatch):
 def test_settings_out_of_range_are_refused(tiny_models):
     for config, text in (
         (EngineConfig(num_draft_tokens=9), "0 to 8"),
+        (EngineConfig(num_draft_tokens="some"), "auto"),
+        (EngineConfig(num_draft_tokens=True), "0 to 8"),
         (EngineConfig(max_model_len=1), "2 to 512"),
         (EngineConfig(max_model_len=513), "2 to 512"),
         (EngineConfig(max_num_seqs=0), "max_num_seqs"),
@@ -359,7 +343,7 @@ def test_logprobs_of_accepted_tokens_are_the_true_ones(tiny_models):
 
 
 def test_padded_vocabulary_is_never_sampled(tiny_models):
-    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB - 60, config=EngineConfig())
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB - 60)
     for seed in range(6):
         sampling = SamplingParams(max_tokens=20, temperature=3.0, seed=seed)
         driver.add(request(f"r{seed}", [5, 6, 7], sampling))

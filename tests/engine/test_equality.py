@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.params import SamplingParams
-from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
+from tests.engine.cases import EOS, STEP, make_requests, proposer_for
+from tests.harness import Driver, Ties
 from tests.tiny_models import FAMILIES, VOCAB
-
-EOS = 1
-STEP = 16  # small, so that prompts are cut into several chunks
-
-SAMPLED = (
-    SamplingParams(max_tokens=20, temperature=1.0, seed=7),
-    SamplingParams(max_tokens=17, temperature=0.7, top_k=8, top_p=0.9, seed=-3),
-    SamplingParams(max_tokens=24, temperature=1.5, min_p=0.05, seed=2**62, frequency_penalty=0.8),
-    SamplingParams(max_tokens=9, temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5),
-    SamplingParams(max_tokens=22, temperature=1.0, seed=7, choice=1, logit_bias=((5, 4.0),)),
-)
-
-
-def make_requests(sampled: bool) -> list[Request]:
-    """Eight prompts, from one token to several chunks; a length of k + 1 for every k among them."""
-    random = np.random.default_rng(11)
-    lengths = (1, 2, 3, 4, 6, 17, 37, 16)
-    requests = []
-    for index, length in enumerate(lengths):
-        sampling = SAMPLED[index % 5] if sampled else greedy(6 + 3 * index)
-        requests.append(request(f"r{index}", random.integers(2, VOCAB, length), sampling))
-    return requests
-
-
-@pytest.fixture(scope="module")
-def references(tiny_models: dict[str, LoadedModel]):
-    """Plain decoding of every prompt, computed once per family."""
-
-    @cache
-    def of(family: str, sampled: bool) -> dict[str, Plain]:
-        model = tiny_models[family]
-        return {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in make_requests(sampled)}
-
-    return of
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +18,6 @@ def ties():
     found = Ties()
     yield found
     found.report("random models")
-
-
-def proposer_for(acceptance: str, references: dict[str, Plain], requests: list[Request]):
-    """None: the model's own head."""
-    if acceptance == "head":
-        return None
-    answers = {
-        r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in requests
-    }
-    rate = {"reject": 0.0, "force": 1.0, "mixed": 0.6}[acceptance]
-    return OracleProposer(answers, VOCAB, rate)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -121,32 +73,6 @@ def check_counters(driver: Driver, depth: int, acceptance: str) -> None:
         # Every window but a request's last, which its end may cut, is accepted whole.
         cut = len(driver.outputs) * depth
         assert stats.num_accepted_tokens >= stats.num_draft_tokens - cut
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_depth_changes_from_step_to_step(tiny_models, references, ties, family):
-    """Drafts to no drafts and back: the next step must see the accepted tokens' state."""
-
-    class Changing:
-        def __init__(self) -> None:
-            self.steps = iter([3, 0, 0, 2, 5, 1, 0, 3] * 100)
-
-        def depth(self, batch_size: int) -> int:
-            return next(self.steps)
-
-    for acceptance in ("head", "mixed", "force"):
-        requests, reference = make_requests(False), references(family, False)
-        driver = Driver(
-            tiny_models[family],
-            vocab_size=VOCAB,
-            stop_ids=(EOS,),
-            config=EngineConfig(prefill_step_size=STEP),
-            proposer=proposer_for(acceptance, reference, requests),
-            depth=Changing(),
-        )
-        got = driver.run_arrivals({0: requests[:3], 4: requests[3:6], 7: requests[6:]})
-        for name, tokens in got.items():
-            ties.check(f"{family} changing depth {acceptance} {name}", tokens, reference[name])
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -11,11 +11,13 @@ from mlx_mtp.engine.scheduler import Plan, RowResult, Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import FixedDepth
+from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Row
 
 
-def sequence(name: str, num_prompt: int, max_tokens: int = 5) -> Sequence:
-    request = Request(name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens))
+def sequence(
+    name: str, num_prompt: int, max_tokens: int = 5, drafts: int | None = None
+) -> Sequence:
+    request = Request(name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens), drafts)
     return Sequence(request, (1,), max_tokens)
 
 
@@ -30,7 +32,7 @@ def finish_chunk(policy: Scheduler, plan: Plan) -> list[RequestOutput]:
     for row, start, length in plan.chunk.rows:
         row.launched(length)
         tokens = (7,) if start + length == row.num_prompt else ()
-        results.append(RowResult(row, length, num_kept=length, token_ids=tokens))
+        results.append(RowResult(row, length, length, tokens, num_prompt_tokens=length))
     return policy.update(results)
 
 
@@ -160,6 +162,77 @@ def test_fail_all_ends_each_request_once():
     assert sorted(o.request_id for o in outputs) == ["a", "b", "c"]
     assert all(o.finish_reason == "error" for o in outputs)
     assert policy.idle
+
+
+class Watched(FixedDepth):
+    """Notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.asked: list[tuple[list[Row], bool]] = []
+        self.told: list[DecodeStep] = []
+
+    def depth(self, rows: list[Row], *, steady: bool) -> int:
+        self.asked.append((rows, steady))
+        return super().depth(rows, steady=steady)
+
+    def observe(self, step: DecodeStep) -> None:
+        self.told.append(step)
+
+
+def test_the_depth_is_asked_for_rows_that_decode_or_are_about_to():
+    depth = Watched()
+    policy = Scheduler(EngineConfig(prefill_step_size=16), depth)
+    a, b = sequence("a", 20), sequence("b", 30, drafts=5)
+    policy.add(a)
+    plan = policy.schedule()  # the first chunk of a: no window follows
+    assert plan.num_draft_tokens == 0
+    assert depth.asked == []
+    finish_chunk(policy, plan)
+    plan = policy.schedule()  # its prompt ends here
+    assert depth.asked.pop() == ([a.drafting], False)
+    finish_chunk(policy, plan)
+    policy.add(b)
+    plan = policy.schedule()  # a decodes, b's first chunk runs beside it
+    assert depth.asked.pop() == ([a.drafting], False)
+    finish_chunk(policy, plan)
+    plan = policy.schedule()  # b's prompt ends: it will want 5 drafts
+    assert depth.asked.pop() == ([a.drafting, b.drafting], False)
+    assert plan.num_draft_tokens == 5
+    finish_chunk(policy, plan)
+    policy.schedule()
+    assert depth.asked.pop() == ([a.drafting, b.drafting], True)
+    assert policy.depths == {1: 2, 2: 5}
+    assert not policy.parked
+
+
+def test_the_policy_learns_of_decoding_steps_alone():
+    depth = Watched()
+    policy = Scheduler(EngineConfig(), depth)
+    for name in "abc":
+        policy.add(sequence(name, 4))
+    finish_chunk(policy, policy.schedule())
+    assert depth.told == []
+    a, b, c = policy.schedule().decode
+    for row in (a, b, c):
+        row.launched(3)
+        row.launched(3)
+    results = [
+        RowResult(a, 3, 2, (5, 6), num_draft_tokens=2, num_accepted_tokens=1),
+        RowResult(b, 3, 3, (5, 6, 1), finished=True, num_draft_tokens=1, num_accepted_tokens=1),
+        RowResult(c, 3, error=StepError("broken")),
+    ]
+    policy.update(results, seconds=0.5)
+    (told,) = depth.told
+    # The size of the window counts for the cost; of what failed nothing is known.
+    assert (told.batch_size, told.depth, told.seconds) == (2, 2, 0.5)
+    seen = [(o.row, o.num_drafts, o.num_accepted, o.cut) for o in told.outcomes]
+    assert seen == [(a.drafting, 2, 1, False), (b.drafting, 1, 1, True)]
+    # A row that had ended before brings nothing, but its window was computed.
+    policy.update([RowResult(a, 3, 1, (5,)), RowResult(b, 3)])
+    assert depth.told[-1].batch_size == 2
+    assert [o.row for o in depth.told[-1].outcomes] == [a.drafting]
+    assert depth.told[-1].seconds is None
 
 
 @settings(max_examples=200, deadline=None)

@@ -273,7 +273,7 @@ def test_cuts_choose_among_the_tokens_that_are_allowed():
     mask = mx.array(np.packbits(allowed, axis=-1, bitorder="little"))
     params = SamplingParams(max_tokens=1, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
     sampler = Sampler([params], [[3]], VOCAB)
-    scores = sampler.scores(mx.array(logits), mx.array([[7]]), mx.array([[0]]), mask)
+    scores = sampler.scores(mx.array(logits), mx.array([[7]]), mx.array([[0]]), mask=mask)
     assert np.flatnonzero(np.isfinite(np.array(scores[0, 0]))).tolist() == [90, 91]
 
 
@@ -284,6 +284,6 @@ def test_a_mask_of_all_ones_changes_no_bit():
     sampler, where = Sampler([params], [[1]], VOCAB), mx.array([[3, 4]])
     window = mx.array([[1, 2]])
     np.testing.assert_array_equal(
-        np.array(sampler.scores(logits, where, window, ones)),
+        np.array(sampler.scores(logits, where, window, mask=ones)),
         np.array(sampler.scores(logits, where, window)),
     )

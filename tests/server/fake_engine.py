@@ -23,7 +23,8 @@ class FakeInfo:
     vocab_size: int = 4096
     eos_token_ids: tuple[int, ...] = (EOS,)
     max_model_len: int = 1024
-    num_draft_tokens: int = 2
+    num_draft_tokens: int | str = 2
+    mtp_enabled: bool = True
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

@@ -23,10 +23,8 @@ import pytest
 from mlx_mtp import __version__, cli, terminal
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve
-from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.parsing.answer import PlainParser
@@ -48,7 +46,9 @@ def test_defaults() -> None:
     options = parse(cli.SERVE_FLAGS)
     assert options.model is None
     assert options.enable_mtp is False
-    assert options.mtp_num_draft_tokens == 2
+    assert options.mtp_num_draft_tokens == "auto"
+    assert options.calibration_seconds > 0
+    assert options.cache_dir is None
     assert (options.host, options.port) == ("127.0.0.1", 8000)
     assert options.max_num_seqs == 32
     assert options.dtype == "auto"
@@ -94,7 +94,9 @@ def test_booleans_from_the_environment(text: str, value: bool) -> None:
         ("MLX_MTP_PORT", "65536"),
         ("MLX_MTP_ENABLE_MTP", "yes"),
         ("MLX_MTP_MTP_NUM_DRAFT_TOKENS", "9"),
-        ("MLX_MTP_MTP_NUM_DRAFT_TOKENS", "0"),
+        ("MLX_MTP_MTP_NUM_DRAFT_TOKENS", "automatic"),
+        ("MLX_MTP_CALIBRATION_SECONDS", "-1"),
+        ("MLX_MTP_CACHE_DIR", ""),
         ("MLX_MTP_DTYPE", "int8"),
         ("MLX_MTP_SEED", str(1 << 63)),
         ("MLX_MTP_API_KEY", ""),
@@ -121,6 +123,8 @@ def test_a_wrong_variable_is_named(
         ["dance"],
         ["serve", "--port", "x"],
         ["serve", "--mtp-num-draft-tokens", "9"],
+        ["serve", "--mtp-num-draft-tokens", "some"],
+        ["serve", "--calibration-seconds", "-1"],
         ["serve", "--dtype", "int8"],
         ["serve", "--api-key", ""],
         ["serve", "a", "b"],
@@ -206,10 +210,16 @@ def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.Monke
     assert cli._model_name(model) == name
 
 
-def banner(host: str = "127.0.0.1", api_key: str | None = None, depth: int = 2) -> str:
+def banner(
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
+    depth: int | str = 2,
+    mtp_enabled: bool = True,
+) -> str:
     config = ServerConfig(model_name="it's", host=host, port=81, api_key=api_key)
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
-    return cli._banner(config, loaded, depth, BackendInfo("CPU", "OpenBLAS 1", "0.32"))
+    info = FakeInfo(num_draft_tokens=depth, mtp_enabled=mtp_enabled)
+    return cli._banner(config, loaded, info, BackendInfo("CPU", "OpenBLAS 1", "0.32"))
 
 
 def shell_words(command: str) -> list[str]:
@@ -232,7 +242,12 @@ def test_the_banner_tells_all() -> None:
 def test_the_banners_address_can_be_reached() -> None:
     assert "curl http://127.0.0.1:81/" in banner(host="0.0.0.0")
     assert "curl http://[::1]:81/" in banner(host="::")
-    assert "--enable-mtp turns MTP on" in banner(depth=0)
+
+
+def test_the_banner_tells_the_depth() -> None:
+    assert "drafts   auto (follows what they cost and bring), head from /m/" in banner(depth="auto")
+    assert "drafts   0 tokens per step, head from /m/" in banner(depth=0)
+    assert "drafts   none (--enable-mtp turns MTP on)" in banner(depth=0, mtp_enabled=False)
 
 
 def options(**more: object) -> argparse.Namespace:
@@ -248,7 +263,7 @@ def test_generate_prints_the_answer_and_then_its_speed(
     captured = capsys.readouterr()
     assert captured.out == "Hello, 🎉!\n"
     assert re.search(r"\d+ tokens, [\d.]+ tokens/s", captured.err)
-    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\)", captured.err)
+    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\), depth 2\]", captured.err)
     (request,) = engine.submitted
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
@@ -293,11 +308,13 @@ def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> 
 
 
 def test_the_speed_leaves_out_the_first_step() -> None:
-    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=9))
     choice = Choice(0, Detokenizer(lambda _: b"x"), PlainParser())
     choice.take(out(5, 5, 5, 5, 5, finish="length"))
-    line = summary(choice, len(request.prompt_token_ids), 10.0, [(11.0, 1), (12.0, 3), (13.0, 5)])
-    assert line == "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; no drafts]"
+    times = [(11.0, 1), (12.0, 3), (13.0, 5)]
+    off, auto = FakeInfo(mtp_enabled=False), FakeInfo(num_draft_tokens="auto")
+    start = "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; "
+    assert summary(choice, 3, 10.0, times, off) == start + "no drafts]"
+    assert summary(choice, 3, 10.0, times, auto) == start + "no drafts, depth auto]"
 
 
 def test_generate_goes_without_a_head_unless_one_was_asked_for(
@@ -325,7 +342,8 @@ def test_generate_goes_without_a_head_unless_one_was_asked_for(
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """`mlx-mtp serve` for real: the process, its address, what it printed."""
-    argv = [*COMMAND, "serve", "--enable-mtp", "--port", "0", "--api-key", "k"]
+    depth = ["--mtp-num-draft-tokens", "2"]
+    argv = [*COMMAND, "serve", "--enable-mtp", *depth, "--port", "0", "--api-key", "k"]
     process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
     )
@@ -364,6 +382,7 @@ def test_serve_for_real(server: tuple[subprocess.Popen[str], str, str]) -> None:
 
 def test_generate_for_real() -> None:
     argv = [*COMMAND, "generate", "Tell me a story.", "--max-tokens", "12", "--temperature", "0"]
+    argv += ["--mtp-num-draft-tokens", "2"]
     result = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert len(result.stdout.split()) > 5
     assert re.search(r"12 tokens, [\d.]+ tokens/s.*drafts accepted", result.stderr)

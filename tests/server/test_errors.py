@@ -79,6 +79,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "boolean"),
     ({"stream": False, "stream_options": {}}, "stream_options", "stream: true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a parameter"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "include_usage: true",
+    ),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_tokens": 1.5}, "max_tokens", "integer"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differs"),

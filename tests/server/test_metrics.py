@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_mtp.engine.stats import EngineStats
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import FakeEngine, answer
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 
 
 def samples(client: Served) -> dict[str, float]:
@@ -32,6 +32,8 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
         num_draft_tokens=6,
         num_accepted_tokens=7,
         num_accepted_tokens_per_pos=(8, 9),
+        depths=((1, 3), (16, 0)),
+        parked=True,
     )
     with serve(engine) as client:
         found = samples(client)
@@ -45,9 +47,20 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
             "mlx_mtp:spec_decode_num_accepted_tokens_total": 7,
             "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
             "mlx_mtp:spec_decode_num_accepted_tokens_per_pos_total{position=1}": 9,
+            "mlx_mtp:spec_decode_depth{batch_size=1}": 3,
+            "mlx_mtp:spec_decode_depth{batch_size=16}": 0,
+            "mlx_mtp:spec_decode_parked": 1,
         }
         engine.reported = EngineStats(prompt_tokens=30)
         assert samples(client)["mlx_mtp:prompt_tokens_total"] == 30
+
+
+def test_without_mtp_there_is_no_depth(serve: Serve) -> None:
+    engine = FakeEngine(answer([300]), FakeInfo(num_draft_tokens=0, mtp_enabled=False))
+    engine.reported = EngineStats(depths=((1, 0),), parked=True)
+    with serve(engine) as client:
+        found = samples(client)
+    assert not [name for name in found if "depth" in name or "parked" in name]
 
 
 def test_latencies_count_each_sequence_once_and_each_later_token_once(serve: Serve) -> None:

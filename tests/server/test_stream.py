@@ -121,6 +121,18 @@ def test_a_chat_stream_in_its_order(client: Served) -> None:
     assert text_of(chunks) == STORY
 
 
+def test_continuous_usage_counts_in_every_chunk(client: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    first, *middle, last, end = stream(client, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in [first, *middle, last, end]]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 3
+    assert last["usage"] == end["usage"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in [first, *middle]} == {
+        end["usage"]["prompt_tokens"]
+    }
+
+
 def test_without_being_asked_there_is_no_usage_chunk(client: Served) -> None:
     chunks = stream(client)
     assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)

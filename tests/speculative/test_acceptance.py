@@ -10,8 +10,9 @@ from mlx_mtp.speculative.acceptance import accept
 from mlx_mtp.speculative.counters import SpeculationCounters
 
 
-def reference(targets, window, stop_ids, remaining, finished):
+def reference(targets, window, stop_ids, remaining, finished, num_drafts):
     """One row: (num_kept, num_accepted, finished, remaining, last)."""
+    window = window[: num_drafts + 1]
     if finished:
         return 0, 0, True, remaining, window[0]
     emitted = []
@@ -44,6 +45,8 @@ def test_equals_a_loop(data, length, batch):
     stops = [data.draw(st.lists(token, max_size=2)) for _ in range(batch)]
     remaining = [data.draw(st.integers(1, 8)) for _ in range(batch)]
     finished = [data.draw(st.booleans()) for _ in range(batch)]
+    limited = data.draw(st.booleans())
+    limits = [data.draw(st.integers(0, length - 1)) if limited else length for _ in range(batch)]
     width = max(map(len, stops))
     verdict = accept(
         mx.array(targets),
@@ -53,10 +56,12 @@ def test_equals_a_loop(data, length, batch):
         ),
         remaining=mx.array(remaining),
         finished=mx.array(finished),
+        num_drafts=mx.array(limits) if limited else None,
     )
     got = list(zip(*(a.tolist() for a in verdict)))
     expected = [
-        reference(*cells) for cells in zip(targets, window, stops, remaining, finished, strict=True)
+        reference(*cells)
+        for cells in zip(targets, window, stops, remaining, finished, limits, strict=True)
     ]
     assert got == expected
 

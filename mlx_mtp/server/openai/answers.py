@@ -59,6 +59,7 @@ class OpenAIWriter(ABC):
         names: names tokens, for logprobs.
         with_logprobs: they were asked for.
         include_usage: a usage chunk ends the stream, and the others have a null in its place.
+        continuous_usage: they have the usage so far instead.
     """
 
     answer_kind: str
@@ -67,12 +68,19 @@ class OpenAIWriter(ABC):
     done = b"data: [DONE]\n\n"
 
     def __init__(
-        self, head: Head, names: TokenNames, *, with_logprobs: bool, include_usage: bool
+        self,
+        head: Head,
+        names: TokenNames,
+        *,
+        with_logprobs: bool,
+        include_usage: bool,
+        continuous_usage: bool,
     ) -> None:
         self._head = head
         self._names = names
         self._with_logprobs = with_logprobs
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
 
     @property
     def request_id(self) -> str:
@@ -84,18 +92,18 @@ class OpenAIWriter(ABC):
         for index in range(len(generation.choices)):
             first = self.first_choice(index)
             if first is not None:
-                yield self._chunk(first)
+                yield self._chunk(generation, first)
 
     def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
         """A chunk for each piece; then one with the finish reason alone."""
         for piece in delta.pieces:
             choice = self.piece_choice(delta.index, piece)
             if choice is not None:
-                yield self._chunk(choice)
+                yield self._chunk(generation, choice)
         if delta.finish_reason is not None:
             last = self.last_choice(delta.index, delta.finish_reason)
             more = {"timings": generation.timings()} if generation.is_finished else {}
-            yield self._chunk(last, **more)
+            yield self._chunk(generation, last, **more)
 
     def ending(self, generation: Generation) -> Iterable[bytes]:
         """The usage, if the client wants it."""
@@ -130,10 +138,11 @@ class OpenAIWriter(ABC):
     def whole_choice(self, answer: Answer) -> dict[str, Any]:
         """The whole choice of an answer that isn't streamed."""
 
-    def _chunk(self, choice: dict[str, Any], **more: object) -> bytes:
+    def _chunk(self, generation: Generation, choice: dict[str, Any], **more: object) -> bytes:
         fields = self._head.fields(self.chunk_kind, [choice])
         if self._include_usage:
-            fields["usage"] = None
+            so_far = usage_fields(generation.usage()) if self._continuous_usage else None
+            fields["usage"] = so_far
         return event(fields | more)
 
 

@@ -60,4 +60,5 @@ def _writer(
         context.tokenizer,
         with_logprobs=params.top_logprobs is not None,
         include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
     )

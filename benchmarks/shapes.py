@@ -1,0 +1,174 @@
+"""Full-shape models with random weights: real timings without a download.
+
+The shapes are those of the published config.json files. Weights are random, so the text means
+nothing and acceptance has to be set by hand; what a step costs is what it costs with real weights,
+but for the experts that a router picks (here about uniformly).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.registry import family_of
+
+GROUP_SIZE = 64
+
+_GDN: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+_ROPE: dict[str, Any] = {
+    "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+}
+_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def _qwen3_5(model_type: str, **sizes: Any) -> dict[str, Any]:
+    inner = {"model_type": f"{model_type}_text", "vocab_size": 248320, **_GDN, **_ROPE, **sizes}
+    return {"model_type": model_type, "text_config": inner}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-Next-80B-A3B": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        **_GDN,
+        **_MOE,
+    },
+    "Qwen3.5-27B": _qwen3_5(
+        "qwen3_5",
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        linear_num_value_heads=48,
+    ),
+    "Qwen3.6-35B-A3B": _qwen3_5(
+        "qwen3_5_moe",
+        hidden_size=2048,
+        intermediate_size=512,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        linear_num_value_heads=32,
+        num_experts=256,
+        num_experts_per_tok=8,
+        **_MOE,
+    ),
+    "Qwen3.5-4B": _qwen3_5(
+        "qwen3_5",
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        linear_num_value_heads=32,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
+    """A random model with its head, and mlx-lm's own on the same arrays.
+
+    Args:
+        config: as in config.json.
+        bits: 4 or 8, affine, groups of 64; routers 8 bits, as mlx-lm converts them.
+    """
+    family = family_of(config, "the shape")
+    model, plain = (_trunk(family, config, bits) for _ in range(2))
+    args = family.causal_lm(model).args
+    layer = family.head_layer(args, moe=getattr(args, "num_experts", 0) > 0)
+    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+    _quantize(head, bits)
+    for module in (model, head):
+        _randomize(module)
+    plain.update(model.parameters())
+    family.patch(model)
+    model.mtp = head
+    model.eval()
+    plain.eval()
+    stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
+    return LoadedModel(Path(), stored, {}, model, family, "random"), plain
+
+
+def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:
+    model_class, args_class = family.classes(config)
+    model = model_class(args_class.from_dict(config))
+    _quantize(model, bits)
+    return model
+
+
+def _quantize(module: nn.Module, bits: int) -> None:
+    def how(path: str, child: nn.Module) -> bool | dict[str, int]:
+        if not hasattr(child, "to_quantized"):
+            return False
+        router = path.endswith(("mlp.gate", "shared_expert_gate"))
+        return {"group_size": GROUP_SIZE, "bits": 8 if router else bits}
+
+    nn.quantize(module, class_predicate=how)
+
+
+def _randomize(module: nn.Module) -> None:
+    """Random values in place of what a fresh module holds, which is never computed."""
+    shapes = dict(tree_flatten(module.parameters()))
+    fresh = []
+    for name, array in shapes.items():
+        owner = name.rpartition(".")[0]
+        packed, scales = shapes.get(f"{owner}.weight"), shapes.get(f"{owner}.scales")
+        bits = 4
+        if packed is not None and scales is not None:
+            bits = packed.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
+        fresh.append((name, _random(name, array, bits)))
+    module.update(tree_unflatten(fresh))
+    mx.eval(module.parameters())
+
+
+def _random(name: str, array: mx.array, bits: int) -> mx.array:
+    kind = name.rpartition(".")[2]
+    shape = array.shape
+    if array.dtype == mx.uint32:
+        return mx.random.randint(0, 2**32 - 1, shape, dtype=mx.uint32)
+    if kind in ("scales", "biases"):
+        # Uniform codes then have a mean of 0 and a variance of one over the inner dimension.
+        step = math.sqrt(12 / (4**bits - 1) / (shape[-1] * GROUP_SIZE))
+        value = step if kind == "scales" else -step * (2**bits - 1) / 2
+        return mx.full(shape, value, dtype=mx.bfloat16)
+    if kind == "A_log":
+        return mx.log(mx.random.uniform(1, 16, shape))
+    if "conv1d" in name:
+        return (mx.random.normal(shape) * 0.5).astype(mx.bfloat16)
+    return mx.ones(shape, dtype=mx.bfloat16)

@@ -1,0 +1,1 @@
+"""Measuring: any OpenAI-compatible server over HTTP, or the engine alone."""

@@ -1,0 +1,260 @@
+"""Asking one OpenAI-compatible server, and noting when its answers come."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from mlx_mtp.bench.answer import Answer, parse_answer
+from mlx_mtp.bench.prompts import Prompt
+from mlx_mtp.bench.runs import Asking
+from mlx_mtp.bench.sse import Read
+from mlx_mtp.errors import BenchError, UsageError
+
+# Python's own HTTP servers have room for five waiting connections, and turn others away.
+_RETRIES = 40
+_RETRY_SECONDS = 0.05
+_CONNECT_SECONDS = 30.0
+_STREAM_OPTIONS: tuple[dict[str, bool] | None, ...] = (
+    # A count in each chunk, as vLLM, SGLang and this project have it; a strict server refuses.
+    {"include_usage": True, "continuous_usage_stats": True},
+    {"include_usage": True},
+    None,
+)
+
+
+class _RefusedError(BenchError):
+    """The request as it is was refused (400 or 422); another form of it may not be."""
+
+
+class HttpServer:
+    """A server to measure; a context manager, which connects.
+
+    Args:
+        url: its address, with or without the `/v1`.
+        asking: how to ask it.
+        api_key: sent as a bearer token.
+        model: to ask for; None for the first that it lists.
+        name: in tables; the URL if None.
+        clock: seconds.
+        transport: httpx's, for tests.
+
+    Attributes:
+        name: in tables.
+        url: with the `/v1`.
+        model: that is asked for.
+
+    Raises:
+        UsageError: the URL is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        asking: Asking,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        name: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = base_url(url)
+        self._asking = asking
+        self._clock = clock
+        self._stream_options = _STREAM_OPTIONS[0]
+        self._runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(
+            # Compressed, several chunks would wait for each other.
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(asking.timeout, connect=min(asking.timeout, _CONNECT_SECONDS)),
+            transport=transport,
+        )
+        self._known = False
+        self.name = name or self.url
+        self.model = model
+
+    def __enter__(self) -> HttpServer:
+        try:
+            self._runner.run(self._prepare())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+
+    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Ask all of them at once; returns when the last answer has ended.
+
+        Raises:
+            BenchError: one of them got no answer.
+        """
+        return self._runner.run(self._ask_all(prompts))
+
+    async def _ask_all(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ask(prompt)) for prompt in prompts]
+        except* BenchError as failures:
+            # The first one tells why; the others were cancelled, or failed in its wake.
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _prepare(self) -> None:
+        """Find the model, and the form of request that the server takes."""
+        if self.model is None:
+            self.model = await self._first_model()
+        hello = Prompt("Say hello.", seed=0)
+        for self._stream_options in _STREAM_OPTIONS:
+            try:
+                await self._ask(hello, max_tokens=8)
+                break
+            except _RefusedError as error:
+                refusal = error
+        else:
+            raise refusal
+        self._known = True
+
+    async def _first_model(self) -> str:
+        where = f"{self.url}/models"
+        try:
+            response = await self._client.get(where)
+            self._check_status(response, where)
+            listed = response.json()["data"]
+            return str(listed[0]["id"])
+        except (httpx.TransportError, ssl.SSLError) as error:
+            raise self._unreachable(error) from None
+        except (ValueError, LookupError, TypeError):
+            raise BenchError(f"{where} lists no model; name one with --model.") from None
+
+    async def _ask(self, prompt: Prompt, max_tokens: int | None = None) -> Answer:
+        body = self._body(prompt, max_tokens or self._asking.max_tokens)
+        sent = self._clock()
+        for retries in range(_RETRIES + 1):
+            reads: list[Read] = []
+            try:
+                await self._stream(body, reads)
+                break
+            except httpx.ReadTimeout:
+                raise BenchError(
+                    f"{self.name} was silent for {self._asking.timeout:g} seconds (--timeout)."
+                ) from None
+            except (httpx.TransportError, ssl.SSLError) as error:
+                if reads:
+                    raise BenchError(
+                        f"{self.name} broke an answer off in the middle: {_reason(error)}"
+                    ) from None
+                if not self._known or retries == _RETRIES:
+                    raise self._unreachable(error) from None
+                await asyncio.sleep(_RETRY_SECONDS)
+        try:
+            return parse_answer(sent, reads, retries)
+        except BenchError as error:
+            raise BenchError(f"{self.name}: {error}") from None
+
+    def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "max_tokens": max_tokens,
+            "temperature": self._asking.temperature,
+            "stream": True,
+        }
+        if self._stream_options is not None:
+            body["stream_options"] = self._stream_options
+        if self._asking.temperature > 0:
+            body["seed"] = prompt.seed
+        if self._asking.ignore_eos:
+            body["ignore_eos"] = True
+        return body
+
+    async def _stream(self, body: dict[str, Any], reads: list[Read]) -> None:
+        where = f"{self.url}/chat/completions"
+        async with self._client.stream("POST", where, json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                await response.aread()
+                self._check_status(response, where)
+            kind = response.headers.get("content-type", "nothing").partition(";")[0]
+            if kind != "text/event-stream":
+                raise BenchError(
+                    f"{where} answered {kind} instead of text/event-stream: it does not stream."
+                )
+            async for received in response.aiter_bytes():
+                reads.append((self._clock(), received))
+
+    def _check_status(self, response: httpx.Response, where: str) -> None:
+        status = response.status_code
+        if status == httpx.codes.OK:
+            return
+        told = _told(response)
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise BenchError(
+                f"{where} answered {status}: {told} Give the server's key with --api-key."
+            )
+        if status == httpx.codes.NOT_FOUND and where.endswith("/models"):
+            raise BenchError(f"{where} does not exist; name the model with --model.")
+        refused = status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+        raise (_RefusedError if refused else BenchError)(f"{where} answered {status}: {told}")
+
+    def _unreachable(self, error: Exception) -> BenchError:
+        if self._known:
+            return BenchError(f"{self.name} answers no more: {_reason(error)}")
+        return BenchError(f"{self.url} can't be reached: {_reason(error)} Is the server running?")
+
+
+def base_url(url: str) -> str:
+    """The address that routes are appended to: `http://host:8000` becomes `http://host:8000/v1`.
+
+    Raises:
+        UsageError: it is no HTTP address.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise UsageError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000.")
+    path = parsed.path.rstrip("/") or "/v1"
+    return str(parsed.copy_with(path=path, query=None, fragment=None))
+
+
+def _told(response: httpx.Response) -> str:
+    """The server's own words, in one line."""
+    try:
+        error = response.json()["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        text = response.text
+    line = " ".join(text.split())[:300] or "nothing more."
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, which httpx's own message doesn't repeat."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            # asyncio words it anew, and resolvers have error numbers of their own.
+            number = cause.errno or 0
+            text = os.strerror(number) if number > 0 else cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,126 @@
+"""What is asked: prompts of a few lengths, none of them twice.
+
+A server may keep the state of a prompt's beginning. So no two prompts of a run are the same, two of
+one kind part within a sentence, and a run's seed makes them differ from those of other runs.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+KINDS = ("story", "short", "medium", "long")
+"""short: a line, of varied tasks; story: a line, always that one; medium and long: a text of
+about 400 or 3,000 words and a task about it."""
+_ATTEMPTS = 16
+_WORDS = {"medium": 400, "long": 3000}
+
+_NAMES = ("Anna", "Ben", "Clara", "Dora", "Emil", "Greta", "Ivan", "Leo", "Mina", "Otto", "Vera")
+_ANIMALS = ("fox", "owl", "bear", "otter", "badger", "heron", "hare", "lynx", "mole", "raven")
+_THINGS = (
+    *("lamp", "map", "bell", "key", "coat", "boat", "letter", "clock", "kite", "spoon", "drum"),
+    *("rope", "mirror", "basket", "wheel"),
+)
+_PLACES = (
+    *("in the forest", "by the lake", "in the village", "near the mill", "under the bridge"),
+    *("at the harbor", "behind the castle", "on the hill", "in the market", "on the island"),
+)
+_SHORT = (
+    "Write a short story about a {animal} named {name} who finds a {thing} {place}.",
+    "{name} sells a {thing} {place} for {small} coins and buys {count} apples at 3 coins each. "
+    "How many coins are left? Explain each step.",
+    "List {count} uses of a {thing} {place}, with a sentence about each.",
+    "A {animal} named {name} has lost a {thing} {place}. Write the notice that {name} puts up.",
+    "Write a Python function {thing}_{count} that returns the {count} largest numbers of a list, "
+    "and say how it works.",
+    "Compare a {thing} with a {other}: what is each good for {place}? Give {count} points.",
+    "{name} the {animal} meets {friend} {place}. Write what they say about a {thing}.",
+    "Explain how a {thing} works to {name}, a curious {animal} who lives {place}.",
+)
+_SENTENCES = (
+    "{name} the {animal} carried a {thing} to {friend}, who was waiting {place}.",
+    "It took {count} days, and on the last of them the {thing} lay {place}.",
+    "{friend} had never seen a {thing} that looked so much like a {other}.",
+    "Nobody {place} knew why the {animal} wanted {count} coins for it.",
+    "When the rain came, {name} hid the {thing} {place} and went home.",
+    "{name} wrote {count} lines about the {thing} and gave them to {friend}.",
+    "The {other} was older than the {thing}, but it was kept {place} all the same.",
+    "So {friend} asked the {animal} {place}, and was told to come back in {count} weeks.",
+)
+_TASK = "Tell this again in your own words, and say what {name} did with the {thing}."
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question.
+
+    Args:
+        text: of the user's message.
+        seed: for the sampling of its answer.
+    """
+
+    text: str
+    seed: int
+
+
+class PromptSource:
+    """The prompts of one run.
+
+    Args:
+        seed: the same seed gives the same prompts, asked for in the same order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._given: set[str] = set()
+        self._turns = 0
+
+    def next(self, kind: str, count: int) -> list[Prompt]:
+        """So many prompts of one of `KINDS`, to be asked at once; the tasks take turns."""
+        self._turns += 1
+        return [self._unused(kind, self._turns + index) for index in range(count)]
+
+    def _unused(self, kind: str, number: int) -> Prompt:
+        for attempt in range(_ATTEMPTS):
+            # A task with few variants gives way to the next.
+            text = self._text(kind, number + attempt)
+            if text not in self._given:
+                break
+        else:
+            text = f"{text} (Number {len(self._given)})"
+        self._given.add(text)
+        return Prompt(text, self._random.getrandbits(31))
+
+    def _text(self, kind: str, number: int) -> str:
+        words = _words(self._random)
+        if kind in _WORDS:
+            return f"{_passage(self._random, words, _WORDS[kind])}\n\n{_TASK.format(**words)}"
+        return _SHORT[0 if kind == "story" else number % len(_SHORT)].format(**words)
+
+
+def _passage(chance: random.Random, words: dict[str, str], length: int) -> str:
+    """Sentences of `length` words or a few more; the first names the hero and the thing."""
+    sentences = [_SENTENCES[0].format(**words)]
+    total = len(sentences[0].split())
+    while total < length:
+        # Half of them about the hero, or the text would be about nobody.
+        chosen = _words(chance) | (words if chance.random() < 0.5 else {})
+        sentence = chance.choice(_SENTENCES).format(**chosen)
+        sentences.append(sentence)
+        total += len(sentence.split())
+    return " ".join(sentences)
+
+
+def _words(chance: random.Random) -> dict[str, str]:
+    name, friend = chance.sample(_NAMES, 2)
+    thing, other = chance.sample(_THINGS, 2)
+    return {
+        "name": name,
+        "friend": friend,
+        "animal": chance.choice(_ANIMALS),
+        "thing": thing,
+        "other": other,
+        "place": chance.choice(_PLACES),
+        "count": str(chance.randint(3, 12)),
+        "small": str(chance.randint(40, 400)),
+    }

@@ -1,0 +1,126 @@
+"""The gated delta rule in matrix products, a chunk of positions at a time.
+
+Within a chunk let c_t be the product of the decays up to t, D_ti = c_t / c_i for i <= t, and
+delta_t what position t writes along its key. Unrolled from the state S before the chunk,
+
+    delta_t = beta_t (v_t - c_t S k_t - sum_{i<t} D_ti (k_t . k_i) delta_i)
+    y_t     = c_t S q_t + sum_{i<=t} D_ti (q_t . k_i) delta_i
+
+(q scaled by Dk^-1/2), so with A_ti = beta_t D_ti (k_t . k_i) for i < t, all deltas of a chunk are
+
+    delta = (I + A)^-1 (beta v) - (I + A)^-1 (beta c k) S^T
+
+and only the small products with S run chunk after chunk (the WY form of Yang et al., "Gated Delta
+Networks", 2024, section 3.3). A verify window is one short chunk.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_mtp.kernels.window import Pending, Window
+
+CHUNK = 64
+
+
+def run(
+    q: mx.array, window: Window, state: mx.array, *, advance: bool = True
+) -> tuple[mx.array, mx.array, Pending]:
+    """Run a window of T positions.
+
+    Args:
+        q: queries, l2-normalised, [B, T, Hk, Dk].
+        window: the other inputs.
+        state: float32 [B, Hv, Dv, Dk].
+        advance: False leaves the state after the window out, which a verify doesn't need.
+
+    Returns:
+        Outputs [B, T, Hv, Dv] in q's dtype; the state after the window (of no meaning without
+        `advance`); and the window as a fold needs it.
+    """
+    batch, length, key_heads, _ = q.shape
+    heads, value_dim = window.v.shape[2:]
+    size = min(length, CHUNK)
+    # [B, Hk, R, N, C, D]: R value heads share a key head, N chunks of C positions.
+    queries, keys, values, g, beta = (
+        _chunks(a, key_heads, size, fill)
+        for a, fill in ((q, 0), (window.k, 0), (window.v, 0), (window.g, 1), (window.beta, 0))
+    )
+    queries = queries * q.shape[-1] ** -0.5
+    decay = _decay(g[..., 0])
+    total = decay[..., :1] * g[..., :1, :]
+    alike = keys @ keys.swapaxes(-1, -2)
+    # A power series in A would need no LAPACK, but overflows where keys resemble each other.
+    mixing = mx.where(_below(size, 0), beta * decay * alike, mx.eye(size))
+    solve = mx.linalg.tri_inv(mixing, stream=mx.cpu)
+    written = solve @ (beta * values)
+    erased = solve @ (beta * total * keys)
+    attend = decay * (queries @ keys.swapaxes(-1, -2))
+    remaining = decay[..., -1:, :].swapaxes(-1, -2)
+
+    current = state.reshape(batch, key_heads, -1, value_dim, state.shape[-1])
+    outputs, deltas = [], []
+    count = keys.shape[3]
+    for n in range(count):
+        turned = current.swapaxes(-1, -2)
+        delta = written[:, :, :, n] - erased[:, :, :, n] @ turned
+        from_state = (total[:, :, :, n] * queries[:, :, :, n]) @ turned
+        outputs.append(from_state + attend[:, :, :, n] @ delta)
+        deltas.append(delta)
+        if advance or n + 1 < count:
+            weighted = remaining[:, :, :, n] * keys[:, :, :, n]
+            kept = total[:, :, :, n, -1:] * current
+            current = kept + delta.swapaxes(-1, -2) @ weighted
+
+    def rows(parts: list[mx.array]) -> mx.array:
+        joined = mx.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
+        flat = joined.reshape(batch, heads, -1, value_dim)[:, :, :length]
+        return flat.swapaxes(1, 2)
+
+    pending = Pending(window.k, rows(deltas), window.g)
+    return rows(outputs).astype(q.dtype), current.reshape(state.shape), pending
+
+
+def fold(pending: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
+    """Take the first `num_kept[b]` (int32 [B]) positions of a window into the state."""
+    batch, length, key_heads, _ = pending.k.shape
+    kept = (mx.arange(length) < num_kept[:, None])[..., None]
+    delta = mx.where(kept[..., None], pending.delta, 0)
+    keys, deltas, g = (
+        _chunks(a, key_heads, length, 0)[:, :, :, 0]
+        for a in (pending.k, delta, mx.where(kept, pending.g, 1))
+    )
+    # What is left of each position's write, and of the state, after all that follows.
+    after = _decay(g[..., 0])[..., -1:, :].swapaxes(-1, -2)
+    current = state.reshape(batch, key_heads, -1, *state.shape[2:])
+    remembered = after[..., :1, :] * g[..., :1, :] * current
+    folded = remembered + deltas.swapaxes(-1, -2) @ (after * keys)
+    return folded.reshape(state.shape)
+
+
+def _chunks(x: mx.array, key_heads: int, size: int, fill: float) -> mx.array:
+    """[B, T, H, D] or [B, T, H] to float32 [B, Hk, H/Hk, N, C, D], padded at the end."""
+    batch, length, heads = x.shape[:3]
+    x = x.astype(mx.float32).reshape(batch, length, heads, -1)
+    missing = -length % size
+    if missing:
+        x = mx.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)], constant_values=fill)
+    x = mx.contiguous(x.swapaxes(1, 2))
+    return x.reshape(batch, key_heads, heads // key_heads, -1, size, x.shape[-1])
+
+
+def _decay(g: mx.array) -> mx.array:
+    """D_ti, the product of the decays after i up to t, 0 for i > t: [..., C] to [..., C, C].
+
+    Multiplied up from i on: a quotient of products from the start loses digits, and the
+    exponential of a sum of logarithms is slow on a CPU.
+    """
+    size = g.shape[-1]
+    later = mx.where(_below(size, 0), g[..., None], 1)
+    return mx.where(_below(size, 1), mx.cumprod(later, axis=-2), 0)
+
+
+def _below(size: int, diagonals: int) -> mx.array:
+    """bool [C, C], true for i < t + `diagonals`."""
+    at = mx.arange(size)
+    return at < at[:, None] + diagonals

@@ -1,0 +1,225 @@
+"""The gated delta rule as one GPU kernel.
+
+A warp holds R rows of one head's state, its lanes splitting Dk, so that the two dot products of a
+position are a five-step shuffle. The state is read once and written once; positions in between stay
+in registers. q, k and v may be slices; all else must be contiguous, as the kernel itself leaves it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gpu, self_check
+from mlx_mtp.kernels.window import Pending, Window
+
+_WARPS = 4
+
+_BODY = """
+    const int first = grid_y * R;
+    const int n = grid_z;
+    if (first >= Dv) {
+      return;
+    }
+    const int b = n / Hv;
+    const int hv = n % Hv;
+    const int hk = hv / (Hv / Hk);
+    const int num_previous = previous_k_shape[1];
+    const int length = k_shape[1];
+    constexpr int N = Dk / 32;
+    const float scale = 1.0f / sqrt(static_cast<float>(Dk));
+
+    float s[R][N];
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < N; ++i) {
+        s[r][i] = state[(n * Dv + first + r) * Dk + N * lane + i];
+      }
+    }
+
+    // What the row keeps of the previous window: one rank-one term a position.
+    for (int t = 0; t < num_kept[b]; ++t) {
+      const int at = b * num_previous + t;
+      const float decay = static_cast<float>(previous_g[at * Hv + hv]);
+      const auto keys = previous_k + b * previous_k_strides[0] + t * previous_k_strides[1]
+          + hk * previous_k_strides[2];
+      float key[N];
+      for (int i = 0; i < N; ++i) {
+        key[i] = static_cast<float>(keys[N * lane + i]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const float d = static_cast<float>(previous_delta[(at * Hv + hv) * Dv + first + r]);
+        for (int i = 0; i < N; ++i) {
+          s[r][i] = fma(key[i], d, s[r][i] * decay);
+        }
+      }
+    }
+    if (!ADVANCE) {
+      for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < N; ++i) {
+          state_out[(n * Dv + first + r) * Dk + N * lane + i] = s[r][i];
+        }
+      }
+    }
+
+    const int valid = ADVANCE ? lengths[b] : length;
+    for (int t = 0; t < length; ++t) {
+      const int at = b * length + t;
+      const int out = (at * Hv + hv) * Dv + first;
+      if (t >= valid) {
+        // Not left as it was: a NaN there would reach other rows through masked attention.
+        for (int r = lane; r < R; r += 32) {
+          y[out + r] = static_cast<InT>(0.0f);
+        }
+        continue;
+      }
+      const float decay = static_cast<float>(g[at * Hv + hv]);
+      const float strength = static_cast<float>(beta[at * Hv + hv]);
+      const auto keys = k + b * k_strides[0] + t * k_strides[1] + hk * k_strides[2];
+      const auto queries = q + b * q_strides[0] + t * q_strides[1] + hk * q_strides[2];
+      const auto values = v + b * v_strides[0] + t * v_strides[1] + hv * v_strides[2];
+      float key[N];
+      float query[N];
+      for (int i = 0; i < N; ++i) {
+        key[i] = static_cast<float>(keys[N * lane + i]);
+        query[i] = static_cast<float>(queries[N * lane + i]);
+      }
+      float memory[R];
+      for (int r = 0; r < R; ++r) {
+        memory[r] = 0.0f;
+        for (int i = 0; i < N; ++i) {
+          s[r][i] = s[r][i] * decay;
+          memory[r] = fma(s[r][i], key[i], memory[r]);
+        }
+      }
+      for (int other = 16; other > 0; other /= 2) {
+        for (int r = 0; r < R; ++r) {
+          memory[r] += SHUFFLE_XOR(memory[r], other);
+        }
+      }
+      float result[R];
+      for (int r = 0; r < R; ++r) {
+        const float d = (static_cast<float>(values[first + r]) - memory[r]) * strength;
+        result[r] = 0.0f;
+        for (int i = 0; i < N; ++i) {
+          s[r][i] = fma(key[i], d, s[r][i]);
+          result[r] = fma(s[r][i], query[i], result[r]);
+        }
+        if (!ADVANCE && lane == 0) {
+          delta[out + r] = d;
+        }
+      }
+      for (int other = 16; other > 0; other /= 2) {
+        for (int r = 0; r < R; ++r) {
+          result[r] += SHUFFLE_XOR(result[r], other);
+        }
+      }
+      if (lane == 0) {
+        for (int r = 0; r < R; ++r) {
+          y[out + r] = static_cast<InT>(result[r] * scale);
+        }
+      }
+    }
+    if (ADVANCE) {
+      for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < N; ++i) {
+          state_out[(n * Dv + first + r) * Dk + N * lane + i] = s[r][i];
+        }
+      }
+    }
+"""
+
+
+_KERNEL = gpu.Kernel(
+    "gated_delta",
+    (
+        *("q", "k", "v", "g", "beta", "state"),
+        *("previous_k", "previous_delta", "previous_g", "num_kept", "lengths"),
+    ),
+    ("y", "state_out", "delta"),
+    _BODY,
+)
+
+
+def fold_and_verify(
+    q: mx.array,
+    window: Window,
+    state: mx.array,
+    previous: Pending | None,
+    num_kept: mx.array | None,
+) -> tuple[mx.array, mx.array, Pending]:
+    """As `gated_delta.fold_and_verify`, which chooses this where it `fits`."""
+    outputs, state, delta = _call(q, window, state, previous, num_kept, None)
+    return outputs, state, Pending(window.k, delta, window.g)
+
+
+def fold_and_advance(
+    q: mx.array,
+    window: Window,
+    state: mx.array,
+    previous: Pending | None,
+    num_kept: mx.array | None,
+    lengths: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """As `gated_delta.fold_and_advance`."""
+    outputs, state, _ = _call(q, window, state, previous, num_kept, lengths)
+    return outputs, state
+
+
+def fold(previous: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
+    """As `gated_delta.fold`: a window of which no position is run."""
+    k, delta, g = (a[:, :1] for a in previous)
+    nothing = mx.zeros_like(num_kept)
+    return _call(k, Window(k, delta, g, g), state, previous, num_kept, nothing)[1]
+
+
+def fits(window: Window | Pending) -> bool:
+    """Whether the kernel runs windows of these shapes and types here."""
+    where = gpu.backend()
+    if where is None:
+        return False
+    _, _, key_heads, key_dim = window.k.shape
+    _, _, heads, value_dim = window[1].shape
+    return _works(where, (key_heads, key_dim, heads, value_dim), window.k.dtype)
+
+
+@functools.cache
+def _works(where: gpu.Backend, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
+    if shape[1] % gpu.LANES:
+        return False
+    return gpu.works(
+        "gated delta",
+        where,
+        lambda: self_check.gated_delta(fold_and_verify, fold_and_advance, shape, dtype),
+    )
+
+
+def _call(
+    q: mx.array,
+    window: Window,
+    state: mx.array,
+    previous: Pending | None,
+    num_kept: mx.array | None,
+    lengths: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    batch, _, key_heads, key_dim = q.shape
+    _, length, heads, value_dim = window.v.shape
+    if previous is None or num_kept is None:
+        previous, num_kept = Pending(*window[:3]), mx.zeros(batch, dtype=mx.int32)
+    # More rows a warp hide the shuffles' latency; fewer fill the GPU.
+    rows = next(rows for rows in (4, 2, 1) if value_dim % rows == 0)
+    sizes = [("Hk", key_heads), ("Hv", heads), ("Dk", key_dim), ("Dv", value_dim), ("R", rows)]
+    advance = lengths is not None
+    by_value = (batch, length, heads, value_dim)
+    y, after, delta = _KERNEL(
+        [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
+        [("InT", q.dtype), ("ADVANCE", advance), *sizes],
+        (1, value_dim // rows, batch * heads),
+        _WARPS,
+        [
+            (by_value, q.dtype),
+            (state.shape, mx.float32),
+            ((1,) if advance else by_value, mx.float32),
+        ],
+    )
+    return y, after, delta

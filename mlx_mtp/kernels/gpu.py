@@ -1,0 +1,142 @@
+"""What the GPU kernels share: the backend, its shuffle, and the check before first use.
+
+A kernel's body is written once. Each backend's prologue names the lane and the warp's place (a warp
+is a simdgroup on Metal), and its header the shuffle; so the body proven on CUDA is the body that
+Metal compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["metal", "cuda"]
+
+LANES = 32
+# Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
+_TOLERANCE = 1e-4
+
+_HEADERS: dict[Backend, str] = {
+    "metal": "#define SHUFFLE_XOR(value, other) simd_shuffle_xor(value, other)\n",
+    "cuda": "#define SHUFFLE_XOR(value, other) __shfl_xor_sync(0xffffffffu, value, other)\n",
+}
+# A grid is (32 lanes times X, Y, Z) with a threadgroup of (32, some, 1).
+_PROLOGUES: dict[Backend, str] = {
+    "metal": """
+    const int lane = thread_position_in_threadgroup.x;
+    const int grid_x = threadgroup_position_in_grid.x;
+    const int grid_y = thread_position_in_grid.y;
+    const int grid_z = thread_position_in_grid.z;
+""",
+    "cuda": """
+    const int lane = threadIdx.x;
+    const int grid_x = blockIdx.x;
+    const int grid_y = blockIdx.y * blockDim.y + threadIdx.y;
+    const int grid_z = blockIdx.z;
+""",
+}
+
+
+def backend() -> Backend | None:
+    """The GPU backend that work goes to by default, if any."""
+    return _backend_of(mx.default_device().type == mx.gpu)
+
+
+@functools.cache
+def _backend_of(on_gpu: bool) -> Backend | None:
+    if not on_gpu:
+        return None
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else None
+
+
+def source(body: str, where: Backend) -> str:
+    """A kernel's function body for a backend."""
+    return _PROLOGUES[where] + body
+
+
+class Kernel:
+    """A kernel for whichever backend runs it, built when it is first called.
+
+    Args:
+        name: of the function.
+        inputs, outputs: names of its arrays.
+        body: in what C++ for CUDA and Metal have in common; it may use lane, grid_x, grid_y,
+            grid_z and SHUFFLE_XOR. Inputs are taken as they lie: a body must use the strides of
+            those that may not be contiguous.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> None:
+        self.name = name
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self.body = body
+        self._built: dict[Backend, Any] = {}
+
+    def __call__(
+        self,
+        inputs: list[mx.array],
+        template: list[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        warps: int,
+        outputs: list[tuple[Sequence[int], mx.Dtype]],
+    ) -> list[mx.array]:
+        """Launch.
+
+        Args:
+            inputs: by position.
+            template: constants and types by name.
+            grid: warps in x, y and z.
+            warps: of a threadgroup, along y.
+            outputs: shape and type of each.
+        """
+        where = backend()
+        assert where is not None
+        if where not in self._built:
+            make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
+            self._built[where] = make(
+                name=f"mlx_mtp_{self.name}",
+                input_names=self.inputs,
+                output_names=self.outputs,
+                header=_HEADERS[where],
+                source=source(self.body, where),
+                ensure_row_contiguous=False,
+            )
+        x, y, z = grid
+        launched: list[mx.array] = self._built[where](
+            inputs=inputs,
+            template=template,
+            grid=(LANES * x, y, z),
+            threadgroup=(LANES, min(warps, y), 1),
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )
+        return launched
+
+
+def works(name: str, where: Backend, check: Callable[[], float]) -> bool:
+    """Compile and check a kernel; warn and say no if it can't be used here.
+
+    Args:
+        name: for the warning.
+        where: for the warning.
+        check: runs it and the portable code, and returns the largest difference.
+    """
+    try:
+        error = check()
+    except Exception as problem:
+        logger.warning(
+            "The %s kernel does not run on %s, slower code does: %s", name, where, problem
+        )
+        return False
+    if not error < _TOLERANCE:
+        logger.warning("The %s kernel is off by %.1e on %s: not used", name, error, where)
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""Which tokens a reduced draft vocabulary has: `--mtp-draft-vocab N` or a file of token ids.
+
+Byte-pair encoding merges the most frequent pair first, so the order of a tokenizer's merges is the
+order of how frequent their tokens were in the text it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp.errors import UsageError
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.speculative.draft_vocab import check_ids
+
+FLAG = "--mtp-draft-vocab"
+_MOST_DIGITS = 18
+
+Wanted = int | tuple[int, ...] | None
+"""How many tokens, or which; None for all."""
+
+
+def read_wanted(given: int | Path | None) -> Wanted:
+    """The flag's value, with the file read, so that what is wrong with it is known at once.
+
+    Args:
+        given: a number of tokens, or a text file with one token id per line.
+
+    Raises:
+        UsageError: the file can't be read, a line is no id, or there is none.
+    """
+    if not isinstance(given, Path):
+        return given
+    try:
+        text = given.expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        # A number with a slip in it is taken for a file.
+        raise UsageError(
+            f"{FLAG} must be a number of tokens or a file of token ids, and {given} can't be read: "
+            f"{error.strerror if isinstance(error, OSError) else 'it is no UTF-8 text'}."
+        ) from error
+    ids = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        if not (word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS):
+            raise UsageError(
+                f"{given}: line {number} is {line[:40]!r}; every line must be one token id."
+            )
+        ids.append(int(word))
+    if not ids:
+        raise UsageError(f"{given} is empty; it must have one token id per line.")
+    return tuple(ids)
+
+
+def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Ids of the tokens that may be drafted. The tokenizer's added tokens always may.
+
+    Args:
+        wanted: how many tokens, the added ones among them, or which ones beside them.
+        tokenizer: of the model.
+        vocab_size: ids at or above it are never drawn.
+
+    Returns:
+        Ascending; all ids where so many are wanted, or None is.
+
+    Raises:
+        UsageError: an id is out of range or there twice, the number has no room for the added
+            tokens, or the tokenizer's vocabulary has no order.
+    """
+    everything = tuple(range(vocab_size))
+    if wanted is None or (isinstance(wanted, int) and wanted >= vocab_size):
+        return everything
+    definition = tokenizer.definition()
+    added = [i for i in added_ids(definition) if i < vocab_size]
+    if not isinstance(wanted, int):
+        return tuple(sorted({*check_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
+    if wanted <= len(added):
+        raise UsageError(
+            f"{FLAG} is {wanted}, but the tokenizer's {len(added)} added tokens, such as those "
+            f"that end an answer, are always in: it must be {len(added) + 1} or more."
+        )
+    ranked = [i for i in ids_by_frequency(definition) if i < vocab_size]
+    return tuple(sorted(list(dict.fromkeys([*added, *ranked]))[:wanted]))
+
+
+def added_ids(definition: Mapping[str, Any]) -> list[int]:
+    """Ids of special and other added tokens: ends of turns, <think>, <tool_call>.
+
+    Args:
+        definition: tokenizer.json.
+    """
+    return [int(token["id"]) for token in definition["added_tokens"]]
+
+
+def ids_by_frequency(definition: Mapping[str, Any]) -> list[int]:
+    """All ids of a BPE vocabulary: single characters (bytes), then merges in their order.
+
+    Args:
+        definition: tokenizer.json.
+
+    Raises:
+        UsageError: it is no BPE, whose merges alone tell how frequent tokens are.
+    """
+    model = definition["model"]
+    if model.get("type") != "BPE":
+        raise UsageError(
+            f"{FLAG} can't choose tokens by itself: this tokenizer is {model.get('type')} and not "
+            "BPE, so nothing tells which tokens are frequent. Give a file of token ids."
+        )
+    vocab: dict[str, int] = model["vocab"]
+    by_id = sorted(vocab.items(), key=lambda item: item[1])
+    characters = [token for piece, token in by_id if len(piece) == 1]
+    merged = [vocab["".join(pair)] for pair in model["merges"] if "".join(pair) in vocab]
+    # Pieces that no merge makes come last.
+    return list(dict.fromkeys([*characters, *merged, *vocab.values()]))

@@ -1,0 +1,201 @@
+"""What a step costs, by batch size and depth: measured in use, and inferred where it was not.
+
+Only the ratios between the depths of one batch size decide anything. A machine that grows slow or
+hot, and a context that grows, change all depths together, so a depth is compared with the one that
+ran just before it, and what changes during a long stay at one depth is taken to change them all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_READING = 8
+"""Steps whose median makes one reading: the low one, for a step is often late and never early."""
+_LEAST = 3
+"""Steps that a reading needs when the depth changes before it is full."""
+_RECENT = 64
+"""Readings further apart than so many steps are not compared: too much may have changed."""
+_LARGEST_SURPRISE = math.log(2.0)
+_MOST_TRUST = 8.0
+_STORED_TRUST = 2.0
+"""Of a cell from an earlier run."""
+_FORGETTING = 0.998
+"""What a reading leaves of the trust in the other depths of its batch size."""
+_DOUBT = 0.25
+"""Relative error that is possible where nothing was measured."""
+_SLOPE = 0.25
+"""Cost of a draft in plain steps, before anything is known."""
+_LONE = 1.5
+"""Trust below which a cell rests on one comparison, or on none for long."""
+_DONORS = 6
+_NEAR = 1.5
+_NEIGHBOUR_SHARE = 0.5
+"""Of the trust in a cell that a batch size up to 1.5 times off has where it has none itself."""
+
+Seconds = dict[int, dict[int, float]]
+"""By batch size and depth."""
+
+
+@dataclass
+class _Cell:
+    """One batch size at one depth: log seconds, and how many comparisons they rest on."""
+
+    log: float
+    trust: float = 1.0
+
+
+@dataclass
+class _Reading:
+    """The last reading of a batch size."""
+
+    depth: int
+    log: float
+    step: int
+
+
+class StepCosts:
+    """The table.
+
+    Args:
+        max_depth: K; depths are 0 to K.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.max_depth = max_depth
+        self._rows: dict[int, dict[int, _Cell]] = {}
+        self._last: dict[int, _Reading] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._at: tuple[int, int] | None = None
+        self._samples: list[float] = []
+        self._num_steps = 0
+        self._inferred: dict[int, list[float]] = {}
+
+    def observe(self, batch_size: int, depth: int, seconds: float | None) -> None:
+        """Take in the time of one step that verified and proposed `depth` drafts a row.
+
+        Args:
+            batch_size, depth: of its window.
+            seconds: None where its cost can't be told.
+        """
+        self._num_steps += 1
+        if seconds is None:
+            return
+        at = (batch_size, depth)
+        if at != self._at:
+            self.settle()
+            self._at = at
+        if at not in self._seen:
+            # The first step of a shape compiles kernels and fills pools of buffers.
+            self._seen.add(at)
+            return
+        self._samples.append(seconds)
+        if len(self._samples) == _READING:
+            self._read()
+
+    def relative(self, batch_size: int) -> list[float]:
+        """The cost of a step at each depth from 0 to K, over that of a plain step."""
+        if batch_size not in self._inferred:
+            self._inferred[batch_size] = self._infer(batch_size)
+        return self._inferred[batch_size]
+
+    def doubt(self, batch_size: int, depth: int) -> float:
+        """By what share the cost may be lower than `relative` says."""
+        trust = 0.0
+        for size, row in self._rows.items():
+            if depth in row and 1 / _NEAR <= size / batch_size <= _NEAR:
+                share = 1.0 if size == batch_size else _NEIGHBOUR_SHARE
+                trust = max(trust, share * row[depth].trust)
+        return _DOUBT / (1.0 + trust)
+
+    def unconfirmed(self, batch_size: int) -> list[int]:
+        """Depths that were measured, but not twice: a single reading may be a mishap."""
+        row = self._rows.get(batch_size, {})
+        return [depth for depth, cell in row.items() if cell.trust < _LONE]
+
+    def table(self) -> Seconds:
+        """What was measured."""
+        return {
+            size: {depth: math.exp(cell.log) for depth, cell in sorted(row.items())}
+            for size, row in sorted(self._rows.items())
+        }
+
+    def load(self, table: Mapping[int, Mapping[int, float]]) -> None:
+        """Begin with what an earlier run measured.
+
+        Args:
+            table: as `table` gave it, all positive; depths above K are left out.
+        """
+        for size, row in table.items():
+            depths = [depth for depth in row if depth <= self.max_depth]
+            if depths:
+                self._rows[size] = {k: _Cell(math.log(row[k]), _STORED_TRUST) for k in depths}
+        self._inferred.clear()
+
+    def settle(self) -> None:
+        """Make a reading of the steps since the last one, if they are enough."""
+        if len(self._samples) >= _LEAST:
+            self._read()
+        self._samples.clear()
+
+    def _read(self) -> None:
+        assert self._at is not None
+        size, depth = self._at
+        log = math.log(statistics.median_low(self._samples))
+        self._samples.clear()
+        row, last = self._rows.setdefault(size, {}), self._last.get(size)
+        if last is None or self._num_steps - last.step > _RECENT:
+            _shift(row, depth, log)
+        elif last.depth == depth:
+            log = (log + last.log) / 2
+            _shift(row, depth, log)
+        else:
+            if depth not in row:
+                ratios = self.relative(size)
+                expected = row[last.depth].log + math.log(ratios[depth] / ratios[last.depth])
+                row[depth] = _Cell(expected, trust=0.0)
+            _compare(row, depth, row[last.depth].log + log - last.log, last.depth)
+        for other, cell in row.items():
+            cell.trust *= 1.0 if other == depth else _FORGETTING
+        self._last[size] = _Reading(depth, log, self._num_steps)
+        self._inferred.clear()
+
+    def _infer(self, batch_size: int) -> list[float]:
+        """The measured cells laid over the shape of the nearest sizes, theirs over farther ones."""
+        sizes = sorted(self._rows, key=lambda size: abs(math.log(size / batch_size)))[:_DONORS]
+        shape = [math.log(1.0 + _SLOPE * depth) for depth in range(self.max_depth + 1)]
+        for size in reversed(sizes):
+            shape = _lay_over(shape, self._rows[size])
+        return [math.exp(log - shape[0]) for log in shape]
+
+
+def _shift(row: dict[int, _Cell], depth: int, log: float) -> None:
+    """All depths of a size have changed by what this one has changed by."""
+    cell = row.setdefault(depth, _Cell(log))
+    change = log - cell.log
+    for each in row.values():
+        each.log += change
+
+
+def _compare(row: dict[int, _Cell], depth: int, log: float, other: int) -> None:
+    """A depth was measured just after another: the one that less is known of gives way."""
+    cell = row[depth]
+    moved, sign = (cell, 1.0) if cell.trust <= row[other].trust else (row[other], -1.0)
+    surprise = min(max(log - cell.log, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
+    moved.log += sign * surprise / (1.0 + moved.trust)
+    moved.trust = min(moved.trust + 1.0, _MOST_TRUST)
+
+
+def _lay_over(shape: list[float], row: Mapping[int, _Cell]) -> list[float]:
+    """The measured depths as they are; the others off the shape as their neighbours are."""
+    known = sorted(row)
+    off = {depth: row[depth].log - shape[depth] for depth in known}
+    laid = []
+    for depth, log in enumerate(shape):
+        below = max((k for k in known if k <= depth), default=known[0])
+        above = min((k for k in known if k >= depth), default=known[-1])
+        share = (depth - below) / (above - below) if above > below else 0.0
+        laid.append(log + off[below] + share * (off[above] - off[below]))
+    return laid

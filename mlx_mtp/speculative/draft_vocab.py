@@ -1,0 +1,33 @@
+"""The tokens that drafts may be: checks of a reduced draft vocabulary. No arrays here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlx_mtp.errors import UsageError
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
+    """Ids in ascending order, each once and in range.
+
+    Args:
+        ids: in any order.
+        vocab_size: of the tokenizer; ids at or above it are never drawn, so never to be drafted.
+        source: what to call them in errors.
+
+    Raises:
+        UsageError: there are none, or one is out of range or there twice.
+    """
+    found: set[int] = set()
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise UsageError(
+                f"{source} names token {token!r}, but this model's token ids are 0 to "
+                f"{vocab_size - 1}."
+            )
+        if token in found:
+            raise UsageError(f"{source} names token {token} twice; each may be there once.")
+        found.add(token)
+    if not found:
+        raise UsageError(f"{source} names no token; it must name one or more.")
+    return tuple(sorted(found))

@@ -1,0 +1,118 @@
+"""The memory that is told beforehand is the memory of real caches, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.memory import CacheMemory
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.speculative.proposer import MTPProposer
+from tests.harness import Driver, greedy, request
+from tests.tiny_models import FAMILIES
+
+MODELS = (*FAMILIES, "bundled")
+
+
+@pytest.fixture(params=MODELS)
+def model(request, tiny_models, demo_model) -> LoadedModel:
+    return demo_model if request.param == "bundled" else tiny_models[request.param]
+
+
+def memory_of(model: LoadedModel, *, has_head: bool = True) -> CacheMemory:
+    itemsize = model.causal_lm.model.norm.weight.dtype.size
+    return CacheMemory.of(model.causal_lm.args, has_head=has_head, itemsize=itemsize)
+
+
+def nbytes(arrays: Iterable[mx.array]) -> int:
+    """Of arrays that several layers share, once."""
+    return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+
+
+class Caches:
+    """Trunk's and head's caches of three rows, advanced by hand."""
+
+    def __init__(self, model: LoadedModel, rows: int = 3) -> None:
+        self.model, self.rows = model, rows
+        self.trunk = model.make_cache(rows)
+        self.head = RaggedKVCache(rows)
+
+    def run(self, length: int, lengths: list[int] | None, limit: int) -> None:
+        start = self.trunk.offset
+        tokens = mx.ones((self.rows, length), dtype=mx.int32)
+        known = None if lengths is None else mx.array(lengths)
+        self.trunk.begin(limit, known)
+        hidden = self.model.hidden(tokens, self.trunk)
+        self.trunk.commit(mx.ones(self.rows, dtype=mx.int32) if known is None else known)
+        self.head.reserve(limit)
+        z = self.model.head.join(self.model.embed(tokens), hidden)
+        self.model.head.write(z, self.head, start)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.trunk.arrays(), *self.head.arrays()]
+
+
+@pytest.mark.parametrize("longest", [40, 256, 257])
+def test_after_a_prefill(model, longest):
+    caches = Caches(model)
+    caches.run(longest, [3, longest, 1], longest)
+    assert nbytes(caches.arrays()) == memory_of(model).batch(3, longest, depth=None)
+    trunk = memory_of(model, has_head=False)
+    assert nbytes(caches.trunk.arrays()) == trunk.batch(3, longest, depth=None)
+    caches.run(1, [1, 0, 1], longest + 1)
+    assert nbytes(caches.arrays()) == memory_of(model).batch(3, longest + 1, depth=0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 8])
+def test_with_a_verify_window(model, depth):
+    caches = Caches(model)
+    caches.run(20, [20, 5, 9], 20)
+    for _ in range(2):
+        caches.run(depth + 1, None, 40)
+        assert nbytes(caches.arrays()) == memory_of(model).batch(3, 40, depth)
+
+
+def test_a_row_of_the_engine(model, monkeypatch):
+    """From the prompt to the last token, with windows in flight, it takes what was told."""
+    made = []
+    make_cache, make_state = LoadedModel.make_cache, MTPProposer.make_state
+
+    def remembered(make):
+        def wrapped(*args):
+            made.append(make(*args))
+            return made[-1]
+
+        return wrapped
+
+    monkeypatch.setattr(LoadedModel, "make_cache", remembered(make_cache))
+    monkeypatch.setattr(MTPProposer, "make_state", remembered(make_state))
+    prompt, answer, depth = 230, 26, 3
+    driver = Driver(model, config=EngineConfig(num_draft_tokens=depth, prefill_step_size=64))
+    driver.add(request("r", [1] * prompt, greedy(answer, ignore_eos=True)))
+    seen = []
+    while not driver.core.idle:
+        driver.step()
+        seen.append(nbytes(array for cache in made for array in cache.arrays()))
+    assert len(made) == 2
+    memory = memory_of(model)
+    assert seen[0] == memory.batch(1, 64, depth=None)
+    # 256 tokens fit the first block; the windows on their way to them don't.
+    assert max(seen) == memory.batch(1, prompt + answer + 2 * (depth + 1), depth)
+    assert max(seen) > memory.batch(1, prompt + answer, depth)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_sixteen_bits(tiny_models, dtype):
+    """A dense model: on the CPU mlx has no mixture of experts in these types."""
+    caches = Caches(load_model(tiny_models["qwen3_5"].path, enable_mtp=True, dtype=dtype))
+    memory = memory_of(caches.model)
+    assert memory.itemsize == 2
+    caches.run(20, [20, 5, 9], 20)
+    assert nbytes(caches.arrays()) == memory.batch(3, 20, None)
+    caches.run(4, None, 40)
+    assert nbytes(caches.arrays()) == memory.batch(3, 40, 3)

@@ -1,0 +1,24 @@
+"""Plain decoding's answers, computed once for all files."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from mlx_mtp.models.loaded import LoadedModel
+from tests.engine.cases import EOS, make_requests
+from tests.harness import Plain, plain
+from tests.tiny_models import VOCAB
+
+
+@pytest.fixture(scope="session")
+def references(tiny_models: dict[str, LoadedModel]):
+    """Plain decoding of every prompt, computed once per family."""
+
+    @cache
+    def of(family: str, sampled: bool) -> dict[str, Plain]:
+        model = tiny_models[family]
+        return {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in make_requests(sampled)}
+
+    return of

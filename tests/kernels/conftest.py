@@ -1,0 +1,39 @@
+"""The kernels on an emulated GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.kernels import gated_delta_kernel, gpu, inputs_kernel
+from tests.kernels.emulator import WHY_NOT, EmulatedKernel
+
+KERNELS = (gated_delta_kernel, inputs_kernel)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Compiled sources, by what was asked of mlx."""
+    folder = tmp_path_factory.mktemp("kernels")
+    kept = {}
+
+    def make(**asked):
+        key = repr(asked)
+        return kept.setdefault(key, EmulatedKernel(folder, **asked))
+
+    return make
+
+
+@pytest.fixture(params=["cuda", "metal"])
+def emulated(request, monkeypatch, compiled):
+    """Everything that asks for a GPU finds this one."""
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    monkeypatch.setattr(gpu, "backend", lambda: request.param)
+    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
+    for module in KERNELS:
+        monkeypatch.setattr(module._KERNEL, "_built", {})
+        monkeypatch.setattr(module, "_works", functools.cache(module._works.__wrapped__))
+    return request.param

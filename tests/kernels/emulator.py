@@ -1,0 +1,263 @@
+"""Runs a kernel's source for CUDA or Metal on the CPU, a warp of 32 lanes at a time.
+
+The source is compiled as plain C++, with shims for what the two languages bring along. Each lane is
+a fiber: at a shuffle it leaves its value in a slot and lets the others come to theirs. So the body,
+the launch and the strides are the real ones, and only the hardware is played.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+WHY_NOT = (
+    "no C++ compiler"
+    if COMPILER is None
+    else "fibers by makecontext are Linux's; a Mac runs the kernels themselves"
+    if sys.platform != "linux"
+    else None
+)
+_TYPES = {mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.int32: "int"}
+_CANARY = 256
+
+_SHIMS = r"""
+#include <cmath>
+#include <csetjmp>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#include <ucontext.h>
+using namespace std;
+
+struct bfloat16_t {
+  uint16_t bits;
+  bfloat16_t() = default;
+  explicit bfloat16_t(float value) {
+    uint32_t u;
+    memcpy(&u, &value, 4);
+    bits = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  }
+  operator float() const {
+    uint32_t u = uint32_t(bits) << 16;
+    float value;
+    memcpy(&value, &u, 4);
+    return value;
+  }
+};
+
+struct dim3 { unsigned x, y, z; };
+static dim3 threadIdx, blockIdx, blockDim;
+static dim3 thread_position_in_threadgroup, threadgroup_position_in_grid, thread_position_in_grid;
+
+static const int LANES = 32;
+static ucontext_t contexts[LANES], unused;
+static jmp_buf places[LANES], scheduler;
+static bool started[LANES], finished[LANES];
+static int shuffles[LANES], lane_now;
+static float slots[2][LANES];
+static vector<vector<char>> stacks(LANES, vector<char>(1 << 17));
+
+static void leave() {
+  if (_setjmp(places[lane_now]) == 0) _longjmp(scheduler, 1);
+}
+
+static float exchange(float value, int other) {
+  // Two slots in turns: a lane may be one shuffle ahead of the others.
+  const int turn = shuffles[lane_now]++ % 2;
+  slots[turn][lane_now] = value;
+  leave();
+  return slots[turn][lane_now ^ other];
+}
+
+#define simd_shuffle_xor(value, other) exchange(value, other)
+#define __shfl_xor_sync(mask, value, other) exchange(value, other)
+"""
+
+_RUN = r"""
+static void lane_main() {
+  call_body();
+  finished[lane_now] = true;
+  _longjmp(scheduler, 1);
+}
+
+static bool run_warp() {
+  for (lane_now = 0; lane_now < LANES; ++lane_now) {
+    started[lane_now] = finished[lane_now] = false;
+    shuffles[lane_now] = 0;
+    getcontext(&contexts[lane_now]);
+    contexts[lane_now].uc_stack.ss_sp = stacks[lane_now].data();
+    contexts[lane_now].uc_stack.ss_size = stacks[lane_now].size();
+    contexts[lane_now].uc_link = nullptr;
+    makecontext(&contexts[lane_now], lane_main, 0);
+  }
+  static bool working;
+  do {
+    working = false;
+    for (lane_now = 0; lane_now < LANES; ++lane_now) {
+      if (finished[lane_now]) continue;
+      working = true;
+      if (_setjmp(scheduler) != 0) continue;
+      if (started[lane_now]) _longjmp(places[lane_now], 1);
+      started[lane_now] = true;
+      threadIdx.x = thread_position_in_threadgroup.x = lane_now;
+      thread_position_in_grid.x = blockIdx.x * blockDim.x + lane_now;
+      swapcontext(&unused, &contexts[lane_now]);
+    }
+  } while (working);
+  for (int lane = 1; lane < LANES; ++lane) {
+    if (shuffles[lane] != shuffles[0]) return false;
+  }
+  return true;
+}
+
+extern "C" int run(const int* grid, const int* group, void** in, int** shapes, int64_t** strides,
+                   void** out) {
+  inputs = in; all_shapes = shapes; all_strides = strides; outputs = out;
+  blockDim = {unsigned(group[0]), unsigned(group[1]), unsigned(group[2])};
+  // CUDA launches whole groups, so that some warps lie outside of the grid.
+  for (unsigned z = 0; z < unsigned(grid[2]); ++z) {
+    for (unsigned y = 0; y < unsigned((grid[1] + group[1] - 1) / group[1] * group[1]); ++y) {
+      for (unsigned x = 0; x < unsigned(grid[0] / LANES); ++x) {
+        threadIdx = {0, y % group[1], 0};
+        blockIdx = {x, y / group[1], z};
+        thread_position_in_threadgroup = threadIdx;
+        threadgroup_position_in_grid = blockIdx;
+        thread_position_in_grid = {0, y, z};
+        if (!run_warp()) return 1;
+      }
+    }
+  }
+  return 0;
+}
+"""
+
+
+class EmulatedKernel:
+    """What `mx.fast.cuda_kernel` or `mx.fast.metal_kernel` returns, on the CPU.
+
+    Args:
+        folder: for what is compiled.
+        name, input_names, output_names, source, header: as mlx has them.
+        ensure_row_contiguous: must be False: nothing is copied.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str,
+        input_names: list[str],
+        output_names: list[str],
+        source: str,
+        header: str,
+        ensure_row_contiguous: bool,
+    ) -> None:
+        assert not ensure_row_contiguous
+        self._folder = folder
+        self._name = name
+        self._inputs, self._outputs = input_names, output_names
+        self._source, self._header = source, header
+        self._compiled: dict[str, Any] = {}
+
+    def __call__(
+        self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes
+    ) -> list[mx.array]:
+        assert threadgroup[0] * threadgroup[1] * threadgroup[2] <= 1024
+        assert grid[0] % threadgroup[0] == 0 and threadgroup[0] == 32 and threadgroup[2] == 1
+        mx.eval(inputs)
+        run = self._library(template, [a.dtype for a in inputs], output_dtypes)
+        views = [memoryview(a) for a in inputs]
+        addresses = [_address(a, view) for a, view in zip(inputs, views)]
+        shapes = [(ctypes.c_int * v.ndim)(*v.shape) for v in views]
+        strides = [(ctypes.c_int64 * v.ndim)(*(s // v.itemsize for s in v.strides)) for v in views]
+        results = [
+            # What is not written stays NaN; what is written behind the end is seen.
+            np.full(int(np.prod(shape)) * dtype.size + _CANARY, 0xFF, dtype=np.uint8)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+        diverged = run(
+            (ctypes.c_int * 3)(*grid),
+            (ctypes.c_int * 3)(*threadgroup),
+            (ctypes.c_void_p * len(inputs))(*addresses),
+            (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, shapes)),
+            (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, strides)),
+            (ctypes.c_void_p * len(results))(*(r.ctypes.data for r in results)),
+        )
+        assert not diverged, f"{self._name}: lanes of a warp came to different shuffles"
+        for name, result in zip(self._outputs, results):
+            assert (result[-_CANARY:] == 0xFF).all(), f"{self._name}: {name} has been overrun"
+        return [
+            mx.array(result[:-_CANARY]).view(dtype).reshape(shape)
+            for result, shape, dtype in zip(results, output_shapes, output_dtypes)
+        ]
+
+    def _library(self, template, input_dtypes, output_dtypes) -> Any:
+        text = self._text(template, input_dtypes, output_dtypes)
+        if text not in self._compiled:
+            stem = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+            path = stem.with_suffix(".cpp")
+            path.write_text(text)
+            assert COMPILER is not None
+            command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+            # A fused multiply-add only where the source has one.
+            command += ["-ffp-contract=off", "-o", str(stem.with_suffix(".so")), str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{self._name} does not compile:\n{done.stderr}")
+            self._compiled[text] = ctypes.CDLL(str(stem.with_suffix(".so"))).run
+        return self._compiled[text]
+
+    def _text(self, template, input_dtypes, output_dtypes) -> str:
+        constants = "\n".join(
+            f"using {name} = {_TYPES[value]};"
+            if isinstance(value, mx.Dtype)
+            else f"constexpr bool {name} = {str(value).lower()};"
+            if isinstance(value, bool)
+            else f"constexpr int {name} = {value};"
+            for name, value in template
+        )
+        parameters, arguments = [], []
+        for i, (name, dtype) in enumerate(zip(self._inputs, input_dtypes, strict=True)):
+            parameters.append(f"const {_TYPES[dtype]}* {name}")
+            arguments.append(f"(const {_TYPES[dtype]}*)inputs[{i}]")
+            # mlx too declares these only where the source has them.
+            if f"{name}_shape" in self._source:
+                parameters.append(f"const int* {name}_shape")
+                arguments.append(f"all_shapes[{i}]")
+            if f"{name}_strides" in self._source:
+                parameters.append(f"const int64_t* {name}_strides")
+                arguments.append(f"all_strides[{i}]")
+        for i, (name, dtype) in enumerate(zip(self._outputs, output_dtypes, strict=True)):
+            parameters.append(f"{_TYPES[dtype]}* {name}")
+            arguments.append(f"({_TYPES[dtype]}*)outputs[{i}]")
+        return "\n".join(
+            [
+                _SHIMS,
+                "static void **inputs, **outputs;",
+                "static int** all_shapes;",
+                "static int64_t** all_strides;",
+                self._header,
+                constants,
+                f"static void body({', '.join(parameters)}) {{\n{self._source}\n}}",
+                f"static void call_body() {{ body({', '.join(arguments)}); }}",
+                _RUN,
+            ]
+        )
+
+
+def _address(array: mx.array, view: memoryview) -> int:
+    """Of the first element: the real one, so that a copy can't hide wrong strides."""
+    if 0 in view.shape:
+        return 0
+    flat = array if array.dtype != mx.bfloat16 else array.view(mx.uint16)
+    mx.eval(flat)
+    return int(np.array(flat, copy=False).__array_interface__["data"][0])

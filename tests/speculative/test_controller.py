@@ -1,0 +1,265 @@
+"""The controller against machines made of numbers: never far from the best fixed depth."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.speculative.controller import DepthController
+from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Outcome, Row
+from tests.speculative.simulation import Cost, Machine, best_fixed
+
+K = 8
+# Costs of a step over a plain one. The first table was measured on two cores of a CPU, the second
+# on one H200 (up to depth 3; the rest is made up, and the dip at 3 is not).
+CPU = {
+    1: (1, 1.4, 1.78, 2.08, 2.43, 2.7, 2.97, 3.25, 3.53),
+    4: (1, 1.52, 2.03, 2.25, 2.63, 3.0, 3.43, 3.8, 4.2),
+    16: (1, 1.84, 2.53, 3.25, 4.04, 4.8, 5.58, 6.3, 7.1),
+}
+GPU = {
+    1: (1, 1.05, 1.13, 1.08, 1.2, 1.25, 1.3, 1.3, 1.35),
+    4: (1, 1.4, 1.79, 1.96, 2.2, 2.4, 2.6, 2.8, 3.0),
+    16: (1, 1.25, 1.5, 1.77, 2.0, 2.2, 2.4, 2.6, 2.8),
+    32: (1, 1.31, 1.7, 2.02, 2.3, 2.6, 2.9, 3.2, 3.5),
+}
+GOOD = [0.95] * K
+REAL = [0.88, 0.82, 0.78, 0.75, 0.7, 0.7, 0.7, 0.7]
+MIDDLING = [0.6, 0.5, *[0.4] * 6]
+LOW = [0.3, 0.2, *[0.1] * 6]
+CLIFF = [0.98, 0.98, 0.98, 0.1, 0, 0, 0, 0]
+SPOILED = [0.0] * K
+PLACES = [(table, size) for table in (CPU, GPU) for size in table]
+PLACE_IDS = [f"{'cpu' if table is CPU else 'gpu'}-{size}" for table, size in PLACES]
+
+
+def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
+    return lambda size, depth: scale * table[size][depth]
+
+
+def always(rates: list[float]):
+    return lambda row, step: rates
+
+
+def controller(table: dict[int, dict[int, float]] | None = None) -> DepthController:
+    costs = StepCosts(K)
+    costs.load(table or {})
+    return DepthController(costs)
+
+
+def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> DepthController:
+    return controller({size: dict(enumerate(table[size])) for size in sizes})
+
+
+@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
+@pytest.mark.parametrize("rates", [GOOD, REAL, MIDDLING, LOW, CLIFF], ids=str)
+def test_within_5_percent_of_the_best_fixed_depth(table, size, rates):
+    """From nothing: no calibration, no stored table, and a first step that compiles."""
+    machine = Machine(cost_of(table), always(rates), noise=0.05, first=20)
+    policy = controller()
+    machine.run(policy, size, 800)
+    _, best = best_fixed(machine.cost, rates, size)
+    assert machine.run(policy, size, 1200) > 0.95 * best
+
+
+@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
+def test_a_spoiled_head_costs_at_most_3_percent(table, size):
+    machine = Machine(cost_of(table), always(SPOILED), noise=0.05, first=20)
+    policy = calibrated(table, 1, 4)
+    plain = size / table[size][0] * 100
+    assert machine.run(policy, size, 300) > 0.94 * plain  # while that is found out
+    assert machine.run(policy, size, 1500) > 0.97 * plain
+    assert policy.choices() == {size: 0}
+
+
+@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
+@pytest.mark.parametrize("same_rows", [True, False], ids=["same", "new"])
+def test_acceptance_that_turns_bad_and_good_again_is_followed(table, size, same_rows):
+    phase = [REAL]
+    machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
+    policy = calibrated(table, 1, 4)
+    rows = [Row() for _ in range(size)]
+    for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
+        phase[0] = rates
+        _, best = best_fixed(machine.cost, rates, size)
+        seconds, tokens = machine.seconds, machine.tokens
+        for _ in range(12):
+            rows = rows if same_rows else [Row() for _ in range(size)]
+            machine.run(policy, size, 100, rows)
+        assert (machine.tokens - tokens) / (machine.seconds - seconds) > least * best
+        choice = policy.choices()[size]
+        if rates is SPOILED:
+            assert table[size][choice] < 1.06  # parked, or as good as that
+        else:
+            assert choice > 0
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_machine_and_any_head(data):
+    slope = data.draw(st.sampled_from([0.05, 0.1, 0.2, 0.4, 0.9]))
+    steps = data.draw(st.lists(st.floats(0.5 * slope, 1.5 * slope), min_size=K, max_size=K))
+    costs = [0.01 * (1 + sum(steps[:depth])) for depth in range(K + 1)]
+    rates = [data.draw(st.floats(0.0, 1.0))]
+    for share in data.draw(st.lists(st.floats(0.8, 1.0), min_size=K - 1, max_size=K - 1)):
+        rates.append(rates[-1] * share)
+    size = data.draw(st.sampled_from([1, 2, 3, 5, 8, 16, 32]))
+    machine = Machine(
+        lambda size, depth: costs[depth],
+        always(rates),
+        noise=data.draw(st.sampled_from([0.01, 0.05])),
+        first=20,
+        seed=data.draw(st.integers(0, 99)),
+    )
+    policy = controller()
+    machine.run(policy, size, 1000)
+    speed = machine.run(policy, size, 1500)
+    assert speed > 0.93 * best_fixed(machine.cost, rates, size)[1]
+    assert speed > 0.96 * size / costs[0]
+
+
+def test_noise_makes_it_neither_wrong_nor_restless():
+    machine = Machine(cost_of(CPU), always(REAL), noise=0.15, late=0.05)
+    policy = calibrated(CPU, 1, 4)
+    machine.run(policy, 4, 1000)
+    chosen = []
+    for _ in range(1000):
+        chosen.append(policy.choices()[4])
+        machine.run(policy, 4, 2)
+    assert sum(a != b for a, b in itertools.pairwise(chosen)) < 60
+    began = machine.seconds, machine.tokens
+    machine.run(policy, 4, 2000)
+    speed = (machine.tokens - began[1]) / (machine.seconds - began[0])
+    assert speed > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
+
+
+def test_a_new_batch_size_begins_with_what_the_nearest_one_taught():
+    machine = Machine(cost_of(CPU), always(LOW), noise=0.05)
+    policy = calibrated(CPU, 1, 4)
+    machine.run(policy, 4, 300)
+    assert machine.run(policy, 16, 50) > 0.9 * best_fixed(machine.cost, LOW, 16)[1]
+
+
+def test_batches_that_change_all_the_time():
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8)
+
+    def cost(size: int, depth: int) -> float:
+        return 0.01 * (1 + 0.1 * size) * (1 + depth * (0.2 + 0.05 * size))
+
+    machine = Machine(cost, always(REAL), noise=0.05)
+    draw = random.Random(1)
+    policy = controller()
+    spent = ideal = 0.0
+    for number in range(400):
+        size = draw.choice(sizes)
+        seconds, tokens = machine.seconds, machine.tokens
+        machine.run(policy, size, 10)
+        if number > 150:
+            spent += machine.seconds - seconds
+            ideal += (machine.tokens - tokens) / best_fixed(cost, REAL, size)[1]
+    assert ideal > 0.94 * spent
+
+
+def test_one_measured_cell_is_enough_to_begin_with():
+    machine = Machine(cost_of(GPU), always(REAL), noise=0.05)
+    policy = controller({1: {0: 0.01}})
+    machine.run(policy, 4, 600)
+    assert machine.run(policy, 4, 1000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
+
+
+def test_a_stored_table_spares_the_learning():
+    learned, machine = controller(), Machine(cost_of(CPU), always(MIDDLING), noise=0.02)
+    machine.run(learned, 16, 3000)
+    again = controller(learned._costs.table())
+    fresh = controller()
+    best = best_fixed(machine.cost, MIDDLING, 16)[1]
+    assert machine.run(again, 16, 200) > 0.95 * best
+    assert machine.run(fresh, 16, 200) < 0.95 * best
+
+
+def test_rows_differ_and_what_they_bring_together_counts():
+    """Half of the rows are never right: the depth that is best for the sum is found."""
+    machine = Machine(cost_of(GPU), lambda row, step: GOOD if row % 2 else SPOILED, noise=0.05)
+    policy = calibrated(GPU, 1, 4)
+    fixed = {}
+    for depth in range(K + 1):
+        fixed[depth] = machine.run(FixedDepth(depth), 16, 200)
+    machine.run(policy, 16, 800)
+    assert machine.run(policy, 16, 1000) > 0.95 * max(fixed.values())
+
+
+def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():
+    """Any draft doubles the cost, and all depths but 0 look as they would if it were a quarter."""
+    machine = Machine(
+        lambda size, depth: 0.01 if depth == 0 else 0.02 * (1 + 0.2 * (depth - 1)),
+        always(MIDDLING),
+        noise=0.02,
+    )
+    policy = controller()
+    machine.run(policy, 24, 400)
+    assert policy.choices() == {24: 0}
+
+
+def fixed_rows(*wanted: int | None) -> list[Row]:
+    return [Row(fixed) for fixed in wanted]
+
+
+def step(rows: list[Row], depth: int, accepted: int, seconds: float | None = 0.01) -> DecodeStep:
+    outcomes = [
+        Outcome(row, row.num_drafts(depth), min(accepted, row.num_drafts(depth)), cut=False)
+        for row in rows
+    ]
+    return DecodeStep(len(rows), depth, outcomes, seconds)
+
+
+def test_requests_with_a_depth_of_their_own_get_it():
+    policy = controller()
+    assert policy.depth(fixed_rows(3), steady=True) == 3
+    assert policy.depth(fixed_rows(0, 5, 2), steady=True) == 5
+    assert policy.depth(fixed_rows(0, 0), steady=True) == 0
+    assert policy.choices() == {1: 3, 3: 5, 2: 0}
+    rows = fixed_rows(4, None, 1)
+    for _ in range(300):
+        depth = policy.depth(rows, steady=True)
+        assert depth >= 4
+        policy.observe(step(rows, depth, 0))
+    assert [row.num_drafts(6) for row in rows] == [4, 6, 1]
+
+
+def test_rows_that_want_no_drafts_count_against_them():
+    """One of eight would gain; the others only pay."""
+    policy = calibrated({8: tuple(1 + 0.5 * depth for depth in range(K + 1))}, 8)
+    rows = fixed_rows(None, *[0] * 7)
+    for _ in range(60):
+        depth = policy.depth(rows, steady=True)
+        policy.observe(step(rows, depth, K))
+    assert policy.choices()[8] == 0
+    willing = fixed_rows(*[None] * 8)
+    for _ in range(60):
+        depth = policy.depth(willing, steady=True)
+        policy.observe(step(willing, depth, K))
+    assert policy.choices()[8] > 0
+
+
+def test_nothing_is_probed_where_nothing_can_be_measured():
+    policy = controller()
+    rows = fixed_rows(None, None)
+    depths = set()
+    for _ in range(400):
+        depths.add(policy.depth(rows, steady=False))
+        policy.observe(step(rows, max(depths), 2, seconds=None))
+    assert depths == {policy.choices()[2]} or len(depths) <= 2
+
+
+def test_a_fixed_depth_is_fixed_but_for_requests_with_their_own():
+    policy = FixedDepth(2)
+    assert policy.depth(fixed_rows(None, None), steady=True) == 2
+    assert policy.depth(fixed_rows(0, None), steady=True) == 2
+    assert policy.depth(fixed_rows(0), steady=True) == 0
+    assert policy.depth(fixed_rows(5, None, 0), steady=False) == 5
+    assert policy.choices() == {2: 2, 1: 0, 3: 5}

@@ -1,0 +1,154 @@
+"""Costs of steps: what is measured, what is inferred, and what noise does to it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.speculative.costs import StepCosts
+
+K = 4
+TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
+
+
+def stay(costs: StepCosts, size: int, depth: int, seconds: float, steps: int = 9) -> None:
+    for _ in range(steps):
+        costs.observe(size, depth, seconds)
+
+
+def measured(costs: StepCosts, size: int, scale: float = 0.01) -> None:
+    for depth, cost in enumerate(TRUE):
+        stay(costs, size, depth, scale * cost)
+    costs.settle()
+
+
+def test_before_anything_is_known_a_draft_costs_something():
+    ratios = StepCosts(K).relative(3)
+    assert ratios[0] == 1.0
+    assert ratios == sorted(ratios)
+    assert len(set(ratios)) == K + 1
+
+
+def test_what_was_measured_is_reported():
+    costs = StepCosts(K)
+    measured(costs, 2)
+    assert costs.relative(2) == pytest.approx(TRUE)
+    assert costs.table()[2] == pytest.approx({k: 0.01 * c for k, c in enumerate(TRUE)})
+    assert costs.doubt(2, 1) < costs.doubt(8, 1)
+
+
+def test_steps_whose_cost_cannot_be_told_change_nothing():
+    costs = StepCosts(K)
+    measured(costs, 1)
+    before = costs.table()
+    for _ in range(50):
+        costs.observe(1, 2, None)
+    costs.settle()
+    assert costs.table() == before
+
+
+def test_the_first_step_of_a_shape_and_late_ones_do_not_count():
+    costs = StepCosts(K)
+    for depth, cost in enumerate(TRUE):
+        costs.observe(1, depth, 30.0)  # a kernel is compiled
+        for number in range(8):
+            costs.observe(1, depth, cost * (9.0 if number in (2, 6) else 1.0))
+    assert costs.relative(1) == pytest.approx(TRUE)
+
+
+def test_a_machine_that_slows_down_changes_no_ratio():
+    costs = StepCosts(K)
+    measured(costs, 1)
+    for factor in (1.0, 1.5, 3.0, 0.4, 2.0):
+        stay(costs, 1, 2, 0.01 * factor * TRUE[2], 40)
+        assert costs.relative(1) == pytest.approx(TRUE)
+    assert costs.table()[1][2] == pytest.approx(0.02 * TRUE[2], rel=0.05)
+
+
+def test_a_ratio_that_changed_is_learned_by_going_back_and_forth():
+    costs = StepCosts(K)
+    measured(costs, 1)
+    for _ in range(12):
+        stay(costs, 1, 0, 0.01, 8)
+        stay(costs, 1, 1, 0.018, 8)
+    assert costs.relative(1)[1] == pytest.approx(1.8, rel=0.03)
+    # The others keep their place against the plain step.
+    assert costs.relative(1)[3] == pytest.approx(TRUE[3], rel=0.12)
+
+
+def test_one_reading_gone_wrong_is_bounded_and_mended():
+    costs = StepCosts(K)
+    stay(costs, 1, 0, 0.01)
+    stay(costs, 1, 1, 0.5)  # 50 times a plain step
+    assert costs.relative(1)[1] < 3.0
+    for _ in range(4):
+        stay(costs, 1, 0, 0.01, 8)
+        stay(costs, 1, 1, 0.014, 8)
+    assert costs.relative(1)[1] == pytest.approx(1.4, rel=0.2)
+
+
+def test_a_new_batch_size_is_inferred_from_the_nearest():
+    costs = StepCosts(K)
+    measured(costs, 1)
+    for depth, cost in ((0, 1.0), (1, 2.0), (3, 4.0)):
+        stay(costs, 8, depth, cost)
+    costs.settle()
+    assert costs.relative(8)[2] == pytest.approx(3.0, rel=0.1)
+    assert costs.relative(10) == pytest.approx(costs.relative(8))
+    assert costs.relative(32) == pytest.approx(costs.relative(8))
+    assert costs.relative(1) == pytest.approx(TRUE)
+
+
+def test_one_measured_depth_is_enough_to_infer_the_rest():
+    costs = StepCosts(K)
+    measured(costs, 4)
+    stay(costs, 6, 2, 0.5)
+    costs.settle()
+    assert costs.relative(6) == pytest.approx(TRUE)
+    alone = StepCosts(K)
+    stay(alone, 6, 2, 0.5)
+    alone.settle()
+    assert alone.relative(6) == pytest.approx(StepCosts(K).relative(6))
+
+
+def test_a_table_of_an_earlier_run_is_a_start_and_gives_way():
+    earlier = StepCosts(8)
+    for depth in range(9):
+        stay(earlier, 1, depth, 0.01 + 0.004 * depth)
+    earlier.settle()
+    costs = StepCosts(K)
+    costs.load(earlier.table() | {7: {8: 1.0}})
+    assert costs.relative(1) == pytest.approx([1.0, 1.4, 1.8, 2.2, 2.6])
+    assert costs.table()[1].keys() == set(range(K + 1))
+    assert 7 not in costs.table()
+    for _ in range(10):
+        stay(costs, 1, 0, 0.03, 8)
+        stay(costs, 1, 1, 0.033, 8)
+    assert costs.relative(1)[1] == pytest.approx(1.1, rel=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slopes=st.lists(st.floats(0.02, 1.0), min_size=K, max_size=K),
+    noise=st.floats(0.0, 0.15),
+    seed=st.integers(0, 1000),
+)
+def test_noisy_visits_come_near_the_truth(slopes, noise, seed):
+    draw = random.Random(seed)
+    true = [1.0]
+    for slope in slopes:
+        true.append(true[-1] + slope)
+    costs, drift = StepCosts(K), 0.01
+    for _ in range(150):
+        depth = draw.randrange(K + 1)
+        drift *= draw.lognormvariate(0.0, 0.05)
+        for _ in range(8):
+            late = 10.0 if draw.random() < 0.03 else 1.0
+            costs.observe(5, depth, drift * true[depth] * late * draw.lognormvariate(0.0, noise))
+    costs.settle()
+    # A visit compares two readings between which the machine has drifted by some 5%; a cell rests
+    # on the last eight or so.
+    assert costs.relative(5) == pytest.approx(true, rel=0.1 + 1.2 * noise)
