@@ -107,5 +107,7 @@ def _measure(
 def _sequences(size: int, depth: int) -> Iterator[Sequence]:
     for row in range(size):
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = Request(f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling, depth)
+        request = Request(
+            f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth
+        )
         yield Sequence(request, (), _PATIENCE * (MAX_DRAFT_TOKENS + 1))

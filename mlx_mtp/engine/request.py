@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
@@ -29,6 +29,7 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    _: KW_ONLY
     num_draft_tokens: int | None = None
     grammar: Grammar | None = None
 

@@ -133,7 +133,8 @@ def engine_requests(
         for choice in range(options.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
             index = number * options.n + choice
-            requests.append(Request(f"{request_id}-{index}", prompt, sampling, drafts))
+            name = f"{request_id}-{index}"
+            requests.append(Request(name, prompt, sampling, num_draft_tokens=drafts))
     return requests
 
 

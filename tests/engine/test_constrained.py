@@ -14,9 +14,11 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import GrammarError, InvalidRequestError, StepError
+from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.guide import Guide
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.speculative.proposer import MTPProposer
 from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids, text
 from tests.harness import Driver, OracleProposer, Plain, Ties, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
@@ -137,6 +139,19 @@ def test_staggered_batches_equal_plain_decoding(
         label = f"{family} k={depth} {acceptance} sampled={sampled} {name}"
         ties.check(label, tokens, reference[name])
         assert driver.reason(name) in ("stop", "length")
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_drafts_from_few_tokens_change_nothing(tiny_models, references, ties, sampled):
+    """Also where the grammar allows none of them."""
+    model, requests = tiny_models["qwen3_next"], make_requests(sampled)
+    reference = references("qwen3_next", sampled)
+    for few in ([EOS], range(0, VOCAB, 2)):
+        driver = drive(model, 3, MTPProposer(model, DraftHead(model, few)))
+        got = driver.run_arrivals({0: requests[:6], 3: requests[6:]})
+        for name, tokens in got.items():
+            label = f"{len(few)} tokens to draft from, sampled={sampled} {name}"
+            ties.check(label, tokens, reference[name])
 
 
 def test_answers_end_where_the_grammar_does_and_fit_it(references):

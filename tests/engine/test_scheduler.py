@@ -17,7 +17,9 @@ from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Row
 def sequence(
     name: str, num_prompt: int, max_tokens: int = 5, drafts: int | None = None
 ) -> Sequence:
-    request = Request(name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens), drafts)
+    request = Request(
+        name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens), num_draft_tokens=drafts
+    )
     return Sequence(request, (1,), max_tokens)
 
 

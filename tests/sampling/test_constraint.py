@@ -263,6 +263,9 @@ def test_masks_are_applied_bit_by_bit():
     mask = mx.array(np.packbits(allowed, axis=-1, bitorder="little"))
     got = np.array(mask_out(mx.array(logits), mask))
     np.testing.assert_array_equal(got, np.where(allowed[..., : VOCAB + 3], logits, -np.inf))
+    ids = np.sort(random.choice(VOCAB, 9, replace=False))
+    few = np.array(mask_out(mx.array(logits[..., ids]), mask, mx.array(ids)))
+    np.testing.assert_array_equal(few, got[..., ids])
 
 
 def test_cuts_choose_among_the_tokens_that_are_allowed():
