@@ -90,8 +90,11 @@ def serve(options: argparse.Namespace) -> int:
     info = backend.prepare()
 
     from mlx_mtp.server.app import create_app
-    from mlx_mtp.server.serve import bind, make_server
+    from mlx_mtp.server.auth import read_keys
+    from mlx_mtp.server.serve import bind, make_server, warn_if_open
 
+    keys = read_keys(options.api_key, options.api_key_file)
+    warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp)
@@ -102,7 +105,11 @@ def serve(options: argparse.Namespace) -> int:
             model_name=options.served_model_name or _model_name(options.model),
             host=options.host,
             port=sock.getsockname()[1],
-            api_key=options.api_key,
+            api_keys=keys,
+            allowed_hosts=options.allowed_host,
+            cors_origins=options.cors_origin,
+            max_body_bytes=options.max_body_size,
+            max_choices=options.max_choices,
             seed=options.seed,
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
@@ -263,7 +270,7 @@ def _banner(
     message = {"role": "user", "content": "Tell me a story."}
     body = json.dumps({"model": config.model_name, "messages": [message]})
     curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
-    if config.api_key:
+    if config.api_keys:
         # By its variable's name: what is printed here ends up in logs and on shared screens.
         curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
     curl.append(f"-d {shlex.quote(body)}")

@@ -21,7 +21,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.messages import FORM, UNSUPPORTED
-from mlx_mtp.server.text import MAX_ECHO, cut
+from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
 }
 
 
@@ -114,7 +116,7 @@ async def _on_own_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    route = f"{request.method} {path[:MAX_ECHO]}"
+    route = cut(f"{request.method} {path}")
     if error.status_code == NotFoundError.status:
         return error_response(NotFoundError(f"There is no route {route}."), path)
     refused = RequestError(f"{error.detail}: {route}.")

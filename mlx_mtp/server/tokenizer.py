@@ -17,7 +17,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.text import cut
-from mlx_mtp.server.tokenizer_files import damaged_file
+from mlx_mtp.server.tokenizer_files import SAFELY, damaged_file
 
 Message = dict[str, Any]
 
@@ -66,7 +66,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **SAFELY)
         except Exception as error:
             # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
             # values in the files lead to: all of it says that these files can't be used.
@@ -98,13 +98,13 @@ class Tokenizer:
         """Token ids of a plain prompt, with what the tokenizer itself puts before it.
 
         Args:
-            text: may be of any length.
-            limit: a text that can't be encoded in so few tokens need not be encoded at all.
+            text: of any length.
+            limit: most tokens; a text that certainly has more is not encoded at all.
             add_special_tokens: put before it what the tokenizer puts there.
 
         Raises:
             InvalidRequestError: the text has half of a surrogate pair.
-            ContextLengthError: the text is certainly more than `limit` tokens.
+            ContextLengthError: the text is more than `limit` tokens.
         """
         return self._ids(text, limit, add_special_tokens=add_special_tokens)
 
@@ -148,6 +148,10 @@ class Tokenizer:
             raise InvalidRequestError(
                 "The prompt is no text that can be encoded: it has half of a surrogate pair."
             ) from error
+        if limit is not None and len(encoding) > limit:
+            raise ContextLengthError(
+                f"The prompt has {len(encoding)} tokens; there is room for {limit} here."
+            )
         return tuple(encoding.ids)
 
     def render_chat(
