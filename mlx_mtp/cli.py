@@ -7,6 +7,7 @@ mistakes on the command line answer at once, and mlx finds its backend prepared.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -115,6 +116,9 @@ def serve(options: argparse.Namespace) -> int:
             tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
+        # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
+        gc.collect()
+        gc.freeze()
         banner = _banner(config, loaded, engine.info, info)
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from mlx_mtp.errors import PayloadTooLargeError, UnsupportedMediaTypeError
+from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.json_text import parse_json
 from mlx_mtp.server.messages import WireModel
@@ -68,6 +68,11 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
         if not isinstance(charset, str) or charset.lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
+    if length and "transfer-encoding" in headers:
+        # Two servers in a row could read two different bodies.
+        raise InvalidRequestError(
+            "Content-Length and Transfer-Encoding exclude each other; send one of them."
+        )
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)
 

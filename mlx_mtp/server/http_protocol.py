@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import sys
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -102,6 +103,16 @@ class BoundedProtocol(H11Protocol):
             self._linger.cancel()
         super().connection_lost(exc)
 
+    def eof_received(self) -> None:
+        """The client sends no more: if that is too early, it is told so."""
+        state = self.conn.their_state
+        begun = state is h11.IDLE and bool(self.conn.trailing_data[0].strip())
+        if self._thrown_away is None and (begun or state is h11.SEND_BODY):
+            self._answer_and_close(InvalidRequestError("The request ended before it was complete."))
+
+    def _should_upgrade(self) -> bool:
+        return False  # There are no web sockets here; the request is answered as what it is.
+
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP, or out of bounds, and end the connection."""
         cause = sys.exc_info()[1]
@@ -117,7 +128,11 @@ class BoundedProtocol(H11Protocol):
         ]
         try:
             for event in (
-                h11.Response(status_code=error.status, headers=headers),
+                h11.Response(
+                    status_code=error.status,
+                    headers=headers,
+                    reason=HTTPStatus(error.status).phrase.encode(),
+                ),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):
@@ -148,4 +163,5 @@ def _refusal(cause: h11.RemoteProtocolError) -> RequestError:
             f"The request line and headers are too much: at most {MAX_HEADER_BYTES} bytes and "
             f"{MAX_HEADERS} headers are allowed."
         )
-    return InvalidRequestError(f"This is not valid HTTP: {cause}.")
+    # h11 quotes the client's own line, which may hold its key.
+    return InvalidRequestError(f"This is not valid HTTP: {str(cause).partition(': bytearray')[0]}.")

@@ -7,8 +7,10 @@ counted first.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -21,6 +23,8 @@ MAX_PARTS = 1 << 17
 """Most objects, lists and strings (names included) of one body; those of agents have thousands."""
 MAX_ITEMS = 9 << 17
 """Most values of one body; numbers are cheap, and a prompt may be a million token ids."""
+_SMALL = 64 << 10
+_one_at_a_time = threading.Lock()
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -34,12 +38,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     _check_size(body)
     try:
         text = body.decode("utf-8")
-        value = json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            object_pairs_hook=_each_name_once,
-        )
+        value = _loads(text)
         half = has_half_character(text, value)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
@@ -58,6 +57,19 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
     return value
+
+
+def _loads(text: str) -> Any:
+    if len(text) <= _SMALL:
+        return _DECODER.decode(text)
+    # Each list that is made counts as garbage to be looked for: that took most of the time. The
+    # lock sees to it that collection is on again in the end, and bounds the memory too.
+    with _one_at_a_time:
+        gc.disable()
+        try:
+            return _DECODER.decode(text)
+        finally:
+            gc.enable()
 
 
 def _check_size(body: bytes) -> None:
@@ -121,3 +133,8 @@ def _finite(text: str) -> float:
             f"The body is not valid JSON: the number {text[:40]} is too large."
         )
     return value
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_each_name_once
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import AfterValidator, FailFast, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -24,7 +24,7 @@ from mlx_mtp.server.messages import (
 )
 from mlx_mtp.server.respond import context_of
 from mlx_mtp.server.thinking import split_template_kwargs
-from mlx_mtp.server.wire import MAX_PROMPT_IDS, Int, TemplateKwargs
+from mlx_mtp.server.wire import MAX_PROMPT_IDS, TemplateKwargs, is_id
 
 Messages = Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
 Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
@@ -70,11 +70,19 @@ class TokenizeRequest(WireModel):
         )
 
 
+def _ids_only(tokens: list[Any]) -> list[int]:
+    # Not by pydantic, which lets no other thread run while it looks at a million of them.
+    for number, token in enumerate(tokens):
+        if not is_id(token):
+            raise refusal(f"entry {number} is no token id")
+    return tokens
+
+
 class DetokenizeRequest(WireModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Int], FailFast(), at_most(MAX_PROMPT_IDS)]
+    tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
 
 
 async def tokenize(request: Request) -> Response:
