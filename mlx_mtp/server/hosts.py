@@ -10,9 +10,9 @@ served. A page can make itself "of the server's own address" by letting its own 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -23,6 +23,7 @@ from mlx_mtp.server.http_errors import error_response
 from mlx_mtp.server.text import cut
 
 ANY = "*"
+_HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -148,14 +149,11 @@ def _host_name(host: str) -> str | None:
 
 def _host_and_port(host: str, default: int) -> tuple[str, int] | None:
     """A Host header's two parts; None if it is none."""
-    if not host or not host.isascii() or any(c in host for c in "/?#@\\ \t"):
+    parts = _HOST.fullmatch(host.lower())
+    if parts is None:
         return None
-    try:
-        parts = urlsplit(f"//{host}")
-        name, port = parts.hostname, parts.port
-    except ValueError:
-        return None
-    return (name.rstrip("."), default if port is None else port) if name else None
+    name, port = parts.groups()
+    return name.strip("[]").rstrip("."), default if port is None else int(port)
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
