@@ -99,7 +99,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(MlxMtpError, _on_own_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_own_error)
+    app.add_exception_handler(Exception, _on_bug)
 
 
 def _field_name(location: list[str | int]) -> str:
@@ -111,6 +111,11 @@ def _field_name(location: list[str | int]) -> str:
 
 async def _on_own_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.url.path)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    # Starlette raises it again for the log, and uvicorn then closes the connection.
+    return error_response(error, request.url.path, {"Connection": "close"})
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
