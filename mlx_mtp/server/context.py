@@ -43,9 +43,9 @@ from mlx_mtp.server.tokenizer import Tokenizer
 TokenIds = tuple[int, ...]
 Result = TypeVar("Result")
 
-LARGE_TEXT = 1 << 20
-"""Longer prompts, in characters, are encoded `LARGE_AT_ONCE` at a time: 8 MB may take a core for
-20 s, which the engine and other prompts need meanwhile."""
+LARGE_TEXT = 1 << 18
+"""Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
+hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
 LARGE_AT_ONCE = 1
 OpenGeneration = Callable[[], Generation]
 """Submits a request, all of whose checks are done."""
