@@ -7,6 +7,7 @@ mistakes on the command line answer at once, and mlx finds its backend prepared.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -90,8 +91,11 @@ def serve(options: argparse.Namespace) -> int:
     info = backend.prepare()
 
     from mlx_mtp.server.app import create_app
-    from mlx_mtp.server.serve import bind, make_server
+    from mlx_mtp.server.auth import read_keys
+    from mlx_mtp.server.serve import bind, make_server, warn_if_open
 
+    keys = read_keys(options.api_key, options.api_key_file)
+    warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp)
@@ -102,12 +106,19 @@ def serve(options: argparse.Namespace) -> int:
             model_name=options.served_model_name or _model_name(options.model),
             host=options.host,
             port=sock.getsockname()[1],
-            api_key=options.api_key,
+            api_keys=keys,
+            allowed_hosts=options.allowed_host,
+            cors_origins=options.cors_origin,
+            max_body_bytes=options.max_body_size,
+            max_choices=options.max_choices,
             seed=options.seed,
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
+        # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
+        gc.collect()
+        gc.freeze()
         banner = _banner(config, loaded, engine.info, info)
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)
@@ -263,7 +274,7 @@ def _banner(
     message = {"role": "user", "content": "Tell me a story."}
     body = json.dumps({"model": config.model_name, "messages": [message]})
     curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
-    if config.api_key:
+    if config.api_keys:
         # By its variable's name: what is printed here ends up in logs and on shared screens.
         curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
     curl.append(f"-d {shlex.quote(body)}")

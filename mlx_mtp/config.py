@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_DRAFT_TOKENS = 8
@@ -42,7 +42,10 @@ class ServerConfig:
 
     Args:
         model_name: the id that clients see and may ask for.
-        api_key: when set, every route but /health wants it as a bearer token.
+        host: the address that is listened on; its name is one that clients may call the server by.
+        api_keys: when there are some, every route but /health and / wants one of them.
+        allowed_hosts: more names that clients may call the server by; "*": any name.
+        cors_origins: web pages that may call the server beside its own; "*": all of them.
         seed: seeds the generator of seeds for requests that bring none.
         keep_alive_seconds: a stream silent for longer gets an SSE comment.
         max_choices: largest `n` of one request.
@@ -56,7 +59,9 @@ class ServerConfig:
     model_name: str
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     seed: int | None = None
     keep_alive_seconds: float = 10.0
     max_choices: int = 16

@@ -16,7 +16,9 @@
     |   |-- ForbiddenError          403
     |   |-- NotFoundError           404
     |   |   `-- ModelNotFoundError      404, code model_not_found
-    |   `-- PayloadTooLargeError    413
+    |   |-- PayloadTooLargeError    413
+    |   |-- UnsupportedMediaTypeError   415
+    |   `-- HeadersTooLargeError    431
     |-- EngineError             the server's fault (HTTP 5xx)
     |   |-- StepError               a step failed: the requests in it end with this (500)
     |   `-- EngineStoppedError      the engine is shutting down or dead (503)
@@ -142,6 +144,20 @@ class PayloadTooLargeError(RequestError):
 
     status = 413
     code = "payload_too_large"
+
+
+class UnsupportedMediaTypeError(RequestError):
+    """The body is not plain JSON, by what its headers say."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HeadersTooLargeError(RequestError):
+    """The request line and headers are longer, or more, than the server reads."""
+
+    status = 431
+    code = "headers_too_large"
 
 
 class EngineError(MlxMtpError):

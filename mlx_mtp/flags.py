@@ -18,6 +18,9 @@ from mlx_mtp.errors import UsageError
 
 PREFIX = "MLX_MTP_"
 _NUMBER = re.compile(r"[+-]?[0-9]+")
+_HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
+# Desktop applications and browsers' extensions have schemes of their own.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
 Parse = Callable[[str], Any]
@@ -33,6 +36,7 @@ class Flag:
         parse: from text to the value, raising argparse.ArgumentTypeError; None for a boolean.
         default: where neither flag nor variable is given.
         metavar: names the value in the help.
+        repeated: may be given several times, and its value is a tuple; the variable's has commas.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Flag:
     parse: Parse | None = None
     default: Any = None
     metavar: str | None = None
+    repeated: bool = False
 
     @property
     def key(self) -> str:
@@ -55,6 +60,8 @@ class Flag:
         """The value of the environment variable."""
         parse = self.parse or boolean
         try:
+            if self.repeated:
+                return tuple(parse(each.strip()) for each in text.split(","))
             return parse(text)
         except argparse.ArgumentTypeError as error:
             raise UsageError(
@@ -65,12 +72,14 @@ class Flag:
 def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
     """Add them without defaults, so that `resolve` can see which of them were given."""
     for flag in flags:
-        default = "" if flag.default in (None, False) else f" (default: {flag.default})"
+        default = "" if flag.default in (None, False, ()) else f" (default: {flag.default})"
         options: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options.update(type=flag.parse, metavar=flag.metavar)
+        if flag.repeated:
+            options["action"] = "append"
         if not flag.name.startswith("-"):
             options["nargs"] = "?"
         parser.add_argument(flag.name, **options)
@@ -89,6 +98,8 @@ def resolve(
         if flag.key not in values:
             text = environ.get(flag.variable)
             values[flag.key] = flag.default if text is None else flag.from_text(text)
+        elif flag.repeated:
+            values[flag.key] = tuple(values[flag.key])
     return argparse.Namespace(**values)
 
 
@@ -175,6 +186,50 @@ def text(value: str) -> str:
     if not value:
         raise argparse.ArgumentTypeError("it must not be empty")
     return characters(value)
+
+
+def secret(value: str) -> str:
+    """An API key: what a header can carry. No error repeats any of it."""
+    reason = key_fault(value)
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"the key {reason}")
+    return value
+
+
+def key_fault(key: str) -> str | None:
+    """Why a client could not send this API key; None if it could."""
+    if not key:
+        return "must not be empty"
+    if key != key.strip():
+        return "must not begin or end with white space, which a header would lose"
+    if any(character < " " or character == "\x7f" for character in key):
+        return "has a control character, which no header can carry"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "is not valid UTF-8"
+    return None
+
+
+def host_name(value: str) -> str:
+    """A host's name without scheme and port, or *."""
+    name = text(value).lower().rstrip(".")
+    if name != "*" and not _HOST.fullmatch(name):
+        raise argparse.ArgumentTypeError(
+            f"{value[:80]!r} is no host name; give it without scheme and port, like my-mac.local"
+        )
+    return name
+
+
+def origin(value: str) -> str:
+    """A web page's origin, or *."""
+    given = text(value).lower()
+    if given != "*" and not _ORIGIN.fullmatch(given):
+        raise argparse.ArgumentTypeError(
+            f"{value[:80]!r} is no origin; give scheme, host and port alone, "
+            "like https://chat.example or http://localhost:3000"
+        )
+    return given
 
 
 def one_of(*choices: str) -> Parse:

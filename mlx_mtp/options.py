@@ -9,7 +9,19 @@ from mlx_mtp.config import (
     EngineConfig,
     ServerConfig,
 )
-from mlx_mtp.flags import Flag, at_least, count_or_path, one_of, real, text, whole, word_or
+from mlx_mtp.flags import (
+    Flag,
+    at_least,
+    count_or_path,
+    host_name,
+    one_of,
+    origin,
+    real,
+    secret,
+    text,
+    whole,
+    word_or,
+)
 
 BUNDLED_NAME = "mlx-mtp-demo"
 ANSWER_TOKENS = 512
@@ -107,7 +119,41 @@ SERVE_FLAGS = (
         _SERVER_DEFAULTS.tool_call_parser,
         "NAME",
     ),
-    Flag("--api-key", "clients must send it as a bearer token", text, None, "KEY"),
+    Flag(
+        "--api-key",
+        "clients must send it as a bearer token; other users of this machine may see it here, but "
+        "neither in the variable nor in --api-key-file",
+        secret,
+        None,
+        "KEY",
+    ),
+    Flag("--api-key-file", "a file with one such key per line", text, None, "FILE"),
+    Flag(
+        "--allowed-host",
+        "another name that clients may call this server by; * for any (repeatable)",
+        host_name,
+        (),
+        "NAME",
+        repeated=True,
+    ),
+    Flag(
+        "--cors-origin",
+        "a web page that may call this server, like https://chat.example; * for any (repeatable)",
+        origin,
+        (),
+        "ORIGIN",
+        repeated=True,
+    ),
+    Flag(
+        "--max-body-size",
+        "longest request body, in bytes",
+        whole(1, 1 << 30),
+        _SERVER_DEFAULTS.max_body_bytes,
+        "N",
+    ),
+    Flag(
+        "--max-choices", "largest n of a request", whole(1, 128), _SERVER_DEFAULTS.max_choices, "N"
+    ),
     Flag("--log-level", f"one of {', '.join(_LOG_LEVELS)}", one_of(*_LOG_LEVELS), "info", "LEVEL"),
 )
 GENERATE_FLAGS = (

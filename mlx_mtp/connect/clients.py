@@ -143,5 +143,5 @@ def open_webui(served: Served) -> str:
         "  ENABLE_OLLAMA_API=False open-webui serve\n\n"
         "# Or in a running one: Admin Panel > Settings > Connections > OpenAI API > +,\n"
         f"# with the URL {served.openai_url} (from a container: host.docker.internal for the\n"
-        "# host's name).\n"
+        "# host's name, and start the server with --allowed-host host.docker.internal).\n"
     )

@@ -122,7 +122,7 @@ class SafetensorsFile:
             raise _truncated(self.path, 8 + length, self.size)
         try:
             header = json.loads(self._file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
         if not isinstance(header, dict):
             raise CheckpointError(f"{self.path} has a damaged header: it is no JSON object.")
@@ -134,6 +134,10 @@ class SafetensorsFile:
             begin, end = (int(n) for n in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path} has a damaged header: {name}: {error}") from error
+        if not 0 <= begin <= end or min(shape, default=0) < 0:
+            raise CheckpointError(
+                f"{self.path} has a damaged header: {name} lies at {begin} to {end}, shape {shape}."
+            )
         if start + end > self.size:
             raise _truncated(self.path, start + end, self.size)
         info = TensorInfo(name, dtype, shape, start + begin)

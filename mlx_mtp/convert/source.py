@@ -215,6 +215,12 @@ def _read_index(path: Path) -> dict[str, str]:
     """Of an index: file of each tensor. Only names, as an index must not lead elsewhere."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(key): Path(str(file)).name for key, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = {str(key): Path(str(file)).name for key, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error!r}") from error
+    for key, file in found.items():
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
+            )
+    return found

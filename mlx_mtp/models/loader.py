@@ -14,7 +14,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
-from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
+from mlx_mtp.errors import (
+    CheckpointError,
+    MissingHeadError,
+    ModelError,
+    UnsupportedModelError,
+    UsageError,
+)
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import (
@@ -35,6 +41,7 @@ from mlx_mtp.models.registry import family_of
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 # A quantized model is expanded to float32 on the CPU only if it takes less of the memory.
 _DEQUANTIZED_SHARE = 0.5
+_UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
 
 
 def load_model(
@@ -51,13 +58,14 @@ def load_model(
             this machine can compute in `dtype` is not checked.
 
     Raises:
-        UnsupportedModelError: no family serves it.
+        UnsupportedModelError: no family serves it, or it wants code of its own to be run.
         MissingHeadError: `enable_mtp`, and there is no head.
         CheckpointError: a tensor or file is missing, misshapen or damaged.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     config = read_json(path / "config.json")
+    _check_no_code(path, config)
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
     found = _load_trunk(path, family)
@@ -82,6 +90,33 @@ def load_model(
     )
     loaded.check()
     return loaded
+
+
+def _check_no_code(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a model that names a Python file to be run. (transformers' `auto_map` is ignored.)
+
+    mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
+    model's code is run shall not depend on a library's default.
+    """
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        if part.get("model_file") is not None:
+            raise UnsupportedModelError(
+                f"{path / 'config.json'} names a Python file to be run, as model_file "
+                f"{str(part['model_file'])[:80]!r}. mlx-mtp runs no code that a model brings; if "
+                "the model is of a family that is served, remove that entry."
+            )
+
+
+def _others(path: Path) -> str:
+    """What there is in place of safetensors; none of it is opened."""
+    found = sorted(each.name for each in path.iterdir() if each.suffix in _UNSAFE_SUFFIXES)
+    if not found:
+        return ""
+    return (
+        f", but {found[0]}: only safetensors are read, as the other formats can bring code or are "
+        "not MLX's. Convert it with mlx_lm.convert, or take a repository that has safetensors"
+    )
 
 
 @dataclass
@@ -121,7 +156,7 @@ def _load_trunk(path: Path, family: Family) -> _Trunk:
     try:
         found.model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no model*.safetensors file.") from error
+        raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.") from error
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} can't be loaded: {error}") from error
     return found
@@ -208,7 +243,7 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
         if default is not None:
             return default
         raise ModelError(f"{path.parent} has no {path.name}; it is no model directory.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold a JSON object.")

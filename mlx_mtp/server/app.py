@@ -13,6 +13,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.server import http_errors
 from mlx_mtp.server.auth import ApiKeyMiddleware
 from mlx_mtp.server.context import Context
+from mlx_mtp.server.hosts import HostMiddleware, OriginMiddleware, cors, known_names
 from mlx_mtp.server.protocols import EngineLike
 from mlx_mtp.server.routes import router
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -51,6 +52,15 @@ def create_app(
     app.state.context = context
     app.include_router(router)
     http_errors.install(app)
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    _protect(app, config)
     return app
+
+
+def _protect(app: FastAPI, config: ServerConfig) -> None:
+    # From the inside out: a browser's preflight has no key, and a foreign name hears nothing else.
+    if config.api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=config.api_keys)
+    if config.cors_origins:
+        app.add_middleware(cors, origins=config.cors_origins)
+    app.add_middleware(OriginMiddleware, origins=config.cors_origins)
+    app.add_middleware(HostMiddleware, names=known_names(config.host, config.allowed_hosts))

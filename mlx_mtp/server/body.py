@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-from typing import Any, NoReturn, TypeVar
+from email.message import Message
+from typing import TypeVar
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError
+from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.json_text import parse_json
 from mlx_mtp.server.messages import WireModel
-from mlx_mtp.server.text import has_half_character
+from mlx_mtp.server.text import cut
 
 Model = TypeVar("Model", bound=WireModel)
 
 LARGE_BODY = 256 << 10
 """Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile."""
+_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 
 
 async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
     """Read, parse and check the body.
 
     Raises:
+        UnsupportedMediaTypeError: it is compressed, or its type is another one than JSON.
         PayloadTooLargeError: it is longer than `max_bytes`.
         InvalidRequestError, UnsupportedParameterError: it is no JSON object, or not this model's.
     """
+    _check_headers(request.headers, max_bytes)
     content = await _read(request, max_bytes)
     if len(content) > LARGE_BODY:
         return await asyncio.to_thread(_checked, content, model)
@@ -42,45 +46,48 @@ def _checked(content: bytes, model: type[Model]) -> Model:
         raise from_validation(error) from None
 
 
+def _check_headers(headers: Headers, max_bytes: int) -> None:
+    """Refuse what the headers alone show, before any of the body is read."""
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaTypeError(
+            f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
+        )
+    # Without the header a body is taken for JSON: curl users and old scripts leave it out.
+    given = headers.get("content-type")
+    if given is not None:
+        kind = Message()
+        kind["content-type"] = given
+        name = kind.get_content_type()
+        if name != "application/json" and not name.endswith("+json"):
+            raise UnsupportedMediaTypeError(
+                f"Content-Type {cut(given)!r}: the body must be JSON, with the header "
+                "`Content-Type: application/json`."
+            )
+        charset = kind.get_param("charset", "utf-8")
+        if not isinstance(charset, str) or charset.lower() not in _CHARSETS:
+            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
+    length = headers.get("content-length", "")
+    if length and "transfer-encoding" in headers:
+        # Two servers in a row could read two different bodies.
+        raise InvalidRequestError(
+            "Content-Length and Transfer-Encoding exclude each other; send one of them."
+        )
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise _too_long(max_bytes)
+
+
 async def _read(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
-    # Counted as it comes: a Content-Length may be missing, or a lie.
+    # Counted as it comes: a Content-Length may be missing.
     async for chunk in request.stream():
         body += chunk
         if len(body) > max_bytes:
-            raise PayloadTooLargeError(f"The body is longer than {max_bytes} bytes.")
+            raise _too_long(max_bytes)
     return bytes(body)
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Strict JSON: one object, UTF-8, finite numbers, no half characters.
-
-    Raises:
-        InvalidRequestError: it is anything else.
-    """
-    try:
-        text = body.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        half = has_half_character(text, value)
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
-    except RecursionError:
-        raise InvalidRequestError("The body's JSON is nested too deeply.") from None
-    except ValueError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
-    if half:
-        raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
-    if not isinstance(value, dict):
-        raise InvalidRequestError("The body must be a JSON object.")
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return value
+def _too_long(max_bytes: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"The body is longer than {max_bytes} bytes (--max-body-size allows more)."
+    )

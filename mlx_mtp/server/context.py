@@ -7,9 +7,9 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
@@ -41,6 +41,12 @@ from mlx_mtp.server.text import cut
 from mlx_mtp.server.tokenizer import Tokenizer
 
 TokenIds = tuple[int, ...]
+Result = TypeVar("Result")
+
+LARGE_TEXT = 1 << 18
+"""Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
+hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
+LARGE_AT_ONCE = 1
 OpenGeneration = Callable[[], Generation]
 """Submits a request, all of whose checks are done."""
 
@@ -60,6 +66,7 @@ class Context:
     metrics: Metrics
     seeds: SeedSource
     created: int
+    _large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
 
     @classmethod
     def build(
@@ -118,7 +125,9 @@ class Context:
         """
         check_tools(conversation, self.output_format)
         prompt = await self.prompt(conversation, self.engine.info.max_model_len)
-        grammar = answer_grammar(
+        # Of many tools the grammar is a long text: off the event loop.
+        grammar = await asyncio.to_thread(
+            answer_grammar,
             conversation,
             self.output_format,
             self.tokenizer.added_tokens,
@@ -144,7 +153,15 @@ class Context:
         Raises:
             RequestError: it can't be rendered, or is longer than `limit` tokens.
         """
-        return await asyncio.to_thread(self.prompter.prompt, conversation, limit)
+        size = sum(len(message.content) for message in conversation.messages)
+        return await self.aside(size, lambda: self.prompter.prompt(conversation, limit))
+
+    async def aside(self, size: int, work: Callable[[], Result]) -> Result:
+        """Do some work on a text of so many characters off the event loop."""
+        if size <= LARGE_TEXT:
+            return await asyncio.to_thread(work)
+        async with self._large:
+            return await asyncio.to_thread(work)
 
     async def complete(
         self,
@@ -176,7 +193,8 @@ class Context:
                 for prompt in prompts
             ]
 
-        token_ids = await asyncio.to_thread(encode)
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        token_ids = await self.aside(size, encode)
         field, spec = guided or ("", None)
         params = dataclasses.replace(params, grammar=spec)
         compiled = await self._compiled(spec, field)

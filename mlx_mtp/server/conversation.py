@@ -155,16 +155,21 @@ def folded(messages: Iterable[Message]) -> list[Message]:
     user's message before them, or one of their own. They stay in their place: a first message that
     changed with each turn would spoil what the server has computed of the chat.
     """
-    chat: list[Message] = []
+    groups: list[list[Message]] = []
     for message in messages:
-        last = chat[-1] if chat else None
+        last = groups[-1][0] if groups else None
         if message.role != "system" or last is None:
-            chat.append(message)
+            groups.append([message])
         elif last.role in ("system", "user"):
-            chat[-1] = replace(last, content=f"{last.content}{_BETWEEN}{message.content}")
+            groups[-1].append(message)
         else:
-            chat.append(replace(message, role="user"))
-    return chat
+            groups.append([replace(message, role="user")])
+    return [
+        replace(group[0], content=_BETWEEN.join(each.content for each in group))
+        if len(group) > 1
+        else group[0]
+        for group in groups
+    ]
 
 
 def object_or_text(text: str) -> Any:

@@ -21,7 +21,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.messages import FORM, UNSUPPORTED
-from mlx_mtp.server.text import MAX_ECHO, cut
+from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
 }
 
 
@@ -97,7 +99,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(MlxMtpError, _on_own_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_own_error)
+    app.add_exception_handler(Exception, _on_bug)
 
 
 def _field_name(location: list[str | int]) -> str:
@@ -111,10 +113,15 @@ async def _on_own_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.url.path)
 
 
+async def _on_bug(request: Request, error: Exception) -> Response:
+    # Starlette raises it again for the log, and uvicorn then closes the connection.
+    return error_response(error, request.url.path, {"Connection": "close"})
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    route = f"{request.method} {path[:MAX_ECHO]}"
+    route = cut(f"{request.method} {path}")
     if error.status_code == NotFoundError.status:
         return error_response(NotFoundError(f"There is no route {route}."), path)
     refused = RequestError(f"{error.detail}: {route}.")

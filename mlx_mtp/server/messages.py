@@ -30,7 +30,8 @@ MAX_VALUES = 1 << 16
 """Most values within one tool's parameters, and within the arguments of one tool call."""
 MAX_LEVELS = 128
 """Most objects and lists within each other there: whoever writes them recurses."""
-_MAX_FIELDS = 100
+MAX_FIELDS = 100
+"""Most fields of an object of the API."""
 
 FORM = "\0"
 """Begins the tag of a union's form, which pydantic puts among the names of fields."""
@@ -74,8 +75,8 @@ class WireModel(BaseModel):
     def _null_is_absent(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        if len(data) > _MAX_FIELDS:
-            raise refusal(f"has {len(data)} fields; at most {_MAX_FIELDS} are allowed")
+        if len(data) > MAX_FIELDS:
+            raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
         return {key: value for key, value in data.items() if value is not None}
 
 

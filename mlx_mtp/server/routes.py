@@ -10,7 +10,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp import __version__
 from mlx_mtp.errors import NotFoundError
 from mlx_mtp.server.anthropic.routes import count_tokens, messages
 from mlx_mtp.server.openai.routes import chat_completions, completions
@@ -38,8 +37,8 @@ async def model(request: Request) -> Response:
 
 
 async def root(_: Request) -> Response:
-    """GET and HEAD /: agents ask whether anybody is there."""
-    return JSONResponse({"name": "mlx-mtp", "version": __version__})
+    """GET and HEAD /: agents ask whether anybody is there. No version: it is open to all."""
+    return JSONResponse({"name": "mlx-mtp"})
 
 
 async def stored_chats(_: Request) -> Response:

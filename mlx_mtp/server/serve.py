@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 
 import uvicorn
@@ -13,6 +14,10 @@ from fastapi import FastAPI
 
 from mlx_mtp.errors import UsageError
 from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.server.hosts import ANY, is_loopback
+from mlx_mtp.server.http_protocol import BoundedProtocol
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5
 """How long answers in progress may go on after ctrl-C."""
@@ -40,6 +45,23 @@ def bind(host: str, port: int) -> socket.socket:
             raise UsageError(f"Port {port} on {host} is in use; choose another --port.") from None
         raise UsageError(f"Can't listen on {host}, port {port}: {error.strerror}.") from None
     return sock
+
+
+def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
+    """Say who else can use a server without a key."""
+    if has_key:
+        return
+    if not is_loopback(host):
+        logger.warning(
+            "Whoever reaches %s on the network can use this server: it has no key. Add --api-key "
+            "or --api-key-file, or leave out --host.",
+            host,
+        )
+    if ANY in cors_origins:
+        logger.warning(
+            "Every web page that a browser on this machine opens can use this server: it has no "
+            "key, and --cors-origin is *. Name the origins, or add --api-key."
+        )
 
 
 class Server(uvicorn.Server):
@@ -89,6 +111,10 @@ def make_server(
     config = uvicorn.Config(
         app,
         log_level=log_level,
+        http=BoundedProtocol,
+        ws="none",
+        # Whoever connects could name any address: no proxy is trusted to name its client's.
+        proxy_headers=False,
         # Twice the grace: clients that don't read their error must not keep the process alive.
         timeout_graceful_shutdown=2 * GRACE_SECONDS,
         server_header=False,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import AfterValidator, FailFast, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -22,10 +24,11 @@ from mlx_mtp.server.messages import (
 )
 from mlx_mtp.server.respond import context_of
 from mlx_mtp.server.thinking import split_template_kwargs
-from mlx_mtp.server.wire import MAX_PROMPT_IDS, Int, TemplateKwargs
+from mlx_mtp.server.wire import MAX_PROMPT_IDS, TemplateKwargs, is_id
 
 Messages = Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
 Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
+_STEP = 1 << 14
 
 
 class TokenizeRequest(WireModel):
@@ -67,11 +70,19 @@ class TokenizeRequest(WireModel):
         )
 
 
+def _ids_only(tokens: list[Any]) -> list[int]:
+    # Not by pydantic, which lets no other thread run while it looks at a million of them.
+    for number, token in enumerate(tokens):
+        if not is_id(token):
+            raise refusal(f"entry {number} is no token id")
+    return tokens
+
+
 class DetokenizeRequest(WireModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Int], FailFast(), at_most(MAX_PROMPT_IDS)]
+    tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
 
 
 async def tokenize(request: Request) -> Response:
@@ -80,20 +91,22 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest, context.config.max_body_bytes)
     if body.model is not None:
         context.check_model(body.model)
-    if body.text is None:
-        ids = (await context.prompt(body.conversation())).token_ids
+    text = body.text
+    if text is None:
+        ids = (await context.prompt(body.conversation(), MAX_PROMPT_IDS)).token_ids
     else:
-        encode = context.tokenizer.encode
-        special = body.add_special_tokens
-        ids = await asyncio.to_thread(encode, body.text, add_special_tokens=special)
-    answer = {
-        "count": len(ids),
-        "max_model_len": context.engine.info.max_model_len,
-        "tokens": ids,
-    }
+        ids = await context.aside(
+            len(text),
+            lambda: context.tokenizer.encode(
+                text, limit=MAX_PROMPT_IDS, add_special_tokens=body.add_special_tokens
+            ),
+        )
+    fields = {"count": len(ids), "max_model_len": context.engine.info.max_model_len}
+    lists: dict[str, Callable[[int], object]] = {"tokens": int}
     if body.return_token_strs:
-        answer["token_strs"] = [context.tokenizer.token_text(token) for token in ids]
-    return JSONResponse(answer)
+        lists["token_strs"] = context.tokenizer.token_text
+    content = await asyncio.to_thread(_json, fields, ids, lists)
+    return Response(content, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -102,7 +115,24 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest, context.config.max_body_bytes)
     if body.model is not None:
         context.check_model(body.model)
-    ids = context.checked_ids(body.tokens, "tokens")
-    raw = b"".join(map(context.tokenizer.token_bytes, ids))
-    text = raw.decode(errors="replace")
-    return JSONResponse({"prompt": text, "content": text})
+
+    def text() -> str:
+        ids = context.checked_ids(body.tokens, "tokens")
+        return b"".join(map(context.tokenizer.token_bytes, ids)).decode(errors="replace")
+
+    found = await asyncio.to_thread(text)
+    return JSONResponse({"prompt": found, "content": found})
+
+
+def _json(
+    fields: Mapping[str, int], ids: Sequence[int], lists: Mapping[str, Callable[[int], object]]
+) -> bytes:
+    """The answer as JSON, in steps of a few milliseconds: `json.dumps` lets no other thread run."""
+    parts = [json.dumps(fields)[:-1]]
+    for name, value_of in lists.items():
+        parts.append(f', "{name}": [')
+        for start in range(0, len(ids), _STEP):
+            step = json.dumps([value_of(token) for token in ids[start : start + _STEP]])
+            parts += ["," if start else "", step[1:-1]]
+        parts.append("]")
+    return "".join((*parts, "}")).encode()

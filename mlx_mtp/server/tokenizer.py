@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import (
-    ContextLengthError,
     InvalidRequestError,
     ModelError,
     UnsupportedParameterError,
 )
+from mlx_mtp.server.encoding import encode, most_bytes_per_token
 from mlx_mtp.server.text import cut
-from mlx_mtp.server.tokenizer_files import damaged_file
+from mlx_mtp.server.tokenizer_files import SAFELY, damaged_file
 
 Message = dict[str, Any]
 
-NFC_SHRINKS = 4
-"""Unicode's normal form C makes a text shorter by less than this: U+1FBE U+0308 U+0301, 7 bytes,
-becomes U+0390, 2 bytes, and nothing shrinks more."""
 _MAX_TEMPLATE_WORDS = 300
 # What jinja2 and transformers give to every template; another value would break the template.
 _TEMPLATE_GLOBALS = frozenset(
@@ -53,7 +50,7 @@ class Tokenizer:
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
             )
-        self._most_bytes = _most_bytes_per_token(self._backend, added.values())
+        self._most_bytes = most_bytes_per_token(self._backend, added.values())
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -66,7 +63,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **SAFELY)
         except Exception as error:
             # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
             # values in the files lead to: all of it says that these files can't be used.
@@ -98,13 +95,13 @@ class Tokenizer:
         """Token ids of a plain prompt, with what the tokenizer itself puts before it.
 
         Args:
-            text: may be of any length.
-            limit: a text that can't be encoded in so few tokens need not be encoded at all.
+            text: of any length.
+            limit: most tokens; a text that certainly has more is not encoded at all.
             add_special_tokens: put before it what the tokenizer puts there.
 
         Raises:
             InvalidRequestError: the text has half of a surrogate pair.
-            ContextLengthError: the text is certainly more than `limit` tokens.
+            ContextLengthError: the text is more than `limit` tokens.
         """
         return self._ids(text, limit, add_special_tokens=add_special_tokens)
 
@@ -133,22 +130,9 @@ class Tokenizer:
         return self._ids(text, limit, add_special_tokens=False)
 
     def _ids(self, text: str, limit: int | None, *, add_special_tokens: bool) -> tuple[int, ...]:
-        try:
-            size = len(text.encode())
-            if limit is not None and self._most_bytes and size > limit * self._most_bytes:
-                raise ContextLengthError(
-                    f"The prompt has {size} bytes; even in this model's longest tokens that is "
-                    f"more than its context of {limit} tokens."
-                )
-            # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError(
-                "The prompt is no text that can be encoded: it has half of a surrogate pair."
-            ) from error
-        return tuple(encoding.ids)
+        return encode(
+            self._backend, text, limit, self._most_bytes, add_special_tokens=add_special_tokens
+        )
 
     def render_chat(
         self,
@@ -264,20 +248,6 @@ def _is_byte_level(backend: Any) -> bool:
     if backend.decoder is None:
         return False
     return bool(json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel")
-
-
-def _most_bytes_per_token(backend: Any, added: Iterable[Any]) -> int | None:
-    """Most bytes of text that one token stands for; None if that has no bound."""
-    added = list(added)
-    if any(token.lstrip or token.rstrip for token in added):
-        return None  # These swallow whatever white space is beside them.
-    # A byte is one character of a piece, except in added tokens, which are text.
-    pieces = (len(piece) for piece in backend.get_vocab(with_added_tokens=False))
-    most = max((*pieces, *(len(token.content.encode()) for token in added)))
-    if backend.normalizer is None:
-        return most
-    kind = json.loads(backend.normalizer.__getstate__())["type"]
-    return most * NFC_SHRINKS if kind == "NFC" else None
 
 
 def _one_line(error: Exception) -> str:

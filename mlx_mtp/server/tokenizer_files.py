@@ -1,4 +1,4 @@
-"""Which of a tokenizer's files is damaged."""
+"""How a tokenizer's files are read, and which of them is damaged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
+# code; if it is False, it uses its own class or refuses.
+SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def damaged_file(path: Path) -> Path | None:
@@ -30,4 +34,4 @@ def damaged_file(path: Path) -> Path | None:
 def _check_config(name: str) -> None:
     from transformers import AutoConfig
 
-    AutoConfig.from_pretrained(str(Path(name).parent), local_files_only=True)
+    AutoConfig.from_pretrained(str(Path(name).parent), **SAFELY)

@@ -34,6 +34,8 @@ MAX_PROMPT_IDS = 1 << 20
 """Most token ids of one prompt, whatever the model's context."""
 MAX_LABELS = 64
 """Most entries of `metadata` and of `chat_template_kwargs`."""
+MAX_LABEL_CHARACTERS = 512
+"""Longest name and value of `metadata`, as OpenAI has it."""
 
 # Exact ranges are the sampler's to check; this keeps integers that fit nowhere out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
@@ -65,6 +67,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], at_most(MAX_STOPS), BeforeValidator(_as_list)]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
@@ -115,7 +119,7 @@ class GenerateRequest(GuidedFields):
     mtp: MtpOptions | None = None
     # Labels, which mean nothing to a model: OpenAI's own servers act on none of them either.
     user: str | None = None
-    metadata: Annotated[dict[str, str], at_most(MAX_LABELS)] | None = None
+    metadata: Labels | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -231,7 +235,7 @@ class ChatRequest(GenerateRequest):
 
 def _as_prompts(value: object) -> object:
     """One prompt, as text or as token ids, becomes a list of one."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+    if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
         raise refusal("must be a string, a list of token ids, or a non-empty list of either")
@@ -242,7 +246,7 @@ def _as_prompts(value: object) -> object:
             raise refusal(
                 f"prompt {number} has {len(prompt)} token ids; at most {MAX_PROMPT_IDS} are allowed"
             )
-        ids = isinstance(prompt, list) and all(_is_id(token) for token in prompt)
+        ids = isinstance(prompt, list) and all(is_id(token) for token in prompt)
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")
         if not prompt:
@@ -250,7 +254,8 @@ def _as_prompts(value: object) -> object:
     return value
 
 
-def _is_id(value: object) -> bool:
+def is_id(value: object) -> bool:
+    """It may be a token id; its range is the model's to check."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -308,7 +308,7 @@ def test_other_errors_in_anthropics_form(serve: Serve, tokenizer: Tokenizer) -> 
         return response.json()["error"]["type"]
 
     body = {"model": MODEL, "messages": HI, "max_tokens": 9}
-    with serve(saying(tokenizer, "x"), api_key="k") as client:
+    with serve(saying(tokenizer, "x"), api_keys=("k",)) as client:
         assert error(client.post(PATH, json=body), 401) == "authentication_error"
         keys = {"x-api-key": "k", "anthropic-version": "1999-01-01"}
         assert client.post(PATH, json=body, headers=keys).status_code == 200
@@ -337,7 +337,7 @@ def test_silence_is_broken_by_pings(serve: Serve) -> None:
 
 def test_the_sdk(serve: Serve, tokenizer: Tokenizer) -> None:
     with (
-        serve(saying(tokenizer, AGENT), api_key="k") as served,
+        serve(saying(tokenizer, AGENT), api_keys=("k",)) as served,
         # The SDK sends only this one, as a bearer token.
         anthropic.Anthropic(base_url=str(served.base_url), auth_token="k", max_retries=0) as sdk,
     ):
@@ -363,7 +363,7 @@ def test_the_sdk(serve: Serve, tokenizer: Tokenizer) -> None:
         assert counted.input_tokens > 0
         assert [model.id for model in sdk.models.list()] == [MODEL]
     with (
-        serve(saying(tokenizer, "x"), api_key="k") as served,
+        serve(saying(tokenizer, "x"), api_keys=("k",)) as served,
         anthropic.Anthropic(base_url=str(served.base_url), api_key="wrong", max_retries=0) as sdk,
         pytest.raises(anthropic.AuthenticationError),
     ):

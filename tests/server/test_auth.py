@@ -23,7 +23,7 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def client(serve: Serve) -> Iterator[Served]:
-    with serve(FakeEngine(answer([300])), api_key=KEY) as client:
+    with serve(FakeEngine(answer([300])), api_keys=(KEY,)) as client:
         yield client
 
 

@@ -63,6 +63,7 @@ def test_every_flag_also_comes_from_the_environment(flag: Flag) -> None:
         "--log-level": "debug",
         "--reasoning-parser": "gpt_oss",
         "--tool-call-parser": "hermes",
+        "--cors-origin": "https://chat.example:7",
     }
     value = given.get(flag.name, "7")
     from_environment = parse(cli.SERVE_FLAGS, **{flag.variable: value})
@@ -216,7 +217,9 @@ def banner(
     depth: int | str = 2,
     mtp_enabled: bool = True,
 ) -> str:
-    config = ServerConfig(model_name="it's", host=host, port=81, api_key=api_key)
+    config = ServerConfig(
+        model_name="it's", host=host, port=81, api_keys=() if api_key is None else (api_key,)
+    )
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
     info = FakeInfo(num_draft_tokens=depth, mtp_enabled=mtp_enabled)
     return cli._banner(config, loaded, info, BackendInfo("CPU", "OpenBLAS 1", "0.32"))

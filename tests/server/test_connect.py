@@ -163,7 +163,7 @@ def test_a_link_stays_a_link(server: Served, home: Path) -> None:
 def test_keys_are_never_written(
     serve: Serve, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serve(FakeEngine(answer([300])), api_key="secret-key") as client:
+    with serve(FakeEngine(answer([300])), api_keys=("secret-key",)) as client:
         url = str(client.base_url)
         for name in (*FILES, "open-webui"):
             monkeypatch.delenv("MLX_MTP_API_KEY", raising=False)

@@ -18,7 +18,7 @@ HI = [{"role": "user", "content": "hi"}]
 def client(serve: Serve, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]:
     engine = FakeEngine(answer(tokenizer.encode("Hello there, 🎉!")))
     with (
-        serve(engine, api_key="k") as served,
+        serve(engine, api_keys=("k",)) as served,
         openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="k", max_retries=0) as client,
     ):
         yield client

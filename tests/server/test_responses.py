@@ -318,7 +318,7 @@ def test_bad_requests(client: Served, fields: dict[str, Any], param: str, word: 
 
 def test_the_sdk(serve: Serve, tokenizer: Tokenizer) -> None:
     with (
-        serve(saying(tokenizer, AGENT), api_key="k") as served,
+        serve(saying(tokenizer, AGENT), api_keys=("k",)) as served,
         openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="k", max_retries=0) as sdk,
     ):
         fields: dict[str, Any] = {"model": MODEL, "input": "hi", "tools": [TOOL], **THINK}

@@ -8,6 +8,7 @@ import shutil
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, normalizers
@@ -19,7 +20,9 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.tokenizer import NFC_SHRINKS, Tokenizer, _most_bytes_per_token
+from mlx_mtp.server import encoding
+from mlx_mtp.server.encoding import NFC_SHRINKS, most_bytes_per_token
+from mlx_mtp.server.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -97,9 +100,31 @@ def test_encoding_lets_other_threads_run_and_changes_nothing(tokenizer: Tokenize
 def test_what_fits_in_the_longest_tokens_is_encoded(tokenizer: Tokenizer) -> None:
     most = max(len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size))
     assert tokenizer._most_bytes == most
-    assert tokenizer.encode("x" * most * 3, limit=3)
+    with pytest.raises(ContextLengthError, match=f"has {len(tokenizer.encode('x' * most * 3))} "):
+        tokenizer.encode("x" * most * 3, limit=3)
+    assert len(tokenizer.encode("xyz", limit=3)) <= 3
     with pytest.raises(ContextLengthError, match="3 tokens"):
         tokenizer.encode("x" * (most * 3 + 1), limit=3)
+
+
+def test_of_a_long_text_no_more_is_encoded_than_shows_that_it_is_too_long(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, parts = tokenizer._backend, []
+
+    def noting(texts: list[str], **options: bool) -> Any:
+        parts.extend(map(len, texts))
+        return backend.encode_batch_fast(texts, **options)
+
+    monkeypatch.setattr(encoding, "FIRST_PART", 1000)
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=noting))
+    text = "?!" * 8000
+    with pytest.raises(ContextLengthError, match="more than 2400 tokens; there is room for 1200"):
+        tokenizer.encode(text, limit=1200)
+    assert parts == [1000, 2000, 4000]
+    # What may fit is encoded as a whole, and so are its last characters.
+    assert tokenizer.encode(text, limit=16000) == tokenizer.encode(text)
+    assert parts[3:] == [1000, 2000, 4000, 8000, 16000, 16000]
 
 
 def test_normal_form_c_shrinks_no_text_more_than_is_allowed_for() -> None:
@@ -121,7 +146,7 @@ def test_normal_form_c_shrinks_no_text_more_than_is_allowed_for() -> None:
 def test_texts_that_encoding_shrinks_have_more_room(tokenizer: Tokenizer) -> None:
     def most(normalizer: normalizers.Normalizer | None, *added: AddedToken) -> int | None:
         backend = SimpleNamespace(normalizer=normalizer, get_vocab=tokenizer._backend.get_vocab)
-        return _most_bytes_per_token(backend, added)
+        return most_bytes_per_token(backend, added)
 
     assert most(None) == 15
     assert most(None, AddedToken("é" * 20)) == 40

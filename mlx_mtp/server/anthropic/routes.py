@@ -9,6 +9,7 @@ from mlx_mtp.server.anthropic.answers import MessageWriter
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.respond import context_of, respond
+from mlx_mtp.server.wire import MAX_PROMPT_IDS
 from mlx_mtp.server.writer import new_id
 
 
@@ -30,5 +31,5 @@ async def count_tokens(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request, CountRequest, context.config.max_body_bytes)
     context.check_model(body.model)
-    prompt = await context.prompt(body.conversation())
+    prompt = await context.prompt(body.conversation(), MAX_PROMPT_IDS)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

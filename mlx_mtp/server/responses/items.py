@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, Tag
@@ -120,26 +119,33 @@ def as_items(value: object) -> object:
 def messages_of(items: Iterable[Item]) -> list[Message]:
     """The chat that the items make up: one message for all that one answer brought."""
     chat: list[Message] = []
-    answer: Message | None = None
+    answer: list[Message] = []
     for item in items:
         addition = _of_answer(item)
+        if addition is None or _begins_anew(answer, item):
+            chat += _joined(answer)
+            answer = []
         if addition is None:
-            if answer is not None:
-                chat.append(answer)
-                answer = None
             chat.append(_of_others(item))
-        elif answer is None or _begins_anew(answer, item):
-            if answer is not None:
-                chat.append(answer)
-            answer = addition
         else:
-            answer = replace(
-                answer,
-                content=answer.content + addition.content,
-                reasoning=answer.reasoning or addition.reasoning,
-                tool_calls=(*answer.tool_calls, *addition.tool_calls),
-            )
-    return chat if answer is None else [*chat, answer]
+            answer.append(addition)
+    return chat + _joined(answer)
+
+
+def _joined(parts: Sequence[Message]) -> list[Message]:
+    """One message of all that an answer brought; none of nothing.
+
+    At once: to add the parts one by one takes a time that grows with the square of their number.
+    """
+    if not parts:
+        return []
+    whole = Message(
+        "assistant",
+        "".join(part.content for part in parts),
+        reasoning=next((part.reasoning for part in parts if part.reasoning), None),
+        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+    )
+    return [whole]
 
 
 def _of_answer(item: Item) -> Message | None:
@@ -160,8 +166,10 @@ def _of_others(item: Item) -> Message:
     return Message("user" if item.role == "user" else "system", _text(item.content))
 
 
-def _begins_anew(answer: Message, item: Item) -> bool:
+def _begins_anew(answer: Sequence[Message], item: Item) -> bool:
     """The item can't belong to the answer so far: reasoning and text come before calls."""
-    if isinstance(item, CallItem):
+    if not answer or isinstance(item, CallItem):
         return False
-    return bool(answer.tool_calls) or (isinstance(item, ReasoningItem) and bool(answer.content))
+    if answer[-1].tool_calls:
+        return True
+    return isinstance(item, ReasoningItem) and any(part.content for part in answer)

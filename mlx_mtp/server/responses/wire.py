@@ -34,7 +34,7 @@ from mlx_mtp.server.responses.items import Item, as_items, messages_of
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.thinking import Effort, with_effort
-from mlx_mtp.server.wire import MAX_LABELS, Float, Int, OnlyFalse, only
+from mlx_mtp.server.wire import MAX_LABELS, Float, Int, Labels, OnlyFalse, only
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class ResponsesRequest(WireModel):
     max_tool_calls: Int | None = None
     # Labels, which mean nothing to a model.
     user: str | None = None
-    metadata: Annotated[dict[str, str], at_most(MAX_LABELS)] | None = None
+    metadata: Labels | None = None
     client_metadata: Annotated[dict[str, Any], at_most(MAX_LABELS)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None

@@ -1,0 +1,89 @@
+"""HTTP as bytes, for what no client library would send; and the shape of every error."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import socket
+from typing import Any
+
+from tests.server.conftest import Served
+
+ANTHROPIC = "/v1/messages"
+
+
+def request_bytes(
+    method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b""
+) -> bytes:
+    """A request as a careful client writes it, but for what `headers` say."""
+    fields = {"Host": "localhost", "Content-Type": "application/json"}
+    if body and "Transfer-Encoding" not in (headers or {}):
+        fields["Content-Length"] = str(len(body))
+    fields |= headers or {}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{key}: {value}" for key, value in fields.items())]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+class _Kept(io.BufferedReader):
+    """What was read ahead is of the next answer, so it is not thrown away."""
+
+    def close(self) -> None:
+        """Its socket is closed by whoever made that."""
+
+    def makefile(self, _: str) -> _Kept:
+        return self
+
+
+def incoming(sock: socket.socket) -> _Kept:
+    """A connection's bytes, for several answers in a row."""
+    return _Kept(sock.makefile("rb", buffering=0))  # type: ignore[arg-type]
+
+
+class Answer:
+    """One answer, read to its end."""
+
+    def __init__(self, source: _Kept, method: str = "POST") -> None:
+        response = http.client.HTTPResponse(source, method=method)  # type: ignore[arg-type]
+        response.begin()
+        self.status = response.status
+        self.headers = {key.lower(): value for key, value in response.getheaders()}
+        self.body = response.read()
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
+    """Send bytes on a new connection and read one answer: there must be one.
+
+    Args:
+        client: says where to.
+        sent: everything.
+        end: say that no more will come, and still wait for the answer.
+    """
+    with socket.create_connection(client.address, timeout=30) as sock:
+        sock.sendall(sent)
+        if end:
+            sock.shutdown(socket.SHUT_WR)
+        method = sent.split(b" ", 1)[0].decode("latin-1")
+        return Answer(incoming(sock), method if method in ("HEAD", "CONNECT") else "POST")
+
+
+def error_of(answer: Any, path: str) -> str:
+    """The message of an error in the shape of the API that was called; all of it is checked."""
+    body = answer.json()
+    if path.startswith(ANTHROPIC):
+        assert set(body) == {"type", "error"}
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+    else:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert isinstance(body["error"]["param"], str | None)
+        assert isinstance(body["error"]["code"], str | None)
+    message = body["error"]["message"]
+    assert isinstance(body["error"]["type"], str)
+    assert isinstance(message, str)
+    assert 0 < len(message) < 1000
+    return message
