@@ -65,13 +65,16 @@ class EngineCore:
         """Launch the next step, and read the one before it.
 
         Without overlap, or while a row's next token depends on its last one by way of the host
-        (a grammar), the step itself is read too.
+        (a grammar), or when a launch failed, the step itself is read too.
         """
         plan = self._scheduler.schedule()
         last, self._last_plan = self._last_plan, plan
         self._heartbeat.begin(*_told(plan, last or plan))
         launched = self._runner.run(plan)
-        return self._update(launched, look_ahead=self._overlap and not plan.needs_host)
+        # The rows of a launch that failed are gone: the next plan must not count on them.
+        failed = any(window.error is not None for window in launched)
+        look_ahead = self._overlap and not plan.needs_host and not failed
+        return self._update(launched, look_ahead=look_ahead)
 
     def rest(self) -> None:
         """There is nothing to do: let go of what the last rows left on the device."""

@@ -22,6 +22,10 @@ FLAT_COST = 128
 """What a request costs beside its prompt: it takes a row for an answer of unknown length."""
 
 
+NUM_NAMES = 2
+"""So many parts of a client's path are told apart; those that are missing are empty names."""
+
+
 class Queued(Protocol):
     """What the queue needs to know of a request."""
 
@@ -37,43 +41,38 @@ class Queued(Protocol):
 Item = TypeVar("Item", bound=Queued)
 
 
+class _Fifo(Generic[Item]):
+    """One client's requests."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def add(self, item: Item) -> None:
+        self._items.append(item)
+
+    def peek(self) -> Item:
+        return self._items[0]
+
+    def pop(self) -> Item:
+        return self._items.popleft()
+
+    def keep(self, wanted: frozenset[Item]) -> None:
+        self._items = deque(item for item in self._items if item in wanted)
+
+
 class _Lane(Generic[Item]):
-    """One client's requests: his own, or those of the names below his."""
+    """The requests behind one name, and what it may still take of this turn."""
 
     def __init__(self, depth: int) -> None:
         self.credit = QUANTUM
-        self._own: deque[Item] = deque()
-        self._below = FairQueue[Item](depth + 1)
-        self._own_next = True
-
-    def __len__(self) -> int:
-        return len(self._own) + len(self._below)
-
-    def __iter__(self) -> Iterator[Item]:
-        yield from self._own
-        yield from self._below
-
-    def add(self, item: Item, depth: int) -> None:
-        if len(item.client) > depth + 1:
-            self._below.add(item)
-        else:
-            self._own.append(item)
-
-    def peek(self) -> Item:
-        return self._own[0] if self._is_own() else self._below.peek()
-
-    def pop(self) -> Item:
-        own = self._is_own()
-        self._own_next = not own
-        return self._own.popleft() if own else self._below.pop()
-
-    def keep(self, wanted: frozenset[Item]) -> None:
-        self._own = deque(item for item in self._own if item in wanted)
-        self._below.keep(wanted)
-
-    def _is_own(self) -> bool:
-        """Requests without a further name take turns with those that have one."""
-        return bool(self._own) and (self._own_next or not len(self._below))
+        self.items: FairQueue[Item] | _Fifo[Item]
+        self.items = FairQueue(depth + 1) if depth + 1 < NUM_NAMES else _Fifo()
 
 
 class FairQueue(Generic[Item]):
@@ -96,24 +95,24 @@ class FairQueue(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         """All of them, in no particular order."""
         for lane in self._lanes.values():
-            yield from lane
+            yield from lane.items
 
     def add(self, item: Item) -> None:
         """Put a request at the end of its client's; a new client comes last in the round."""
         name = item.client[self._depth] if len(item.client) > self._depth else ""
         if name not in self._lanes:
             self._lanes[name] = _Lane(self._depth)
-        self._lanes[name].add(item, self._depth)
+        self._lanes[name].items.add(item)
         self._size += 1
 
     def peek(self) -> Item:
         """The next request; there must be one."""
-        return self._next_lane().peek()
+        return self._next_lane().items.peek()
 
     def pop(self) -> Item:
         """Take the next request."""
         lane = self._next_lane()
-        item = lane.pop()
+        item = lane.items.pop()
         lane.credit -= item.num_prompt + FLAT_COST
         self._size -= 1
         if not self._size:
@@ -123,8 +122,8 @@ class FairQueue(Generic[Item]):
     def keep(self, wanted: frozenset[Item]) -> None:
         """Drop all others."""
         for lane in self._lanes.values():
-            lane.keep(wanted)
-        self._size = sum(map(len, self._lanes.values()))
+            lane.items.keep(wanted)
+        self._size = sum(len(lane.items) for lane in self._lanes.values())
         if not self._size:
             self._lanes.clear()
 
@@ -138,7 +137,7 @@ class FairQueue(Generic[Item]):
         assert self._size, "the queue is empty"
         while True:
             name, lane = next(iter(self._lanes.items()))
-            if len(lane) and lane.credit > 0:
+            if len(lane.items) and lane.credit > 0:
                 return lane
             if lane.credit > 0:
                 del self._lanes[name]

@@ -20,7 +20,7 @@ NEW_KIND_SECONDS = 30.0
 START_SECONDS = 300.0
 """What building the runner and measuring step costs may take together, and each of the first steps,
 which compile most kernels: about two minutes were seen on a fresh GPU machine."""
-_FADE = 0.98
+_FADE = 0.9
 """What a slow step still counts after the next one of its kind."""
 _NUM_FIRST_STEPS = 2
 """With look-ahead, what the first step launches is waited for in the second."""
