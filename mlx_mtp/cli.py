@@ -82,15 +82,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until ctrl-C."""
+    """Serve until a signal; then finish what has begun (see `server.serve.Server`)."""
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
     _read_draft_vocab(options, may_draft=options.enable_mtp)
     info = backend.prepare()
 
-    from mlx_mtp.server.app import create_app
-    from mlx_mtp.server.serve import bind, make_server
+    from mlx_mtp.server.app import STOP_SECONDS, create_app
+    from mlx_mtp.server.serve import bind, give_up, make_server
 
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
@@ -106,6 +106,10 @@ def serve(options: argparse.Namespace) -> int:
             seed=options.seed,
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
+            max_queue=options.max_queue,
+            request_timeout=options.request_timeout,
+            drain_timeout=options.drain_timeout,
+            body_timeout=options.body_timeout,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         banner = _banner(config, loaded, engine.info, info)
@@ -116,7 +120,9 @@ def serve(options: argparse.Namespace) -> int:
             server.run(sockets=[sock])
         finally:
             # Leaving by force, uvicorn doesn't stop the engine.
-            engine.stop()
+            ended = engine.stop(STOP_SECONDS)
+    if not ended:
+        give_up("the engine's thread hangs and can't be ended")
     return 0
 
 

@@ -13,9 +13,13 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.server import http_errors
 from mlx_mtp.server.auth import ApiKeyMiddleware
 from mlx_mtp.server.context import Context
+from mlx_mtp.server.guard import Guard
 from mlx_mtp.server.protocols import EngineLike
 from mlx_mtp.server.routes import router
 from mlx_mtp.server.tokenizer import Tokenizer
+
+STOP_SECONDS = 10.0
+"""How long the engine's thread may take to end; one that hangs must not keep the process alive."""
 
 
 def create_app(
@@ -37,7 +41,7 @@ def create_app(
         try:
             yield
         finally:
-            await context.dispatcher.stop()
+            await context.dispatcher.stop(STOP_SECONDS)
             context.grammars.close()
 
     app = FastAPI(
@@ -51,6 +55,7 @@ def create_app(
     app.state.context = context
     app.include_router(router)
     http_errors.install(app)
+    app.add_middleware(Guard, gate=context.gate, body_seconds=config.body_timeout)
     if config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
     return app

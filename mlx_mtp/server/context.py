@@ -18,10 +18,12 @@ from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.choice import Choice
+from mlx_mtp.server.clients import Client, named
 from mlx_mtp.server.constraints import answer_grammar, check_tools, max_calls
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.server.gate import Gate
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.options import Options
@@ -41,8 +43,8 @@ from mlx_mtp.server.text import cut
 from mlx_mtp.server.tokenizer import Tokenizer
 
 TokenIds = tuple[int, ...]
-OpenGeneration = Callable[[], Generation]
-"""Submits a request, all of whose checks are done."""
+OpenGeneration = Callable[[Client], Generation]
+"""Submits a request of a client, all of whose checks are done."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Context:
     prompter: Prompter
     grammars: Grammars
     dispatcher: Dispatcher
+    gate: Gate
     metrics: Metrics
     seeds: SeedSource
     created: int
@@ -73,6 +76,7 @@ class Context:
         output_format = OutputFormat.choose(
             tokenizer.template, config.reasoning_parser, config.tool_call_parser
         )
+        gate = Gate(engine, config.max_queue)
         return cls(
             engine=engine,
             tokenizer=tokenizer,
@@ -82,7 +86,8 @@ class Context:
             prompter=Prompter(tokenizer, output_format, config.template_seconds),
             grammars=Grammars.for_tokenizer(tokenizer, engine.info.eos_token_ids),
             dispatcher=Dispatcher(engine),
-            metrics=Metrics(engine),
+            gate=gate,
+            metrics=Metrics(engine, gate),
             seeds=SeedSource(config.seed),
             created=int(time.time()),
         )
@@ -220,9 +225,18 @@ class Context:
         def choice(index: int) -> Choice:
             return Choice(index, Detokenizer(text_bytes, options.stop), make_parser())
 
-        return lambda: Generation(
-            self.dispatcher, self.metrics, requests, choice, sum(map(len, prompts))
-        )
+        def opened(client: Client) -> Generation:
+            owner = named(client, options.user)
+            return Generation(
+                self.dispatcher,
+                self.metrics,
+                [dataclasses.replace(request, client=owner) for request in requests],
+                choice,
+                sum(map(len, prompts)),
+                self.config.request_timeout,
+            )
+
+        return opened
 
     @property
     def fingerprint(self) -> str:
