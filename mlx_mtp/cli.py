@@ -83,16 +83,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until ctrl-C."""
+    """Serve until a signal; then finish what has begun (see `server.serve.Server`)."""
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
     _read_draft_vocab(options, may_draft=options.enable_mtp)
     info = backend.prepare()
 
-    from mlx_mtp.server.app import create_app
+    from mlx_mtp.server.app import STOP_SECONDS, create_app
     from mlx_mtp.server.auth import read_keys
-    from mlx_mtp.server.serve import bind, make_server, warn_if_open
+    from mlx_mtp.server.serve import bind, give_up, make_server, warn_if_open
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
@@ -114,6 +114,10 @@ def serve(options: argparse.Namespace) -> int:
             seed=options.seed,
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
+            max_queue=options.max_queue,
+            request_timeout=options.request_timeout,
+            drain_timeout=options.drain_timeout,
+            body_timeout=options.body_timeout,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
@@ -127,7 +131,9 @@ def serve(options: argparse.Namespace) -> int:
             server.run(sockets=[sock])
         finally:
             # Leaving by force, uvicorn doesn't stop the engine.
-            engine.stop()
+            ended = engine.stop(STOP_SECONDS)
+    if not ended:
+        give_up("the engine's thread hangs and can't be ended")
     return 0
 
 

@@ -54,6 +54,14 @@ class ServerConfig:
         template_seconds: most time that the chat template may take for one request.
         reasoning_parser: how the model writes its reasoning; "auto": as its template shows.
         tool_call_parser: how the model writes tool calls; "auto": as its template shows.
+        max_queue: sequences, of all requests together, that may wait for a row; more are refused.
+        request_timeout: seconds that a request may wait and run; 0: any.
+        drain_timeout: seconds that running requests get to finish when the server is stopped.
+        body_timeout: seconds that a request's body may take to come.
+        head_timeout: seconds from a connection's begin, or from the answer before, to the end of a
+            request's head.
+        stall_timeout: seconds in which a client must take what waits for it; 64 KiB do at most.
+        max_connections: clients that may be connected at once.
     """
 
     model_name: str
@@ -69,3 +77,10 @@ class ServerConfig:
     template_seconds: float = 10.0
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
+    max_queue: int = 256
+    request_timeout: float = 0.0
+    drain_timeout: float = 30.0
+    body_timeout: float = 60.0
+    head_timeout: float = 20.0
+    stall_timeout: float = 60.0
+    max_connections: int = 512

@@ -17,11 +17,18 @@
     |   |-- NotFoundError           404
     |   |   `-- ModelNotFoundError      404, code model_not_found
     |   |-- PayloadTooLargeError    413
+    |   |-- BodyTimeoutError        408
     |   |-- UnsupportedMediaTypeError   415
+    |   |-- QueueFullError          429
     |   `-- HeadersTooLargeError    431
     |-- EngineError             the server's fault (HTTP 5xx)
     |   |-- StepError               a step failed: the requests in it end with this (500)
+    |   |   `-- StepMemoryError         for want of memory (500, code out_of_memory)
+    |   |-- RequestTimeoutError     a request waited or ran for too long (504)
     |   `-- EngineStoppedError      the engine is shutting down or dead (503)
+    |       |-- DrainingError           no new requests: the server is shutting down
+    |       |-- EngineHungError         no new requests: a step doesn't end
+    |       `-- ConnectionLimitError    too many clients are connected
     |-- BenchError              a server that is measured failed or gave no answer (exit status 1)
     `-- BackendError            mlx has no backend here, or the one it has can't do this
 
@@ -74,15 +81,19 @@ class RequestError(MlxMtpError):
     Args:
         message: what was wrong and what would be right.
         param: the request's field at fault, if there is one.
+        retry_after: seconds after which another try makes sense, if it is only a matter of time.
     """
 
     status = 400
     type = "invalid_request_error"
     code: str | None = None
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
+        self.retry_after = retry_after
 
 
 class InvalidRequestError(RequestError):
@@ -160,12 +171,37 @@ class HeadersTooLargeError(RequestError):
     code = "headers_too_large"
 
 
+class BodyTimeoutError(RequestError):
+    """The body did not come in time."""
+
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as may."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
 class EngineError(MlxMtpError):
-    """The server failed, not the client."""
+    """The server failed, not the client.
+
+    Args:
+        message: what happened.
+        retry_after: seconds after which another try makes sense, if it is only a matter of time.
+    """
 
     status = 500
     type = "server_error"
     code = "internal_error"
+
+    def __init__(self, message: str, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class StepError(EngineError):
@@ -174,8 +210,40 @@ class StepError(EngineError):
     code = "step_failed"
 
 
+class StepMemoryError(StepError):
+    """A step failed for want of memory; the requests that were in it end with this."""
+
+    code = "out_of_memory"
+
+
+class RequestTimeoutError(EngineError):
+    """A request has waited and run for longer than this server allows."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+
+
 class EngineStoppedError(EngineError):
     """The engine takes no requests: it is shutting down, or its thread died."""
 
     status = 503
     code = "engine_stopped"
+
+
+class DrainingError(EngineStoppedError):
+    """The server takes no new requests: it ends when those that it has are done."""
+
+    code = "shutting_down"
+
+
+class EngineHungError(EngineStoppedError):
+    """The engine takes no new requests while a step doesn't end."""
+
+    code = "engine_hung"
+
+
+class ConnectionLimitError(EngineStoppedError):
+    """As many clients are connected, and busy, as may."""
+
+    code = "too_many_connections"

@@ -13,7 +13,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.test_server_process import Server, start
+from tests.process import Server, start
 
 MODEL = "mlx-mtp-demo"
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())

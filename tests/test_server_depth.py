@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 
-from tests.test_server_process import QUESTIONS, STORY, Server, ask, start, stream
+from tests.process import Server, start
+from tests.test_server_process import QUESTIONS, STORY, ask, stream
 
 
 @pytest.fixture(scope="module")

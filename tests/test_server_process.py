@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import httpx
-import openai
 import pytest
+
+from tests.process import Server, start
 
 STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
 QUESTIONS = (
@@ -25,45 +18,6 @@ QUESTIONS = (
     "Sort these words: pear, apple, fig.",
     "Tell me a story about Ben the owl, a map and the river.",
 )
-
-
-@dataclass
-class Server:
-    """A running server."""
-
-    url: str
-    process: subprocess.Popen[str]
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^mlx_mtp:{name} (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found[1])
-
-    def wait_until_empty(self) -> None:
-        for _ in range(300):
-            gauges = [self.metric(f"num_requests_{kind}") for kind in ("running", "waiting")]
-            if gauges == [0.0, 0.0]:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"rows are left over: {gauges}")
-
-
-def start(*flags: str) -> Server:
-    command = [sys.executable, "-m", "mlx_mtp", "serve", "--port", "0", *flags]
-    kept = "MLX_MTP_CACHE_DIR"
-    environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    for line in process.stdout:
-        address = re.search(r"address\s+(http://\S+)", line)
-        if address:
-            return Server(address[1], process)
-    raise AssertionError(f"the server ended with status {process.wait()}")
 
 
 @pytest.fixture(scope="module")
@@ -141,41 +95,3 @@ def test_a_client_that_goes_away_frees_its_row(servers):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=1.0)
     server.wait_until_empty()
-
-
-@pytest.mark.full
-def test_soak_with_cancels(servers):
-    """400 requests, 16 at a time, a third of them cut off; nothing is left over or different."""
-    server, choose = servers["on"], random.Random(3)
-    alone = {q: ask(server, q) for q in QUESTIONS}
-
-    def one(number: int) -> None:
-        question = QUESTIONS[number % len(QUESTIONS)]
-        if choose.random() < 0.66:
-            assert ask(server, question) == alone[question]
-            return
-        body = {
-            "model": "mlx-mtp-demo",
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": 400,
-            "stream": True,
-        }
-        stop_at = choose.randrange(6)
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
-            for line_number, line in enumerate(answer.iter_lines()):
-                if line_number >= stop_at:
-                    return
-                assert not line or json.loads(line.removeprefix("data: "))
-
-    one(0)
-    before = resident_bytes(server.process.pid)
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, range(400)))
-    server.wait_until_empty()
-    assert resident_bytes(server.process.pid) < 1.5 * before
-
-
-def resident_bytes(pid: int) -> int:
-    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=True)
-    return 1024 * int(shown.stdout)

@@ -78,6 +78,7 @@ def build_engine(
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
         mtp_enabled=proposer is not None,
+        max_num_seqs=config.max_num_seqs,
     )
     return Engine(info, config, lambda: ModelRunner(model, proposer, vocab_size), depth, keeper)
 

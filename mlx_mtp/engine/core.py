@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from mlx_mtp.engine.heartbeat import Heartbeat, Kind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import Launched, ModelRunner
-from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.scheduler import Plan, Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.timing import StepTimer
@@ -23,6 +24,7 @@ class EngineCore:
         overlap: read a step's tokens only after the next step is launched, so that the host's work
             hides behind the device's. Without it the loop is plain, and the reference.
         clock: seconds; steps are timed by it.
+        heartbeat: is told what each step is; None: nobody wants to know.
     """
 
     def __init__(
@@ -32,12 +34,16 @@ class EngineCore:
         *,
         overlap: bool,
         clock: Callable[[], float] = time.perf_counter,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
         self._in_flight: list[Launched] = []
+        self._clock = clock
         self._timer = StepTimer(clock)
+        self._heartbeat = heartbeat or Heartbeat()
+        self._last_plan: Plan | None = None
         self._counters = SpeculationCounters()
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -59,11 +65,23 @@ class EngineCore:
         """Launch the next step, and read the one before it.
 
         Without overlap, or while a row's next token depends on its last one by way of the host
-        (a grammar), the step itself is read too.
+        (a grammar), or when a launch failed, the step itself is read too.
         """
         plan = self._scheduler.schedule()
+        last, self._last_plan = self._last_plan, plan
+        self._heartbeat.begin(*_told(plan, last or plan))
         launched = self._runner.run(plan)
-        return self._update(launched, look_ahead=self._overlap and not plan.needs_host)
+        # The rows of a launch that failed are gone: the next plan must not count on them.
+        failed = any(window.error is not None for window in launched)
+        look_ahead = self._overlap and not plan.needs_host and not failed
+        return self._update(launched, look_ahead=look_ahead)
+
+    def rest(self) -> None:
+        """There is nothing to do: let go of what the last rows left on the device."""
+        assert self.idle
+        self._last_plan = None
+        self._timer = StepTimer(self._clock)
+        self._runner.release()
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
@@ -92,3 +110,18 @@ class EngineCore:
             self._prompt_tokens += result.num_prompt_tokens
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
+
+
+def _told(plan: Plan, last: Plan) -> tuple[Kind, str]:
+    """What a turn works on, by rough sizes, and in words.
+
+    With look-ahead it launches a plan and waits for the one before it.
+    """
+    chunks = [p.chunk.rows for p in (plan, last) if p.chunk is not None]
+    tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
+    rows = max(len(plan.decode), len(last.decode))
+    drafts = max(plan.num_draft_tokens, last.num_draft_tokens)
+    parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
+    parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
+    kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)
+    return kind, " and ".join(parts) or "the end of a step"

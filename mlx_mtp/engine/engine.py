@@ -14,6 +14,8 @@ import mlx.core as mx
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.costs import CostKeeper
+from mlx_mtp.engine.faults import RestartBudget
+from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -42,6 +44,7 @@ class EngineInfo:
         num_draft_tokens: drafts per step where a request doesn't say; 0 when MTP is off.
         model_type: as in config.json.
         mtp_enabled: there is a source of drafts.
+        max_num_seqs: rows that are computed at once.
     """
 
     vocab_size: int
@@ -50,20 +53,23 @@ class EngineInfo:
     num_draft_tokens: DraftTokens
     model_type: str
     mtp_enabled: bool
+    max_num_seqs: int
 
 
 class Engine:
     """Continuous batching over one model.
 
     Everything that touches the device happens on the engine's thread; `submit` and `cancel` leave
-    a note there and wake it.
+    a note there and wake it. Should the thread die, its requests end with an error and another one
+    takes its place, with a runner of its own on the same model (see `RestartBudget`).
 
     Args:
         info: of the model.
         config: limits.
-        make_runner: builds the runner, called on the engine's thread.
+        make_runner: builds a runner, called on the engine's thread.
         depth: drafts per step.
         keeper: of the costs that `depth` follows, if it follows any.
+        heartbeat: tells whether a step hangs.
     """
 
     def __init__(
@@ -73,33 +79,44 @@ class Engine:
         make_runner: Callable[[], ModelRunner],
         depth: DepthPolicy,
         keeper: CostKeeper | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.info = info
         self._config = config
         self._make_runner = make_runner
         self._depth = depth
         self._keeper = keeper
+        self._heartbeat = heartbeat or Heartbeat()
+        self._restarts = RestartBudget()
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
+        self._started = False
         self._stopping = False
         self._failure: str | None = None
         self._deliver: Deliver | None = None
-        self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
+        self._thread = self._new_thread()
+        # What earlier threads counted, and what all have up to now.
+        self._earlier = EngineStats()
         self._stats = EngineStats()
 
     @property
     def healthy(self) -> bool:
-        """The engine's thread runs and takes requests."""
+        """The engine takes requests."""
         return self.unhealthy_reason is None
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why it does not, or None."""
+        """Why it takes none, and never will again; None while it does."""
         if self._failure is not None:
             return self._failure
         if self._stopping:
             return "the engine is stopping"
-        return None if self._thread.is_alive() else "the engine is not started"
+        return None if self._started else "the engine is not started"
+
+    @property
+    def hang_reason(self) -> str | None:
+        """Why the engine is taken to hang; None while it works. It may recover."""
+        return self._heartbeat.hang()
 
     def start(self, deliver: Deliver) -> None:
         """Begin.
@@ -108,17 +125,30 @@ class Engine:
             deliver: called on the engine's thread, once a step, with all outputs of that step.
         """
         self._deliver = deliver
+        self._started = True
         self._thread.start()
         atexit.register(self.stop)
 
-    def stop(self) -> None:
-        """End the thread after the step it is in; requests that are left end with an error."""
+    def stop(self, timeout: float | None = None) -> bool:
+        """End the thread after the step it is in; requests that are left end with an error.
+
+        Args:
+            timeout: seconds to wait for that; None: as long as it takes.
+
+        Returns:
+            The thread has ended; False: it hangs.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
         atexit.unregister(self.stop)
+        while True:
+            thread = self._thread
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout)
+            # A thread that died may have started another meanwhile.
+            if thread is self._thread:
+                return not thread.is_alive()
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -174,36 +204,72 @@ class Engine:
             )
         check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
+
     def _main(self) -> None:
+        """One thread's life."""
         scheduler = Scheduler(self._config, self._depth)
+        reason = "the engine is stopping"
         try:
-            runner = self._make_runner()
-            if self._keeper is not None:
-                self._keeper.begin(self._config, runner, stopping=lambda: self._stopping)
-            self._loop(EngineCore(scheduler, runner, overlap=self._config.overlap))
+            self._live(scheduler)
         except Exception as error:
-            logger.exception("The engine's thread died")
-            self._failure = f"the engine's thread died: {type(error).__name__}: {error}"
-        cut_short = EngineStoppedError(f"Cut short: {self.unhealthy_reason}.")
-        with self._wake:
-            waiting, self._inbox = [n for n in self._inbox if isinstance(n, Sequence)], []
-        for sequence in waiting:
-            scheduler.add(sequence)
-        self._send(scheduler.fail_all(cut_short))
-        if self._keeper is not None:
-            self._keeper.save()
-        self._stats = EngineStats()
+            reason = f"the engine's thread died: {type(error).__name__}: {error}"
+            # Without its traceback, which would hold on to the old runner.
+            logger.critical("The engine's thread died", exc_info=error)
+            error.__traceback__ = None
+        self._heartbeat.end()
+        again = self._bury(scheduler, reason)
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
+        if again:
+            self._thread = self._new_thread()
+            self._thread.start()
+
+    def _live(self, scheduler: Scheduler) -> None:
+        if self._stopping:
+            return
+        self._heartbeat.begin_start()
+        runner = self._make_runner()
+        if self._keeper is not None and not self._stats.num_restarts:
+            self._keeper.begin(self._config, runner, stopping=lambda: self._stopping)
+        overlap, heartbeat = self._config.overlap, self._heartbeat
+        self._loop(EngineCore(scheduler, runner, overlap=overlap, heartbeat=heartbeat))
+
+    def _bury(self, scheduler: Scheduler, reason: str) -> bool:
+        """End all requests; returns whether there is to be another thread."""
+        with self._wake:
+            again = not self._stopping and self._restarts.take()
+            if again:
+                logger.warning("The engine starts again.")
+            elif not self._stopping:
+                self._failure = reason
+            notes, self._inbox = self._inbox, []
+        for note in notes:
+            if isinstance(note, Sequence):
+                scheduler.add(note)
+        try:
+            self._send(scheduler.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+            if self._keeper is not None:
+                self._keeper.save()
+        except Exception:
+            logger.exception("The end of the engine's thread could not be told")
+        idle = EngineStats(num_restarts=int(again))
+        self._earlier = self._stats = idle.after(self._stats)
+        return again
 
     def _loop(self, core: EngineCore) -> None:
         while True:
             # Published from here alone: other threads must not walk the scheduler's queues.
-            self._stats = core.stats()
+            self._stats = core.stats().after(self._earlier)
+            self._heartbeat.end()
             self._take_inbox(core, wait=core.idle)
             if self._stopping:
                 return
+            self._heartbeat.turn()
             self._send(core.step())
+            if core.idle:
+                core.rest()
             if self._keeper is not None:
                 self._keeper.save_now_and_then()
 

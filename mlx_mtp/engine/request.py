@@ -24,6 +24,8 @@ class Request:
         num_draft_tokens: drafts per step for this request, 0 to 8; None leaves them to the engine.
             They change nothing but the speed.
         grammar: `sampling.grammar`, compiled.
+        client: whose it is, the most trusted name first (see `FairQueue`); empty: nobody's in
+            particular. Waiting requests of different clients take turns.
     """
 
     request_id: str
@@ -32,6 +34,7 @@ class Request:
     _: KW_ONLY
     num_draft_tokens: int | None = None
     grammar: Grammar | None = None
+    client: tuple[str, ...] = ()
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:

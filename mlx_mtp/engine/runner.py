@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.faults import step_error
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.scheduler import Plan, PrefillChunk, RowResult
 from mlx_mtp.engine.sequence import Sequence
@@ -110,6 +111,7 @@ class ModelRunner:
         self._ready: list[Batch] = []
         self._decoding: Batch | None = None
         self._num_steps = 0
+        self._failed_last = False
 
     def run(self, plan: Plan) -> list[Launched]:
         """Launch a plan. A failure comes back as the result of the rows it hit."""
@@ -135,6 +137,11 @@ class ModelRunner:
                 logger.exception("A step failed on the device")
                 results += self._failed(window, error)
         return results
+
+    def release(self) -> None:
+        """Let go of all rows, and give freed buffers back: nothing runs, and nobody waits."""
+        self._decoding, self._ready, self._prefilling = None, [], {}
+        mx.clear_cache()
 
     def _prefill(self, chunk: PrefillChunk, num_draft_tokens: int) -> Launched:
         """One chunk of prompts; rows whose prompt ends in it get their first token and drafts."""
@@ -318,8 +325,10 @@ class ModelRunner:
     def _tidy(self, plan: Plan) -> None:
         """Give freed buffers back now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        if plan.empty or plan.chunk is not None or self._num_steps % _TIDY_STEPS == 0:
+        due = plan.empty or plan.chunk is not None or self._num_steps % _TIDY_STEPS == 0
+        if due or self._failed_last:
             mx.clear_cache()
+        self._failed_last = False
 
     def _guard(self, rows: tuple[Sequence, ...], launch: Callable[[], Launched]) -> Launched:
         try:
@@ -329,7 +338,7 @@ class ModelRunner:
             for sequence in rows:
                 sequence.launched(0)
             self._drop(rows)
-            return Launched(rows, (0,) * len(rows), error=_step_error(error))
+            return Launched(rows, (0,) * len(rows), error=step_error(error))
 
     def _failed(self, window: Launched, error: Exception) -> list[RowResult]:
         """Results of a window that failed, and of all rows whose state now depends on it."""
@@ -337,11 +346,13 @@ class ModelRunner:
         for sequence in others:
             sequence.launched(0)
         rows = [*zip(window.sequences, window.num_positions), *((s, 0) for s in others)]
-        return [RowResult(s, n, error=_step_error(error)) for s, n in rows]
+        return [RowResult(s, n, error=step_error(error)) for s, n in rows]
 
     def _drop(self, rows: tuple[Sequence, ...]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows that were in them."""
         dropped: list[Sequence] = []
+        # Its buffers are free once the error, which holds on to them, has been dealt with.
+        self._failed_last = True
 
         def hit(batch: Batch) -> bool:
             if not any(s in rows for s in batch.sequences):
@@ -401,7 +412,3 @@ def _report(tables: list[np.ndarray], row: int, kept: int, top: int) -> tuple[To
         )
         for j in range(kept)
     )
-
-
-def _step_error(error: Exception) -> StepError:
-    return StepError(f"The step that this request was in failed: {type(error).__name__}: {error}")

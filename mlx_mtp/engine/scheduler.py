@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.errors import MlxMtpError
@@ -97,7 +98,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, depth: DepthPolicy) -> None:
         self._config = config
         self._depth = depth
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = FairQueue[Sequence]()
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
         self._next_group = 0
@@ -126,18 +127,18 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No request is here."""
-        return not self._waiting and self.num_running == 0
+        return not len(self._waiting) and self.num_running == 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request."""
-        self._waiting.append(sequence)
+        """Queue a request; clients take turns (see `FairQueue`)."""
+        self._waiting.add(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it stands; unknown ids are ignored."""
         for sequence in (*self._waiting, *self._admitted()):
             if sequence.request_id == request_id:
                 sequence.status = Status.FINISHED
-        self._waiting = deque(s for s in self._waiting if not s.finished)
+        self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
 
     def schedule(self) -> Plan:
         """The next step."""
@@ -246,11 +247,11 @@ class Scheduler:
         group: list[Sequence] = []
         step = self._config.prefill_step_size
         longest = 0
-        while self._waiting and len(group) < room:
-            longest = max(longest, min(self._waiting[0].num_prompt, step))
+        while len(self._waiting) and len(group) < room:
+            longest = max(longest, min(self._waiting.peek().num_prompt, step))
             if group and longest * (len(group) + 1) > step:
                 break
-            group.append(self._waiting.popleft())
+            group.append(self._waiting.pop())
         if group:
             for sequence in group:
                 sequence.status = Status.PREFILLING

@@ -52,6 +52,11 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def client(self) -> tuple[str, ...]:
+        """Whose request it is."""
+        return self.request.client
+
+    @property
     def prompt(self) -> tuple[int, ...]:
         """Prompt token ids."""
         return self.request.prompt_token_ids

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class EngineStats:
         num_accepted_tokens_per_pos: the same, by position in the window (from 0).
         depths: (batch size, drafts per step chosen for it last), for the sizes that have run.
         parked: the last step was planned without drafts.
+        num_restarts: how often the engine's thread has died and was started again.
     """
 
     num_requests_running: int = 0
@@ -32,3 +34,22 @@ class EngineStats:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     depths: tuple[tuple[int, int], ...] = ()
     parked: bool = False
+    num_restarts: int = 0
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """These gauges, and the counters of both: an engine that was restarted counts on."""
+        pairs = zip_longest(
+            self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos, fillvalue=0
+        )
+        totals = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTERS}
+        return replace(self, num_accepted_tokens_per_pos=tuple(map(sum, pairs)), **totals)
+
+
+_COUNTERS = (
+    "prompt_tokens",
+    "generation_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_restarts",
+)

@@ -13,10 +13,14 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.server import http_errors
 from mlx_mtp.server.auth import ApiKeyMiddleware
 from mlx_mtp.server.context import Context
+from mlx_mtp.server.guard import Guard
 from mlx_mtp.server.hosts import HostMiddleware, OriginMiddleware, cors, known_names
 from mlx_mtp.server.protocols import EngineLike
 from mlx_mtp.server.routes import router
 from mlx_mtp.server.tokenizer import Tokenizer
+
+STOP_SECONDS = 10.0
+"""How long the engine's thread may take to end; one that hangs must not keep the process alive."""
 
 
 def create_app(
@@ -38,7 +42,7 @@ def create_app(
         try:
             yield
         finally:
-            await context.dispatcher.stop()
+            await context.dispatcher.stop(STOP_SECONDS)
             context.grammars.close()
 
     app = FastAPI(
@@ -52,12 +56,14 @@ def create_app(
     app.state.context = context
     app.include_router(router)
     http_errors.install(app)
-    _protect(app, config)
+    _protect(app, context)
     return app
 
 
-def _protect(app: FastAPI, config: ServerConfig) -> None:
+def _protect(app: FastAPI, context: Context) -> None:
     # From the inside out: a browser's preflight has no key, and a foreign name hears nothing else.
+    config = context.config
+    app.add_middleware(Guard, gate=context.gate, body_seconds=config.body_timeout)
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=config.api_keys)
     if config.cors_origins:

@@ -18,10 +18,12 @@ from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.choice import Choice
+from mlx_mtp.server.clients import Client, named
 from mlx_mtp.server.constraints import answer_grammar, check_tools, max_calls
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.server.gate import Gate
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.options import Options
@@ -47,8 +49,8 @@ LARGE_TEXT = 1 << 18
 """Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
 hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
 LARGE_AT_ONCE = 1
-OpenGeneration = Callable[[], Generation]
-"""Submits a request, all of whose checks are done."""
+OpenGeneration = Callable[[Client], Generation]
+"""Submits a request of a client, all of whose checks are done."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Context:
     prompter: Prompter
     grammars: Grammars
     dispatcher: Dispatcher
+    gate: Gate
     metrics: Metrics
     seeds: SeedSource
     created: int
@@ -80,6 +83,7 @@ class Context:
         output_format = OutputFormat.choose(
             tokenizer.template, config.reasoning_parser, config.tool_call_parser
         )
+        gate = Gate(engine, config.max_queue)
         return cls(
             engine=engine,
             tokenizer=tokenizer,
@@ -89,7 +93,8 @@ class Context:
             prompter=Prompter(tokenizer, output_format, config.template_seconds),
             grammars=Grammars.for_tokenizer(tokenizer, engine.info.eos_token_ids),
             dispatcher=Dispatcher(engine),
-            metrics=Metrics(engine),
+            gate=gate,
+            metrics=Metrics(engine, gate),
             seeds=SeedSource(config.seed),
             created=int(time.time()),
         )
@@ -238,9 +243,18 @@ class Context:
         def choice(index: int) -> Choice:
             return Choice(index, Detokenizer(text_bytes, options.stop), make_parser())
 
-        return lambda: Generation(
-            self.dispatcher, self.metrics, requests, choice, sum(map(len, prompts))
-        )
+        def opened(client: Client) -> Generation:
+            owner = named(client, options.user)
+            return Generation(
+                self.dispatcher,
+                self.metrics,
+                [dataclasses.replace(request, client=owner) for request in requests],
+                choice,
+                sum(map(len, prompts)),
+                self.config.request_timeout,
+            )
+
+        return opened
 
     @property
     def fingerprint(self) -> str:

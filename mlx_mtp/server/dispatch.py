@@ -83,16 +83,21 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._engine.start(self._deliver)
 
-    async def stop(self) -> None:
-        """Stop the engine and end what is still waiting for it."""
+    async def stop(self, timeout: float | None = None) -> None:
+        """Stop the engine, waiting for so many seconds, and end what is still waiting for it."""
         # Joining the engine's thread takes up to a step, and its last outputs need this loop.
-        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._engine.stop, timeout)
         self.end_all()
 
     def end_all(self) -> None:
         """End every open request with an error, because the server is stopping."""
         for inbox in set(self._inboxes.values()):
             inbox.fail(EngineStoppedError("The server is shutting down."))
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that somebody waits for."""
+        return len(self._inboxes)
 
     def open(self, requests: Sequence[Request]) -> Inbox:
         """Submit sequences; all of them, or none and an error.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.errors import MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.choice import Choice, Delta
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.metrics import Metrics
@@ -38,6 +39,14 @@ class Generation:
     """The choices of one HTTP request, from submission to the last token.
 
     Use it as a context: on leaving, whatever is unfinished in the engine is cancelled.
+
+    Args:
+        dispatcher: takes the requests.
+        metrics: is told the times.
+        requests: one for each choice.
+        make_choice: from its index.
+        prompt_tokens: of all prompts.
+        timeout: seconds that all of it may take; 0: any.
     """
 
     def __init__(
@@ -47,10 +56,12 @@ class Generation:
         requests: Sequence[Request],
         make_choice: MakeChoice,
         prompt_tokens: int,
+        timeout: float = 0.0,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.choices = {request.request_id: make_choice(i) for i, request in enumerate(requests)}
         self._metrics = metrics
+        self._timeout = timeout
         self._began = time.perf_counter()
         self._times: dict[str, float] = {}
         self._first: float | None = None
@@ -71,11 +82,13 @@ class Generation:
             patience: an empty list tells that nothing has come for so many seconds.
 
         Raises:
+            RequestTimeoutError: it has taken too long.
             MlxMtpError: a choice failed, or the engine did.
         """
         while not self.is_finished:
-            arrived = await self._inbox.take(patience)
+            arrived = await self._inbox.take(min(patience, self._seconds_left()))
             if not arrived:
+                self._seconds_left()  # Too late is no silence to be broken.
                 yield []
                 continue
             told, failure = self._take_all(arrived)
@@ -83,6 +96,19 @@ class Generation:
                 yield told
             if failure is not None:
                 raise failure
+
+    def _seconds_left(self) -> float:
+        if not self._timeout:
+            return math.inf
+        left = self._began + self._timeout - time.perf_counter()
+        if left <= 0:
+            self._metrics.timed_out()
+            raise RequestTimeoutError(
+                f"The request has waited and run for more than the {self._timeout:g} seconds that "
+                f"this server allows (--request-timeout); {self.completion_tokens} tokens had been "
+                "generated."
+            )
+        return left
 
     def _take_all(
         self, arrived: Sequence[tuple[float, RequestOutput]]

@@ -13,11 +13,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.errors import (
+    BodyTimeoutError,
+    ConnectionLimitError,
+    DrainingError,
     EngineError,
     InvalidRequestError,
     MlxMtpError,
     NotFoundError,
     RequestError,
+    RequestTimeoutError,
     UnsupportedParameterError,
 )
 from mlx_mtp.server.messages import FORM, UNSUPPORTED
@@ -36,9 +40,13 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "request_too_large",
     415: "invalid_request_error",
+    429: "rate_limit_error",
     431: "invalid_request_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -66,7 +74,22 @@ def error_response(
         body = anthropic_error_body(error)
     else:
         body = error_body(error)
-    return JSONResponse(body, status_code=_status(error), headers=headers)
+    return JSONResponse(
+        body, status_code=_status(error), headers={**(headers or {}), **_told(error)}
+    )
+
+
+def _told(error: Exception) -> dict[str, str]:
+    """Headers that go with an error."""
+    headers = {}
+    if isinstance(error, RequestError | EngineError) and error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if isinstance(error, RequestTimeoutError):
+        # OpenAI's and Anthropic's libraries would send it again, and wait as long once more.
+        headers["x-should-retry"] = "false"
+    if isinstance(error, BodyTimeoutError | DrainingError | ConnectionLimitError):
+        headers["Connection"] = "close"
+    return headers
 
 
 def _status(error: Exception) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlx_mtp.server.gate import REASONS, Gate
 from mlx_mtp.server.protocols import EngineLike
 
 PREFIX = "mlx_mtp:"
@@ -18,8 +19,9 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.
 class EngineCollector(Collector):
     """Reads the engine's statistics at each scrape, so that nothing is counted twice."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, gate: Gate) -> None:
         self._engine = engine
+        self._gate = gate
 
     def collect(self) -> Iterable[Metric]:
         """The gauges and counters, in Prometheus' own types."""
@@ -28,6 +30,18 @@ class EngineCollector(Collector):
         yield _gauge(
             "num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting
         )
+        yield _gauge(
+            "num_requests_held", "Sequences running, waiting or being prepared.", self._gate.held
+        )
+        yield _counter("engine_restarts", "Deaths of the engine's thread.", stats.num_restarts)
+        rejected = CounterMetricFamily(
+            PREFIX + "requests_rejected",
+            "Requests refused before any work was done for them.",
+            labels=["reason"],
+        )
+        for reason in REASONS:
+            rejected.add_metric([reason], self._gate.rejected[reason])
+        yield rejected
         yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)
@@ -60,9 +74,14 @@ class EngineCollector(Collector):
 class Metrics:
     """One app's metrics, in a registry of its own."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, gate: Gate) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine))
+        self._registry.register(EngineCollector(engine, gate))
+        self._timeouts = Counter(
+            PREFIX + "request_timeouts",
+            "Requests that took longer than --request-timeout.",
+            registry=self._registry,
+        )
         self._first_token = Histogram(
             PREFIX + "time_to_first_token_seconds",
             "From a request's arrival in the engine to its first token.",
@@ -84,6 +103,10 @@ class Metrics:
         """Some more tokens of a request came in one step, after this time."""
         for _ in range(count):
             self._between_tokens.observe(seconds / count)
+
+    def timed_out(self) -> None:
+        """A request has taken too long."""
+        self._timeouts.inc()
 
     def render(self) -> bytes:
         """All of it in Prometheus' text format."""

@@ -33,6 +33,10 @@ class EngineInfoLike(Protocol):
     def mtp_enabled(self) -> bool:
         """There is a source of drafts."""
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are computed at once."""
+
 
 class EngineLike(Protocol):
     """Token ids in, tokens out, on a thread of its own."""
@@ -43,11 +47,15 @@ class EngineLike(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """The engine's thread lives and takes requests."""
+        """The engine takes requests."""
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why it doesn't; None while it does."""
+        """Why it doesn't and never will again; None while it does."""
+
+    @property
+    def hang_reason(self) -> str | None:
+        """Why the engine is taken to hang; None while it works. It may recover."""
 
     def start(self, deliver: Callable[[Sequence[RequestOutput]], None]) -> None:
         """Begin; `deliver` is called on the engine's thread, once per step."""
@@ -61,5 +69,12 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats:
         """Totals and gauges."""
 
-    def stop(self) -> None:
-        """End the thread; every request still open ends with an error."""
+    def stop(self, timeout: float | None = None) -> bool:
+        """End the thread; every request still open ends with an error.
+
+        Args:
+            timeout: seconds to wait for that; None: as long as it takes.
+
+        Returns:
+            It has ended; False: it hangs.
+        """

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.context import Context, OpenGeneration
 from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.guard import visit_of
 from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
 from mlx_mtp.server.whole import assemble
 from mlx_mtp.server.writer import Writer
@@ -21,14 +22,24 @@ def context_of(request: Request) -> Context:
     return context
 
 
+def reserve(request: Request, num_sequences: int) -> None:
+    """Take places for a request's sequences, before any work is done for them.
+
+    Raises:
+        QueueFullError: there are not so many.
+    """
+    visit_of(request.scope).ticket.reserve(num_sequences)
+
+
 async def respond(
     request: Request, open_generation: OpenGeneration, writer: Writer, *, stream: bool
 ) -> Response:
     """Generate for as long as the client stays, and answer in the writer's words."""
     patience = context_of(request).config.keep_alive_seconds
+    client = visit_of(request.scope).client
     if stream:
-        return EventStreamResponse(open_generation, writer, patience)
-    with open_generation() as generation:
+        return EventStreamResponse(lambda: open_generation(client), writer, patience)
+    with open_generation(client) as generation:
         answer = await until_disconnect(
             request.receive, _whole_answer(generation, writer, patience)
         )

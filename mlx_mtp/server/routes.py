@@ -63,11 +63,17 @@ async def embeddings(_: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 while the engine serves, 503 when it can't any more."""
-    engine = _context(request).engine
-    if engine.healthy:
+    """GET /health: 200 while requests are taken; 503 when the engine hangs or is dead, or the
+    server drains, and why."""
+    context = _context(request)
+    dead, hang = context.engine.unhealthy_reason, context.engine.hang_reason
+    if context.gate.draining:
+        reason = f"the server is shutting down; {context.gate.held} answers are not finished"
+        body = {"status": "draining", "reason": reason}
+    elif dead is not None or hang is not None:
+        body = {"status": "unhealthy", "reason": str(dead or hang)}
+    else:
         return JSONResponse({"status": "ok"})
-    body = {"status": "unhealthy", "reason": engine.unhealthy_reason}
     return JSONResponse(body, status_code=503)
 
 

@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
+import resource
 import socket
+import sys
+import time
 from collections.abc import Callable, Collection
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.server.connections import Limits, limited
+from mlx_mtp.server.context import Context
 from mlx_mtp.server.hosts import ANY, is_loopback
-from mlx_mtp.server.http_protocol import BoundedProtocol
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 5
-"""How long answers in progress may go on after ctrl-C."""
+FLUSH_SECONDS = 5
+"""How long clients may take to read the error that ended their answer."""
 _BACKLOG = 2048
+_SPARE_FILES = 64
+"""Files that are open beside the clients' connections."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -65,58 +72,109 @@ def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> 
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which tells when it is ready and ends open answers when it is stopped.
+    """uvicorn, which tells when it is ready, and finishes what it has begun when it is stopped.
+
+    The first signal (SIGTERM or ctrl-C) begins the drain: it goes on listening, new requests get
+    503, and the answers that run or wait are finished, for `drain_timeout` seconds at most; those
+    that are left end with an error. The second signal ends them at once, the third doesn't wait for
+    clients to read that either.
 
     Args:
         config: uvicorn's.
-        dispatcher: the application's.
+        context: the application's.
         on_ready: called once, when requests are taken.
     """
 
     def __init__(
-        self, config: uvicorn.Config, dispatcher: Dispatcher, on_ready: Callable[[], None]
+        self, config: uvicorn.Config, context: Context, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._dispatcher = dispatcher
+        self._context = context
         self._on_ready = on_ready
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._hurried = False
+        self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first ctrl-C lets answers go on for a while, the second ends them, the third all."""
-        if self.should_exit and not self._hurried and self._loop is not None:
-            self._hurried = True
-            self._loop.call_soon_threadsafe(self._dispatcher.end_all)
+        """A signal. It isn't passed to uvicorn, which would raise it again in the end."""
+        if self.should_exit:
+            self.force_exit = True
+        elif self._drain_until is not None:
+            self.should_exit = True
         else:
-            super().handle_exit(sig, frame)
+            self._drain_until = time.monotonic() + self._context.config.drain_timeout
+            self._context.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and tell."""
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is time to go."""
+        if await super().on_tick(counter):
+            return True
+        if self._drain_until is None:
+            return False
+        gate = self._context.gate
+        gate.drain_seconds = self._drain_until - time.monotonic()
+        return gate.drain_seconds <= 0 or (gate.held == 0 and gate.num_open == 0)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop: answers in progress get a little time, then an error that says why."""
-        timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._dispatcher.end_all)
+        """Stop: what is still open ends with an error that says why."""
+        self._context.gate.draining = True
+        self._context.dispatcher.end_all()
+        # Those that were about to be submitted.
+        ending = asyncio.create_task(self._end_late_ones())
         await super().shutdown(sockets)
-        timer.cancel()
+        ending.cancel()
+
+    async def _end_late_ones(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            self._context.dispatcher.end_all()
 
 
 def make_server(
     app: FastAPI, *, log_level: str = "info", on_ready: Callable[[], None] = lambda: None
 ) -> Server:
     """The server for `create_app`'s application; run it with the bound socket."""
+    context: Context = app.state.context
+    # As many as can be held, and some who only look.
+    wanted = max(context.config.max_connections, context.gate.capacity + _SPARE_FILES)
+    most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
+    limits = Limits(most, context.config.head_timeout, context.config.stall_timeout)
     config = uvicorn.Config(
         app,
-        log_level=log_level,
-        http=BoundedProtocol,
+        # Other implementations, where they are installed, lack the limits.
+        http=limited(limits, context.gate),
         ws="none",
+        log_level=log_level,
         # Whoever connects could name any address: no proxy is trusted to name its client's.
         proxy_headers=False,
-        # Twice the grace: clients that don't read their error must not keep the process alive.
-        timeout_graceful_shutdown=2 * GRACE_SECONDS,
+        # Clients that don't read their error must not keep the process alive.
+        timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
     )
-    return Server(config, app.state.context.dispatcher, on_ready)
+    return Server(config, context, on_ready)
+
+
+def give_up(reason: str) -> NoReturn:
+    """End the process where its threads don't allow an orderly end; exit status 1."""
+    logger.critical("The process is ended: %s.", reason)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _file_limit(wanted: int) -> int:
+    """Raise this process's limit of open files (256 on a Mac) as far as it may and needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    aim = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (aim, hard))
+    except (ValueError, OSError):
+        logger.warning("The limit of open files stays at %d.", soft)
+        return soft
+    return aim

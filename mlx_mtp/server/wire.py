@@ -159,6 +159,7 @@ class GenerateRequest(GuidedFields):
             logit_bias=self.logit_bias,
             top_logprobs=self.wanted_logprobs,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
+            user=self.user or self.safety_identifier,
         )
 
     @property

@@ -15,7 +15,7 @@ from benchmarks.concurrency import contenders
 from mlx_mtp import cli
 from mlx_mtp.bench.tables import NOTHING
 from tests.bench.test_commands import table_of
-from tests.test_server_process import Server, start
+from tests.process import Server, start
 
 FEW = ("--rounds", "1", "--max-tokens", "16", "--seed", "3")
 

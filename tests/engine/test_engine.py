@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import defaultdict
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -59,6 +61,25 @@ class Client:
 
     def tokens(self, name: str) -> list[int]:
         return [t for o in self.outputs[name] for t in o.token_ids]
+
+
+def wait_until(condition) -> None:
+    """For what another thread will bring about."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail_next_turn(monkeypatch) -> None:
+    """The scheduler raises once, which nothing catches: it kills the engine's thread."""
+    original = Scheduler.schedule
+
+    def broken(self):
+        monkeypatch.setattr(Scheduler, "schedule", original)
+        raise RuntimeError("a bug in the scheduler")
+
+    monkeypatch.setattr(Scheduler, "schedule", broken)
 
 
 @pytest.fixture
@@ -283,25 +304,84 @@ def test_an_engine_that_cannot_start_says_so_and_ends_what_waits(client, monkeyp
         served.engine.submit(request("a", [5, 6], greedy(5)))
         served.wait("a")
         assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
-    served.engine._thread.join()
+    wait_until(lambda: not served.engine.healthy)
     assert "no room for the model" in served.engine.unhealthy_reason
+    assert served.engine.stats().num_restarts == 3
     with pytest.raises(EngineStoppedError, match="no room for the model"):
         served.engine.submit(request("b", [5, 6], greedy(5)))
 
 
-def test_a_dying_thread_ends_all_requests(client, monkeypatch):
+def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
+    client, tiny_models, monkeypatch
+):
+    served = client(config=EngineConfig(max_num_seqs=1, num_draft_tokens=2))
+    for name in ("running", "waiting"):
+        served.engine.submit(request(name, [5, 6], greedy(400, ignore_eos=True)))
+    served.wait_for_tokens("running", 3)
+    schedule = Scheduler.schedule
+    fail_next_turn(monkeypatch)
+    served.wait("running", "waiting")
+    for name in ("running", "waiting"):
+        assert isinstance(served.outputs[name][-1].error, EngineStoppedError)
+        assert "a bug in the scheduler" in str(served.outputs[name][-1].error)
+    counted = served.engine.stats()
+    assert counted.num_requests_running == 0
+    assert Scheduler.schedule is schedule
+    after = request("after", [5, 6, 7], greedy(20, ignore_eos=True))
+    served.engine.submit(after)
+    served.wait("after")
+    model = tiny_models["qwen3_next"]
+    assert tuple(served.tokens("after")) == plain(model, after, VOCAB).tokens
+    assert served.engine.healthy
+    wait_until(lambda: served.engine.stats().generation_tokens >= counted.generation_tokens + 20)
+    assert served.engine.stats().num_restarts == 1
+
+
+def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client, monkeypatch):
     served = client()
-    served.engine.submit(request("a", [5, 6], greedy(400, ignore_eos=True)))
-    served.wait_for_tokens("a", 3)
-
-    def broken(self):
-        raise RuntimeError("a bug in the scheduler")
-
-    monkeypatch.setattr(Scheduler, "schedule", broken)
-    served.wait("a")
-    assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
+    for number in range(4):
+        assert served.engine.healthy
+        served.engine.submit(request(f"r{number}", [5, 6], greedy(400, ignore_eos=True)))
+        served.wait_for_tokens(f"r{number}", 2)
+        fail_next_turn(monkeypatch)
+        served.wait(f"r{number}")
+    wait_until(lambda: not served.engine.healthy)
     assert "a bug in the scheduler" in served.engine.unhealthy_reason
-    assert served.engine.stats().num_requests_running == 0
+    assert served.engine.stats().num_restarts == 3
+    with pytest.raises(EngineStoppedError, match="a bug in the scheduler"):
+        served.engine.submit(request("late", [5, 6], greedy(5)))
+
+
+def test_a_minute_later_it_may_be_restarted_again():
+    now = 0.0
+    budget = RestartBudget(lambda: now)
+    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    now = 59.0
+    assert not budget.take()
+    now = 60.0
+    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+
+
+def test_an_idle_engine_holds_no_rows(client, monkeypatch):
+    runners: list[ModelRunner] = []
+    original = ModelRunner.__init__
+
+    def noted(self, *parts):
+        runners.append(self)
+        original(self, *parts)
+
+    monkeypatch.setattr(ModelRunner, "__init__", noted)
+    served = client(config=EngineConfig(num_draft_tokens=2, prefill_step_size=32))
+    for name, length in (("a", 8), ("b", 40)):
+        served.engine.submit(request(name, range(2, 40), greedy(length, ignore_eos=True)))
+        served.wait_for_tokens(name, 4)
+        assert runners[0]._decoding is not None
+        if name == "b":
+            served.engine.cancel(name)
+        wait_until(lambda: runners[0]._decoding is None)
+        assert not runners[0]._ready
+        assert not runners[0]._prefilling
+    assert mx.get_cache_memory() == 0
 
 
 def test_settings_out_of_range_are_refused(tiny_models):

@@ -25,6 +25,7 @@ class FakeInfo:
     max_model_len: int = 1024
     num_draft_tokens: int | str = 2
     mtp_enabled: bool = True
+    max_num_seqs: int = 32
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:
@@ -84,6 +85,7 @@ class FakeEngine:
         self.reported = EngineStats()
         self.refusal: Exception | None = None
         self.unhealthy_reason: str | None = None
+        self.hang_reason: str | None = None
         self._running: dict[str, Iterator[Output]] = {}
         self._stopping = False
         self._changed = threading.Condition()
@@ -116,12 +118,13 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return self.reported
 
-    def stop(self) -> None:
+    def stop(self, timeout: float | None = None) -> bool:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition` holds, looking after each change."""

@@ -380,7 +380,7 @@ def test_serve_for_real(server: tuple[subprocess.Popen[str], str, str]) -> None:
     assert answer["choices"][0]["message"]["content"]
     assert answer["timings"]["draft_n_accepted"] > 0
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(30) == 0
 
 
 def test_generate_for_real() -> None:
@@ -426,5 +426,5 @@ def test_serve_goes_on_when_nobody_reads_its_banner(closed_pipe: int) -> None:
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    assert process.returncode == 0
     assert "BrokenPipe" not in errors

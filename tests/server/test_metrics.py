@@ -34,12 +34,24 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
         num_accepted_tokens_per_pos=(8, 9),
         depths=((1, 3), (16, 0)),
         parked=True,
+        num_restarts=2,
     )
     with serve(engine) as client:
         found = samples(client)
-        assert {name: value for name, value in found.items() if "seconds" not in name} == {
+        assert {
+            name: value
+            for name, value in found.items()
+            if "seconds" not in name and "created" not in name
+        } == {
             "mlx_mtp:num_requests_running": 1,
             "mlx_mtp:num_requests_waiting": 2,
+            "mlx_mtp:num_requests_held": 0,
+            "mlx_mtp:engine_restarts_total": 2,
+            "mlx_mtp:requests_rejected_total{reason=queue_full}": 0,
+            "mlx_mtp:requests_rejected_total{reason=draining}": 0,
+            "mlx_mtp:requests_rejected_total{reason=engine}": 0,
+            "mlx_mtp:requests_rejected_total{reason=connections}": 0,
+            "mlx_mtp:request_timeouts_total": 0,
             "mlx_mtp:prompt_tokens_total": 3,
             "mlx_mtp:generation_tokens_total": 4,
             "mlx_mtp:spec_decode_num_drafts_total": 5,

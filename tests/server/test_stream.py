@@ -14,7 +14,6 @@ import pytest
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import StepError
-from mlx_mtp.server import serve as serve_module
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import EOS, FakeEngine, Output, answer, endless, out
@@ -408,32 +407,26 @@ def test_a_finished_request_is_not_cancelled(serve: Serve) -> None:
     assert engine.cancelled == set()
 
 
-def test_stopping_the_server_ends_its_streams_with_a_reason(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_the_server_ends_its_streams_with_a_reason(serve: Serve) -> None:
     with (
-        serve(FakeEngine(endless(40))) as client,
+        serve(FakeEngine(endless(40)), drain_timeout=0.2) as client,
         client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
     ):
         lines = response.iter_lines()
         next(lines)
-        monkeypatch.setattr(serve_module, "GRACE_SECONDS", 0)
         client.server.handle_exit(signal.SIGTERM, None)
         *_, error, done = [line for line in lines if line]
         assert "shutting down" in error
         assert done == "data: [DONE]"
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_streams(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_the_streams(serve: Serve) -> None:
     with (
-        serve(FakeEngine(endless(40))) as client,
+        serve(FakeEngine(endless(40)), drain_timeout=1000.0) as client,
         client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
     ):
         lines = response.iter_lines()
         next(lines)
-        monkeypatch.setattr(serve_module, "GRACE_SECONDS", 1000)
         client.server.handle_exit(signal.SIGINT, None)
         client.server.handle_exit(signal.SIGINT, None)
         *_, error, done = [line for line in lines if line]

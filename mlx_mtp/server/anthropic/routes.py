@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_mtp.server.anthropic.answers import MessageWriter
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.body import read_body
-from mlx_mtp.server.respond import context_of, respond
+from mlx_mtp.server.respond import context_of, reserve, respond
 from mlx_mtp.server.wire import MAX_PROMPT_IDS
 from mlx_mtp.server.writer import new_id
 
@@ -20,6 +20,7 @@ async def messages(request: Request) -> Response:
     context.check_model(body.model)
     options = body.options()
     params = context.sampling(options)
+    reserve(request, options.n)
     omit = body.thinking is not None and body.thinking.display == "omitted"
     writer = MessageWriter(new_id("msg"), context.config.model_name, omit_thinking=omit)
     generation = await context.chat(writer.message_id, body.conversation(), options, params)

@@ -237,4 +237,5 @@ class MessagesRequest(CountRequest):
             top_p=self.top_p,
             top_k=self.top_k,
             stop=self.stop_sequences,
+            user=self.metadata.user_id if self.metadata is not None else None,
         )

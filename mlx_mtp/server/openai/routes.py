@@ -11,7 +11,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.context import Context, answer_id
 from mlx_mtp.server.openai.answers import ChatWriter, Head, OpenAIWriter, TextWriter
-from mlx_mtp.server.respond import context_of, respond
+from mlx_mtp.server.respond import context_of, reserve, respond
 from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
 
 
@@ -22,6 +22,7 @@ async def chat_completions(request: Request) -> Response:
     context.check_model(body.model)
     options = body.options()
     params = context.sampling(options)
+    reserve(request, options.n)
     writer = _writer(ChatWriter, context, body, params, answer_id("chatcmpl"))
     generation = await context.chat(writer.request_id, body.conversation(), options, params)
     return await respond(request, generation, writer, stream=body.stream)
@@ -34,6 +35,7 @@ async def completions(request: Request) -> Response:
     context.check_model(body.model)
     options = body.options()
     params = context.sampling(options, num_prompts=len(body.prompts))
+    reserve(request, options.n * len(body.prompts))
     writer = _writer(TextWriter, context, body, params, answer_id("cmpl"))
     generation = await context.complete(
         writer.request_id, body.prompts, options, params, body.guided()

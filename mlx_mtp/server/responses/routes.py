@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp.server.body import read_body
-from mlx_mtp.server.respond import context_of, respond
+from mlx_mtp.server.respond import context_of, reserve, respond
 from mlx_mtp.server.responses.answers import Items
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
 from mlx_mtp.server.responses.writer import ResponseWriter
@@ -19,6 +19,7 @@ async def responses(request: Request) -> Response:
     context.check_model(body.model)
     options = body.options()
     params = context.sampling(options)
+    reserve(request, options.n)
     items = Items(
         context.tokenizer,
         with_logprobs=params.top_logprobs is not None,

@@ -200,6 +200,7 @@ class ResponsesRequest(WireModel):
             temperature=self.temperature,
             top_p=self.top_p,
             top_logprobs=(self.top_logprobs or 0) if wanted else None,
+            user=self.user or self.safety_identifier,
         )
 
     def chat(self) -> Conversation:

@@ -1,0 +1,199 @@
+"""Faults in every place of a step while eight streams run: who is hit is told, the rest is equal.
+
+Four rows run and four wait, so that each fault finds rows that decode, rows that prefill and rows
+that have not begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import runner as runner_module
+from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.faults import step_error
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.errors import StepError, StepMemoryError
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.speculative.proposer import MTPProposer
+from tests.harness import Driver, Plain, greedy, plain, request
+from tests.tiny_models import VOCAB
+
+FAMILY = "qwen3_next"
+# What mlx 0.32's allocators say, what Metal says of a command buffer, and a bug of ours.
+METAL = "[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum allowed"
+MALLOC = "[malloc] Unable to allocate 17179869184 bytes."
+
+
+def requests() -> list[Request]:
+    """Eight streams; two prompts take several chunks."""
+    lengths = (3, 5, 40, 2, 7, 37, 4, 6)
+    return [
+        request(f"r{i}", range(2 + i, 2 + i + n), greedy(14 + i, ignore_eos=True))
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models: dict[str, LoadedModel]) -> dict[str, Plain]:
+    return {r.request_id: plain(tiny_models[FAMILY], r, VOCAB) for r in requests()}
+
+
+class Fuse:
+    """Raises in the n-th call of what it is put before, once."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        self.left = number
+        self.error = error
+        self.blown = False
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.blown = True
+            raise self.error
+
+
+Patch = Callable[[pytest.MonkeyPatch, Fuse], None]
+
+
+def before(owner: object, name: str, only: Callable[..., bool] = lambda *_, **__: True) -> Patch:
+    """Put a fuse before a function, for the calls that are meant."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
+        original = getattr(owner, name)
+
+        def fused(*args, **more):
+            if only(*args, **more):
+                fuse()
+            return original(*args, **more)
+
+        monkeypatch.setattr(owner, name, fused)
+
+    return patch
+
+
+def on_the_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
+    """An operation that mlx refuses only when it is evaluated on the CPU."""
+    original = MTPProposer.propose
+
+    def spoiled(self, state, **more):
+        drafts = original(self, state, **more)
+        try:
+            fuse()
+        except Exception:
+            weights = mx.zeros((2, 4, 4), dtype=mx.float16)
+            bad = mx.gather_mm(mx.zeros((1, 1, 4), dtype=mx.float16), weights, None, mx.array([0]))
+            return drafts + bad.sum().astype(mx.int32)
+        return drafts
+
+    monkeypatch.setattr(MTPProposer, "propose", spoiled)
+
+
+def is_prefill(self, tokens, cache) -> bool:
+    return tokens.shape[1] != 3
+
+
+PLACES: dict[str, Patch] = {
+    "the trunk in a prefill": before(LoadedModel, "hidden", is_prefill),
+    "the trunk in a decoding step": before(
+        LoadedModel, "hidden", lambda *args: not is_prefill(*args)
+    ),
+    "logits": before(LoadedModel, "logits"),
+    "sampling": before(Sampler, "draw"),
+    "accept": before(runner_module, "accept"),
+    "propose": before(MTPProposer, "propose"),
+    "a row's first state": before(MTPProposer, "make_state"),
+    "a new cache": before(LoadedModel, "make_cache"),
+    "starting the device": before(ModelRunner, "_start"),
+    "filing a prefilled row": before(ModelRunner, "_file"),
+    "joining": before(Batch, "join"),
+    "reading": before(runner_module, "_results"),
+    "the device": on_the_device,
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "overlap"),
+    [
+        (4, True),
+        pytest.param(1, True, marks=pytest.mark.full),
+        pytest.param(1, False, marks=pytest.mark.full),
+        pytest.param(4, False, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, number, overlap):
+    fuse = Fuse(number, RuntimeError(MALLOC) if number == 1 else ValueError("a bug"))
+    config = EngineConfig(num_draft_tokens=2, max_num_seqs=4, prefill_step_size=16, overlap=overlap)
+    driver = Driver(tiny_models[FAMILY], vocab_size=VOCAB, config=config)
+    PLACES[place](monkeypatch, fuse)
+    wanted = requests()
+    driver.run_arrivals({0: wanted[:3], 2: wanted[3:6], 5: wanted[6:]})
+    assert fuse.blown, "the fault was never met"
+    hit = [name for name in expected if driver.reason(name) == "error"]
+    for name, reference in expected.items():
+        tokens = tuple(driver.tokens(name))
+        if name in hit:
+            error = driver.outputs[name][-1].error
+            assert isinstance(error, StepError)
+            # What had been given out before was right.
+            assert tokens == reference.tokens[: len(tokens)]
+            if place != "the device":
+                assert isinstance(error, StepMemoryError) == (number == 1)
+                assert str(fuse.error) in str(error)
+        else:
+            assert tokens == reference.tokens
+            assert driver.reason(name) == "length"
+    # Those that waited have never been in a step with it.
+    assert 1 <= len(hit) <= 4
+    assert driver.core.stats().num_requests_running == 0
+    driver.core.rest()
+    assert driver.runner._decoding is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError(MALLOC), StepMemoryError),
+        (RuntimeError(METAL), StepMemoryError),
+        (RuntimeError("[metal::malloc] Resource limit (499000) exceeded."), StepMemoryError),
+        (
+            RuntimeError(
+                "[METAL] Command buffer execution failed: Insufficient Memory (00000008)."
+            ),
+            StepMemoryError,
+        ),
+        (RuntimeError("cudaMallocAsync(&data, size) failed: out of memory"), StepMemoryError),
+        (MemoryError(), StepMemoryError),
+        (RuntimeError("[matmul] Last dimension of first input does not match"), StepError),
+        (ValueError("[metal_kernel] Unable to compile"), StepError),
+    ],
+)
+def test_want_of_memory_is_told_apart(error: Exception, kind: type[StepError]) -> None:
+    told = step_error(error)
+    assert type(told) is kind
+    assert str(error) in str(told)
+    assert told.status == 500
+
+
+def test_after_a_fault_freed_buffers_go_back(tiny_models, monkeypatch):
+    driver = Driver(tiny_models[FAMILY], vocab_size=VOCAB)
+    driver.add(request("long", [5, 6], greedy(60, ignore_eos=True)))
+    for _ in range(4):
+        driver.step()
+    cleared = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
+    driver.step()
+    assert not cleared
+    fuse = Fuse(1, RuntimeError(MALLOC))
+    PLACES["sampling"](monkeypatch, fuse)
+    driver.step()
+    assert not cleared  # The error still holds on to what it met.
+    driver.step()
+    assert cleared

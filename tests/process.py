@@ -1,0 +1,84 @@
+"""Real server processes on the bundled model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+MODEL = "mlx-mtp-demo"
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found = re.search(rf"^mlx_mtp:{name} (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found[1])
+
+    def wait_until_empty(self) -> None:
+        for _ in range(300):
+            gauges = [self.metric(f"num_requests_{k}") for k in ("running", "waiting", "held")]
+            if not any(gauges):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"rows are left over: {gauges}")
+
+    @property
+    def resident_bytes(self) -> int:
+        argv = ["ps", "-o", "rss=", "-p", str(self.process.pid)]
+        shown = subprocess.run(argv, capture_output=True, check=True)
+        return 1024 * int(shown.stdout)
+
+
+def start(*flags: str, code: str | None = None) -> Server:
+    """Start a server and wait until it takes requests.
+
+    Args:
+        flags: of `mlx-mtp serve`.
+        code: Python that is run in the process before it, to break something.
+    """
+    arguments = ["serve", "--port", "0", *flags]
+    program = ["-m", "mlx_mtp", *arguments]
+    if code is not None:
+        run = f"{code}\nimport sys\nfrom mlx_mtp.cli import main\nsys.exit(main({arguments!r}))"
+        program = ["-c", run]
+    kept = "MLX_MTP_CACHE_DIR"
+    environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
+    argv = [sys.executable, *program]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    for line in process.stdout:
+        address = re.search(r"address\s+(http://\S+)", line)
+        if address:
+            return Server(address[1], process)
+    raise AssertionError(f"the server ended with status {process.wait()}")
+
+
+@contextlib.contextmanager
+def running(*flags: str, code: str | None = None) -> Iterator[Server]:
+    """A server that is killed in the end, if it still lives."""
+    server = start(*flags, code=code)
+    with server.process as process:  # Waits, and closes its pipe.
+        try:
+            yield server
+        finally:
+            process.kill()

@@ -1,0 +1,219 @@
+"""Clients that are slow, stalled, silent or too many; none of them may hold the others up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from mlx_mtp.engine.request import Request
+from tests.server.conftest import Serve, Served
+from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer, out
+from tests.server.test_metrics import samples
+from tests.server.test_reliability import Valve, wait_until
+from tests.server.test_stream import CHAT, chat_body, post, stream
+
+
+def connect(client: Served, receive_buffer: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_buffer:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    raw.settimeout(30)
+    raw.connect(client.address)
+    return raw
+
+
+def ask(raw: socket.socket, **fields: object) -> None:
+    payload = json.dumps(chat_body(**fields)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    raw.sendall(head.encode() + payload)
+
+
+def rest_of(raw: socket.socket) -> bytes:
+    """All that comes until the server hangs up."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := raw.recv(1 << 16):
+            got += piece
+    return got
+
+
+def flood(_: Request) -> Iterator[Output]:
+    """64 tokens a step, for ever."""
+    while True:
+        yield out(*[40] * 64)
+
+
+def test_a_reader_that_stalls_is_ended_and_holds_nobody_up(serve: Serve) -> None:
+    def script(request: Request) -> Iterator[Output]:
+        return flood(request) if request.sampling.max_tokens > 10 else answer([300])(request)
+
+    engine = FakeEngine(script)
+    with serve(engine, stall_timeout=1.0) as client, connect(client, 4096) as raw:
+        ask(raw, stream=True)
+        assert engine.wait_for(lambda: bool(engine.running))
+        stalled = engine.submitted[0].request_id
+        answered = 0
+        while stalled in engine.running:
+            assert stream(client, max_tokens=5)
+            answered += 1
+            assert answered < 5000
+        assert answered > 1
+        assert stalled in engine.cancelled
+        wait_until(lambda: samples(client)["mlx_mtp:num_requests_held"] == 0)
+        wait_until(lambda: len(client.server.server_state.connections) == 1)
+
+
+def test_a_stalled_readers_answer_waits_in_a_bounded_buffer(serve: Serve) -> None:
+    engine = FakeEngine(flood)
+    with serve(engine, stall_timeout=60.0) as client, connect(client, 4096) as raw:
+        ask(raw, stream=True)
+        (connection,) = [
+            c for c in wait_for_connections(client, 1) if c.client == raw.getsockname()
+        ]
+        wait_until(lambda: connection.flow.write_paused)
+        held = [connection.transport.get_write_buffer_size()]
+        for _ in range(20):
+            time.sleep(0.02)
+            held.append(connection.transport.get_write_buffer_size())
+        # One write past the mark at which uvicorn waits, and not one more.
+        assert max(held) < (64 << 10) + (32 << 10)
+        assert len(set(held)) == 1
+
+
+def wait_for_connections(client: Served, count: int) -> list[object]:
+    wait_until(lambda: len(client.server.server_state.connections) >= count)
+    return list(client.server.server_state.connections)
+
+
+def test_a_reader_that_is_slow_but_reads_gets_all(serve: Serve) -> None:
+    with serve(FakeEngine(answer([40] * 900, sizes=[64])), stall_timeout=5.0) as client:
+        with connect(client, 4096) as raw:
+            ask(raw, stream=True, logprobs=True, top_logprobs=20)
+            got = b""
+            while b"[DONE]" not in got[-64:]:
+                got += raw.recv(8192)
+                time.sleep(0.001)
+        assert len(got) > 1 << 20
+
+
+def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
+    engine = FakeEngine(answer([300]))
+    with serve(engine, body_timeout=0.5) as client, connect(client) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+        with contextlib.suppress(OSError):
+            for _ in range(20):
+                raw.sendall(b" ")
+                time.sleep(0.05)
+        got = rest_of(raw)
+        assert got.startswith(b"HTTP/1.1 408")
+        assert b"connection: close" in got.lower()
+        assert b'"code":"body_timeout"' in got
+        assert b"0.5 seconds" in got
+        post(client)
+    assert len(engine.submitted) == 1
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: b"])
+def test_a_head_that_does_not_come_ends_the_connection(serve: Serve, sent: bytes) -> None:
+    with serve(FakeEngine(answer([300])), head_timeout=0.3) as client, connect(client) as raw:
+        for byte in sent:
+            raw.sendall(bytes([byte]))
+        got = rest_of(raw)
+        assert got.startswith(b"HTTP/1.1 408") if sent else got == b""
+        wait_until(lambda: not client.server.server_state.connections)
+
+
+def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
+    with serve(FakeEngine(answer([300])), head_timeout=0.5) as client, connect(client) as raw:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            raw.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            while time.monotonic() - began < 25:
+                raw.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() - began < 20
+
+
+def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve: Serve) -> None:
+    engine = FakeEngine(answer([300]))
+    with serve(engine, api_key="k", head_timeout=0.5) as client, connect(client) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n".encode())
+        assert raw.recv(12) == b"HTTP/1.1 401"
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 25:
+                raw.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() - began < 20
+
+
+def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
+    with serve(FakeEngine(answer([300])), head_timeout=1.0) as client, connect(client) as raw:
+        began, count = time.monotonic(), 0
+        while time.monotonic() - began < 2.0:
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+            got = b""
+            while got.count(b'{"status":"ok"}') < 3:
+                piece = raw.recv(1 << 16)
+                assert piece
+                got += piece
+            count += 3
+            time.sleep(0.1)
+        assert count > 3
+
+
+def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:
+    valve = Valve()
+    with (
+        serve(FakeEngine(valve), head_timeout=0.2, keep_alive_seconds=0.05) as client,
+        client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
+    ):
+        lines = response.iter_lines()
+        for _ in range(20):
+            assert next(lines) == ": keep-alive"
+            assert next(lines) == ""
+        valve.is_open = True
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_idle_connections_make_room_for_new_ones(serve: Serve) -> None:
+    engine = FakeEngine(answer([300]), FakeInfo(max_num_seqs=1))
+    with (
+        serve(engine, max_queue=0, max_connections=1, head_timeout=60.0) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        # As many as can be held and some who only look: 1 + 64.
+        crowd = [stack.enter_context(connect(client)) for _ in range(100)]
+        post(client)
+        assert len(client.server.server_state.connections) <= 65
+        # Those that have been idle for longest are the ones that go.
+        assert rest_of(crowd[0]) == b""
+        crowd[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert crowd[-1].recv(12) == b"HTTP/1.1 200"
+
+
+def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
+    engine = FakeEngine(Valve(), FakeInfo(max_num_seqs=1))
+    with (
+        serve(engine, max_queue=0, max_connections=1) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(65):
+            raw = stack.enter_context(connect(client))
+            raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n".encode())
+        wait_until(
+            lambda: (
+                all(c._busy for c in client.server.server_state.connections)
+                and len(client.server.server_state.connections) == 65
+            )
+        )
+        refused = httpx.get(f"{client.base_url}/health", timeout=30)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        assert refused.headers["connection"] == "close"
