@@ -83,6 +83,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
         else:
             self._drain_until = time.monotonic() + self._context.config.drain_timeout
+            self._context.gate.drain_seconds = self._context.config.drain_timeout
             self._context.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -130,6 +131,8 @@ def make_server(
         # Other implementations, where they are installed, lack the limits.
         http=bounded(limits, context.gate),
         ws="none",
+        # Any client on this machine could write X-Forwarded-For.
+        proxy_headers=False,
         log_level=log_level,
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
