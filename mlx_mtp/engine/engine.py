@@ -213,7 +213,7 @@ class Engine:
         reason = "the engine is stopping"
         try:
             self._live(scheduler)
-        except Exception as error:
+        except BaseException as error:
             reason = f"the engine's thread died: {type(error).__name__}: {error}"
             # Without its traceback, which would hold on to the old runner.
             logger.critical("The engine's thread died", exc_info=error)

@@ -101,6 +101,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
         else:
             self._drain_until = time.monotonic() + self._context.config.drain_timeout
+            self._context.gate.drain_seconds = self._context.config.drain_timeout
             self._context.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -148,6 +149,8 @@ def make_server(
         # Other implementations, where they are installed, lack the limits.
         http=limited(limits, context.gate),
         ws="none",
+        # Any client on this machine could write X-Forwarded-For.
+        proxy_headers=False,
         log_level=log_level,
         # Whoever connects could name any address: no proxy is trusted to name its client's.
         proxy_headers=False,

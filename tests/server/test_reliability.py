@@ -151,7 +151,8 @@ def test_openais_library_waits_and_tries_again(serve: Serve) -> None:
 def test_the_engine_is_told_whose_a_request_is(serve: Serve) -> None:
     engine = FakeEngine(answer([300]))
     with serve(engine) as client:
-        post(client)
+        # Whom a request was forwarded for is what its sender says.
+        client.post(CHAT, json=chat_body(), headers={"X-Forwarded-For": "10.0.0.1"})
         post(client, user="anna")
         post(client, safety_identifier="anna")
         named = body_for(MESSAGES, metadata={"user_id": "anna"})
