@@ -9,6 +9,7 @@ from pathlib import Path
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.costs import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.draft_head import DraftHead
@@ -79,7 +80,29 @@ def build_engine(
         model_type=model.model_type,
         mtp_enabled=proposer is not None,
     )
-    return Engine(info, config, lambda: ModelRunner(model, proposer, vocab_size), depth, keeper)
+    prefixes = prefix_cache(config)
+    return Engine(
+        info,
+        config,
+        lambda: ModelRunner(model, proposer, vocab_size, prefixes),
+        depth,
+        keeper,
+        None if prefixes is None else prefixes.tree,
+    )
+
+
+def prefix_cache(config: EngineConfig) -> PrefixCache | None:
+    """The prefix cache that a config asks for, empty.
+
+    Raises:
+        UsageError: its size or its bits are out of range.
+    """
+    size, bits = config.prefix_cache_size, config.kv_cache_quantization
+    if size < 0:
+        raise UsageError(f"prefix_cache_size is {size}; it must be 0 or more bytes.")
+    if bits not in (None, 4, 8):
+        raise UsageError(f"kv_cache_quantization is {bits!r}; it must be None, 8 or 4.")
+    return PrefixCache(size, bits) if size else None
 
 
 def _draft_head(model: LoadedModel, ids: tuple[int, ...], vocab_size: int) -> DraftHead | None:

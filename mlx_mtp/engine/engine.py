@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.costs import CostKeeper
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
+from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
@@ -64,6 +66,7 @@ class Engine:
         make_runner: builds the runner, called on the engine's thread.
         depth: drafts per step.
         keeper: of the costs that `depth` follows, if it follows any.
+        prefixes: the runner's prefix cache, where prompts are looked up; None without one.
     """
 
     def __init__(
@@ -73,12 +76,14 @@ class Engine:
         make_runner: Callable[[], ModelRunner],
         depth: DepthPolicy,
         keeper: CostKeeper | None = None,
+        prefixes: PrefixTree | None = None,
     ) -> None:
         self.info = info
         self._config = config
         self._make_runner = make_runner
         self._depth = depth
         self._keeper = keeper
+        self._prefixes = prefixes
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._stopping = False
@@ -175,7 +180,7 @@ class Engine:
         check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
     def _main(self) -> None:
-        scheduler = Scheduler(self._config, self._depth)
+        scheduler = Scheduler(self._config, self._depth, self._reuse())
         try:
             runner = self._make_runner()
             if self._keeper is not None:
@@ -195,6 +200,12 @@ class Engine:
         self._stats = EngineStats()
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
+
+    def _reuse(self) -> PrefixReuse | None:
+        if self._prefixes is None:
+            return None
+        step = self._config.prefill_step_size
+        return PrefixReuse(self._prefixes, frozenset(self.info.eos_token_ids), step)
 
     def _loop(self, core: EngineCore) -> None:
         while True:

@@ -24,6 +24,7 @@ class Request:
         num_draft_tokens: drafts per step for this request, 0 to 8; None leaves them to the engine.
             They change nothing but the speed.
         grammar: `sampling.grammar`, compiled.
+        cache_salt: it uses only what requests with the same salt left in the prefix cache.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Request:
     sampling: SamplingParams
     num_draft_tokens: int | None = None
     grammar: Grammar | None = None
+    cache_salt: str = ""
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
@@ -78,6 +80,8 @@ class RequestOutput:
         error: set when finish_reason is "error".
         num_draft_tokens: drafts verified for this request in this step.
         num_accepted_tokens: how many of them the model agreed with.
+        num_reused_tokens: with the first tokens, how many of the prompt's came from the prefix
+            cache.
     """
 
     request_id: str
@@ -87,3 +91,4 @@ class RequestOutput:
     error: MlxMtpError | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_reused_tokens: int = 0

@@ -6,6 +6,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """The prefix cache's totals and gauges; all 0 without one.
+
+    Args:
+        queries: prompt tokens of admitted requests, which were looked up.
+        hits: those that were found and not computed.
+        nbytes: that it takes.
+        num_entries: prefixes in it that a prompt can go on from.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    nbytes: int = 0
+    num_entries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the start, and the two gauges.
 
@@ -20,6 +37,7 @@ class EngineStats:
         num_accepted_tokens_per_pos: the same, by position in the window (from 0).
         depths: (batch size, drafts per step chosen for it last), for the sizes that have run.
         parked: the last step was planned without drafts.
+        prefix_cache: of the prefix cache.
     """
 
     num_requests_running: int = 0
@@ -32,3 +50,4 @@ class EngineStats:
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
     depths: tuple[tuple[int, int], ...] = ()
     parked: bool = False
+    prefix_cache: PrefixCacheStats = PrefixCacheStats()
