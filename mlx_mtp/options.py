@@ -9,7 +9,7 @@ from mlx_mtp.config import (
     EngineConfig,
     ServerConfig,
 )
-from mlx_mtp.flags import Flag, at_least, count_or_path, one_of, real, text, whole, word_or
+from mlx_mtp.flags import Flag, at_least, count_or_path, one_of, real, size, text, whole, word_or
 
 BUNDLED_NAME = "mlx-mtp-demo"
 ANSWER_TOKENS = 512
@@ -78,6 +78,22 @@ SERVE_FLAGS = (
         whole(1, 4096),
         _ENGINE_DEFAULTS.max_num_seqs,
         "N",
+    ),
+    Flag(
+        "--prefix-cache-size",
+        "memory for the prefixes of earlier prompts and answers, as 8GB or 512MB; 0 keeps none "
+        "(default: a tenth of the machine's memory, at most 8GB)",
+        size,
+        None,
+        "SIZE",
+    ),
+    Flag(
+        "--kv-cache-quantization",
+        "store those prefixes in none, 8 or 4 bits; below none, answers may differ in the last "
+        "digit",
+        one_of("none", "8", "4"),
+        "none",
+        "BITS",
     ),
     Flag(
         "--calibration-seconds",

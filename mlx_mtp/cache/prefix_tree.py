@@ -87,6 +87,7 @@ class PrefixTree:
         self.limit = limit
         self.nbytes = 0
         self._roots: dict[str, Node] = {}
+        self._anchor: Node | None = None
         # Nodes with a snapshot, the least recently used first.
         self._entries: OrderedDict[Node, None] = OrderedDict()
 
@@ -153,14 +154,15 @@ class PrefixTree:
         if kv is None and node.snapshot is not None:
             self.touch(node)
             return True
-        # What the entry hangs on must not make room for it.
-        self.pin(node)
+        # The KV that the entry hangs on must not make room for it; a snapshot there may.
+        self._anchor = node
         fits = self._make_room(snapshot.nbytes + (0 if kv is None else kv.nbytes))
-        end = self._attach(node, tokens, kv, snapshot) if fits else None
-        self.unpin(node)
-        if end is not None:
-            self._thin(end)
-        return fits
+        self._anchor = None
+        if not fits:
+            self._prune(node)
+            return False
+        self._thin(self._attach(node, tokens, kv, snapshot))
+        return True
 
     def remove(self, node: Node) -> None:
         """Forget an entry, because it can't be used."""
@@ -234,6 +236,8 @@ class PrefixTree:
     def _prune(self, node: Node) -> None:
         """Drop the KV that no entry needs any more, from a node upwards."""
         while not (node.children or node.pins or node.snapshot is not None):
+            if node is self._anchor:
+                return
             parent = node.parent
             if parent is None:
                 self._roots = {s: root for s, root in self._roots.items() if root is not node}
@@ -262,21 +266,24 @@ class PrefixTree:
 
 
 def spare(ends: Sequence[int], last: int) -> list[int]:
-    """Which snapshots of a chain to forget, so that their distances from its end double.
+    """Which snapshots of a chain to forget, so that their distances from its end about double.
 
-    The first stays, which is the system prompt's, and so do the latest.
+    The first stays, which is the system prompt's, and so do the latest. Of the others one goes if
+    the next before it is at most twice as far from the end as the next behind it.
 
     Args:
         ends: of those before the last, ascending.
         last: end of the chain.
     """
     dropped: list[int] = []
-    kept = last
-    for number, end in enumerate(reversed(ends[1:]), start=1):
-        if number <= NUM_RECENT or last - end >= 2 * (last - kept):
-            kept = end
-        else:
+    older = list(ends[:-NUM_RECENT])
+    kept = ends[-NUM_RECENT] if older else last
+    while len(older) > 1:
+        end = older.pop()
+        if last - older[-1] <= 2 * (last - kept):
             dropped.append(end)
+        else:
+            kept = end
     return dropped
 
 

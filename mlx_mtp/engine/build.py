@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import mlx.core as mx
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.costs import CostKeeper, fingerprint
@@ -22,6 +25,8 @@ from mlx_mtp.speculative.draft_vocab import check_ids
 from mlx_mtp.speculative.proposer import MTPProposer, Proposer
 
 logger = logging.getLogger(__name__)
+
+_MOST_PREFIX_CACHE = 8 * 10**9
 
 
 def build_engine(
@@ -79,6 +84,8 @@ def build_engine(
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
         mtp_enabled=proposer is not None,
+        prefix_cache_size=config.prefix_cache_size,
+        kv_cache_quantization=config.kv_cache_quantization,
     )
     prefixes = prefix_cache(config)
     return Engine(
@@ -89,6 +96,14 @@ def build_engine(
         keeper,
         None if prefixes is None else prefixes.tree,
     )
+
+
+def default_prefix_cache_size() -> int:
+    """A tenth of the machine's memory (the GPU's, if that is its own), and at most 8 GB."""
+    info = mx.device_info()
+    memory = info.get("memory_size") or info.get("total_memory")
+    memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(int(memory) // 10, _MOST_PREFIX_CACHE)
 
 
 def prefix_cache(config: EngineConfig) -> PrefixCache | None:

@@ -44,6 +44,8 @@ class EngineInfo:
         num_draft_tokens: drafts per step where a request doesn't say; 0 when MTP is off.
         model_type: as in config.json.
         mtp_enabled: there is a source of drafts.
+        prefix_cache_size: bytes that the prefix cache may take; 0: there is none.
+        kv_cache_quantization: bits of the KV in it; None: as it is.
     """
 
     vocab_size: int
@@ -52,6 +54,8 @@ class EngineInfo:
     num_draft_tokens: DraftTokens
     model_type: str
     mtp_enabled: bool
+    prefix_cache_size: int = 0
+    kv_cache_quantization: int | None = None
 
 
 class Engine:

@@ -220,9 +220,7 @@ class Context:
         def choice(index: int) -> Choice:
             return Choice(index, Detokenizer(text_bytes, options.stop), make_parser())
 
-        return lambda: Generation(
-            self.dispatcher, self.metrics, requests, choice, sum(map(len, prompts))
-        )
+        return lambda: Generation(self.dispatcher, self.metrics, requests, choice, options.n)
 
     @property
     def fingerprint(self) -> str:

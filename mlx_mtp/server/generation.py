@@ -38,6 +38,13 @@ class Generation:
     """The choices of one HTTP request, from submission to the last token.
 
     Use it as a context: on leaving, whatever is unfinished in the engine is cancelled.
+
+    Args:
+        dispatcher: submits the requests.
+        metrics: of the latencies.
+        requests: one for each choice, those of the same prompt together.
+        make_choice: by number.
+        num_choices: for each prompt.
     """
 
     def __init__(
@@ -46,11 +53,14 @@ class Generation:
         metrics: Metrics,
         requests: Sequence[Request],
         make_choice: MakeChoice,
-        prompt_tokens: int,
+        num_choices: int = 1,
     ) -> None:
-        self.prompt_tokens = prompt_tokens
+        prompts = [request.prompt_token_ids for request in requests[::num_choices]]
+        self.prompt_tokens = sum(map(len, prompts))
         self.choices = {request.request_id: make_choice(i) for i, request in enumerate(requests)}
         self._metrics = metrics
+        self._num_choices = num_choices
+        self._reused = dict.fromkeys(self.choices, 0)
         self._began = time.perf_counter()
         self._times: dict[str, float] = {}
         self._first: float | None = None
@@ -102,6 +112,7 @@ class Generation:
         choice = self.choices[output.request_id]
         if choice.finish_reason is not None:
             return Delta(choice.index, ())  # Arrived with the step that completed a stop.
+        self._reused[output.request_id] += output.num_reused_tokens
         before = choice.num_tokens
         delta = choice.take(output)
         self._note_times(at, output.request_id, choice.num_tokens - before)
@@ -136,7 +147,13 @@ class Generation:
     def usage(self) -> Usage:
         """The counts so far."""
         reasoning = sum(choice.num_reasoning_tokens for choice in self.choices.values())
-        return Usage(self.prompt_tokens, self.completion_tokens, reasoning)
+        return Usage(self.prompt_tokens, self.completion_tokens, reasoning, self.cached_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that none of their choices had to compute."""
+        reused, n = list(self._reused.values()), self._num_choices
+        return sum(min(reused[i : i + n]) for i in range(0, len(reused), n))
 
     def timings(self) -> dict[str, Any]:
         """The times, in llama.cpp's form.
@@ -146,10 +163,12 @@ class Generation:
         """
         first = self._last if self._first is None else self._first
         prompt, predicted = first - self._began, self._last - first
+        computed = self.prompt_tokens - self.cached_tokens
         return {
-            "prompt_n": self.prompt_tokens,
+            "cache_n": self.cached_tokens,
+            "prompt_n": computed,
             "prompt_ms": prompt * 1e3,
-            "prompt_per_second": _rate(self.prompt_tokens, prompt),
+            "prompt_per_second": _rate(computed, prompt),
             "predicted_n": self.completion_tokens,
             "predicted_ms": predicted * 1e3,
             "predicted_per_second": _rate(self.completion_tokens - self._first_tokens, predicted),

@@ -22,6 +22,7 @@ class Options:
         logit_bias: value by token id, the id as a text.
         top_logprobs: alternatives to report for each token; None: no logprobs.
         num_draft_tokens: drafts per step; None leaves them to the engine.
+        cache_salt: only requests with the same one share prefixes in the cache.
     """
 
     max_tokens: int | None = None
@@ -42,3 +43,4 @@ class Options:
     logit_bias: Mapping[str, float] = field(default_factory=dict)
     top_logprobs: int | None = None
     num_draft_tokens: int | None = None
+    cache_salt: str | None = None

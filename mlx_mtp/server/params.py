@@ -133,7 +133,15 @@ def engine_requests(
         for choice in range(options.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
             index = number * options.n + choice
-            requests.append(Request(f"{request_id}-{index}", prompt, sampling, drafts))
+            requests.append(
+                Request(
+                    f"{request_id}-{index}",
+                    prompt,
+                    sampling,
+                    drafts,
+                    cache_salt=options.cache_salt or "",
+                )
+            )
     return requests
 
 

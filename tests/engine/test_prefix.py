@@ -9,7 +9,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from tests.engine.cases import EOS, SAMPLED, STEP, check_head_cache
+from tests.engine.cases import EOS, SAMPLED, STEP
 from tests.harness import Driver, Ties, greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
 
@@ -63,6 +63,7 @@ def test_a_conversation_goes_on(tiny_models, ties, family, depth, overlap):
     model = tiny_models[family]
     warm = driver(model, depth, overlap=overlap)
     history = [*words(1, 21), EOS, *words(2, 9), EOS, 5]
+    held = 0
     for turn in range(3):
         sampling = SAMPLED[turn] if turn else greedy(13, ignore_eos=True)
         asked = request(f"turn {turn}", history, sampling)

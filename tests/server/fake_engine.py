@@ -25,6 +25,8 @@ class FakeInfo:
     max_model_len: int = 1024
     num_draft_tokens: int | str = 2
     mtp_enabled: bool = True
+    prefix_cache_size: int = 8 * 10**9
+    kv_cache_quantization: int | None = None
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:
