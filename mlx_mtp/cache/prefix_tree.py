@@ -45,6 +45,7 @@ class Node:
         tokens: its own; only a root has none.
         kv: of these tokens.
         snapshot: the states after the last of them; None where no match can end.
+        lasting: its snapshot is not thinned.
         children: by their first token.
         pins: while above 0 nothing of the node is forgotten.
     """
@@ -55,6 +56,7 @@ class Node:
         self.tokens = tokens
         self.kv = kv
         self.snapshot: Payload | None = None
+        self.lasting = False
         self.children: dict[int, Node] = {}
         self.pins = 0
 
@@ -124,7 +126,14 @@ class PrefixTree:
         self._prune(node)
 
     def insert(
-        self, salt: str, tokens: Tokens, start: int, kv: SplitPayload | None, snapshot: Payload
+        self,
+        salt: str,
+        tokens: Tokens,
+        start: int,
+        kv: SplitPayload | None,
+        snapshot: Payload,
+        *,
+        lasting: bool = False,
     ) -> bool:
         """Add an entry.
 
@@ -134,6 +143,8 @@ class PrefixTree:
             start: tokens whose KV should be here already.
             kv: of the tokens from there on; None when there are none.
             snapshot: the states after the last token.
+            lasting: other conversations are likely to begin with it (a system prompt), so that it
+                stays when its chain is thinned.
 
         Returns:
             False if it was not kept: it has no room, or the KV before `start` has gone.
@@ -153,6 +164,7 @@ class PrefixTree:
             node = self._split(node, covered)
         if kv is None and node.snapshot is not None:
             self.touch(node)
+            node.lasting |= lasting
             return True
         # The KV that the entry hangs on must not make room for it; a snapshot there may.
         self._anchor = node
@@ -161,7 +173,9 @@ class PrefixTree:
         if not fits:
             self._prune(node)
             return False
-        self._thin(self._attach(node, tokens, kv, snapshot))
+        node = self._attach(node, tokens, kv, snapshot)
+        node.lasting = lasting
+        self._thin(node)
         return True
 
     def remove(self, node: Node) -> None:
@@ -250,7 +264,7 @@ class PrefixTree:
     def _thin(self, node: Node) -> None:
         """Forget the snapshots that a chain can do without, now that it has grown to a node."""
         inner = [n for n in node.path()[:-1] if n.snapshot is not None]
-        chain = {n.end: n for n in inner if len(n.children) == 1 and not n.pins}
+        chain = {n.end: n for n in inner if len(n.children) == 1 and not (n.pins or n.lasting)}
         for end in spare([n.end for n in inner], node.end):
             if end in chain:
                 self._forget(chain[end])
@@ -268,8 +282,8 @@ class PrefixTree:
 def spare(ends: Sequence[int], last: int) -> list[int]:
     """Which snapshots of a chain to forget, so that their distances from its end about double.
 
-    The first stays, which is the system prompt's, and so do the latest. Of the others one goes if
-    the next before it is at most twice as far from the end as the next behind it.
+    The first and the latest stay. Of the others one goes if the next before it is at most twice as
+    far from the end as the next behind it.
 
     Args:
         ends: of those before the last, ascending.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -96,13 +95,16 @@ class PrefixCache:
 
     def settle(self) -> None:
         """Take in the ends of answers that were copied."""
-        saves, self._ends = self._ends, []
-        self.commit(saves)
+        self.commit(self._ends)
 
-    def commit(self, saves: Rows[Save]) -> None:
-        """Take in copies whose step has gone well."""
-        for save in saves:
+    def commit(self, saves: list[Save]) -> None:
+        """Take in copies whose step has gone well; the list is emptied."""
+        while saves:
+            save = saves.pop(0)
             save.sequence.saved(len(save.tokens))
+            if save.sequence.finished and not save.sequence.ended:
+                # It may have failed in the step before, which this one began with.
+                continue
             try:
                 self._insert(save)
             except Exception:
@@ -129,7 +131,11 @@ class PrefixCache:
         segment, snapshot = save.segment, save.snapshot
         mx.eval(snapshot.arrays, {} if segment is None else segment.arrays)
         start = len(save.tokens) if segment is None else segment.start
-        kept = self.tree.insert(save.sequence.salt, save.tokens, start, segment, snapshot)
+        sequence = save.sequence
+        lasting = len(save.tokens) == sequence.first_turn
+        kept = self.tree.insert(
+            sequence.salt, save.tokens, start, segment, snapshot, lasting=lasting
+        )
         if not self._measured and segment is not None:
             self._measured = True
             per_token = segment.nbytes / (segment.end - segment.start) / 1e3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from mlx_mtp.cache.prefix_tree import Node, PrefixTree, common_length
-from mlx_mtp.engine.save_points import MIN_GAIN, save_points
+from mlx_mtp.engine.save_points import MIN_GAIN, save_points, turns
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import PrefixCacheStats
 
@@ -73,9 +73,9 @@ class PrefixReuse:
             self.tree.touch(node)
             self.tree.pin(node)
             start = node.end
-        sequence.begin(
-            node, save_points(sequence.prompt, start, self._turn_ends, self._step, self._min_gain)
-        )
+        ends = turns(sequence.prompt, self._turn_ends)
+        points = save_points(sequence.num_prompt, start, ends, self._step, self._min_gain)
+        sequence.begin(node, points, first_turn=ends[0] if ends else None)
         self.num_queries += sequence.num_prompt
         self.num_hits += start
 

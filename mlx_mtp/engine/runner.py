@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -62,7 +62,7 @@ class Launched:
     num_proposed: int = 0
     error: StepError | None = None
     row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)
-    saves: tuple[Save, ...] = ()
+    saves: list[Save] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class ModelRunner:
         """One chunk of prompts; rows whose prompt ends in it get their first token and drafts."""
         sequences = tuple(s for s, _, _ in chunk.rows)
         batch = self._prefilling.pop(chunk.group, None)
-        # A group's first chunk starts behind 0 only where all its rows have a prefix.
-        warm = batch is None and chunk.rows[0][1] > 0
+        # The rows of a group all begin with a prefix, or none does.
+        warm = batch is None and all(s.prefix is not None for s in sequences)
         arrays = ChunkArrays.of(chunk, int(warm))
         limit = max(s.max_cached for s in sequences) + arrays.tokens.shape[1]
         batch = batch or self._new_batch(sequences)
@@ -192,7 +192,7 @@ class ModelRunner:
 
         self._start(batch, launched)
         if self._prefixes is not None:
-            launched = replace(launched, saves=tuple(self._prefixes.save_prompts(batch)))
+            launched.saves.extend(self._prefixes.save_prompts(batch))
         self._file(chunk.group, batch, arrays.is_last.tolist())
         return launched
 
@@ -402,11 +402,15 @@ class ModelRunner:
     def _drop(self, rows: tuple[Sequence, ...]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows that were in them."""
         dropped: list[Sequence] = []
+        for sequence in rows:
+            sequence.save_points.clear()
 
         def hit(batch: Batch) -> bool:
             if not any(s in rows for s in batch.sequences):
                 return False
             dropped.extend(batch.sequences)
+            for sequence in batch.sequences:
+                sequence.save_points.clear()
             return True
 
         if self._decoding is not None and hit(self._decoding):

@@ -15,12 +15,18 @@ NUM_TURNS = 2
 """So many turn ends are saved, counted from the last."""
 
 
+def turns(prompt: Sequence[int], turn_ends: Container[int]) -> list[int]:
+    """Where the messages of a prompt end: lengths of the prefixes up to there, ascending.
+
+    Args:
+        prompt: token ids.
+        turn_ends: the ids that end a message.
+    """
+    return [i + 1 for i, token in enumerate(prompt) if token in turn_ends]
+
+
 def save_points(
-    prompt: Sequence[int],
-    start: int,
-    turn_ends: Container[int],
-    step: int,
-    min_gain: int = MIN_GAIN,
+    end: int, start: int, turns: Sequence[int], step: int, min_gain: int = MIN_GAIN
 ) -> list[int]:
     """Lengths of the prefixes to save while a prompt is computed, ascending.
 
@@ -29,24 +35,21 @@ def save_points(
     the prompt's.
 
     Args:
-        prompt: token ids.
+        end: tokens of the prompt.
         start: how many of them need not be computed.
-        turn_ends: the ids that end a message.
+        turns: where its messages end.
         step: the prefill's own cuts are at its multiples, and cost nothing.
         min_gain: tokens between two cuts.
     """
-    end = len(prompt)
     if start == end:
         return []
-    turns = [i + 1 for i in range(start, end - 1) if prompt[i] in turn_ends]
-    first = next((i + 1 for i in range(end) if prompt[i] in turn_ends), end)
-    wanted = [*turns[: -NUM_TURNS - 1 : -1], *(t for t in turns[:1] if t == first)]
+    wanted = [*turns[: -NUM_TURNS - 1 : -1], *turns[:1]]
     distance = step
     while distance < end:
         wanted.append(distance)
         distance *= 2
     cuts = [start]
     for point in wanted:
-        if point > start and all(abs(point - cut) >= min_gain for cut in cuts):
+        if start < point < end and all(abs(point - cut) >= min_gain for cut in cuts):
             cuts.append(point)
     return [*sorted(cuts[1:]), end]

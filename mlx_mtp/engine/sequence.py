@@ -41,6 +41,7 @@ class Sequence:
         num_reused: tokens that it took from there.
         save_points: lengths of the prefixes of its prompt that will be saved, ascending; those that
             have been, or can't be, are taken out.
+        first_turn: where the first message of its prompt ends, which is mostly the system's.
         num_copied: length of the prefix that was copied to be saved and is not in the cache yet; 0
             if there is none.
         number: its place in the queue, once it has been considered.
@@ -61,6 +62,7 @@ class Sequence:
         self.prefix: Node | None = None
         self.num_reused = 0
         self.save_points: list[int] = []
+        self.first_turn: int | None = None
         self.num_copied = 0
         self.number: int | None = None
         self.awaited: tuple[Sequence, int] | None = None
@@ -118,8 +120,9 @@ class Sequence:
         """Most tokens its caches can hold once all that is in flight has run."""
         return self.num_cached + self.positions_in_flight
 
-    def begin(self, prefix: Node | None, save_points: list[int]) -> None:
+    def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""
+        self.first_turn = first_turn
         self.prefix = prefix
         self.num_reused = self.num_computed = self.num_cached = 0 if prefix is None else prefix.end
         self.save_points = save_points

@@ -210,6 +210,15 @@ def test_where_branches_part_a_snapshot_is_not_thinned():
     assert found(tree, range(55)) == 50
 
 
+def test_a_system_prompts_snapshot_is_not_thinned():
+    tree = PrefixTree(10**9)
+    for end in range(10, 2000, 10):
+        kv = FakeKV(tuple(range(end - 10, end)))
+        system = tuple(range(end))
+        tree.insert("", system, end - 10, kv, FakeState(system), lasting=end == 50)
+    assert found(tree, range(55)) == 50
+
+
 def test_spare_leaves_doubling_distances():
     assert spare([], 10) == []
     assert spare([1, 2, 3, 4], 5) == []
