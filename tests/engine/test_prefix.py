@@ -356,6 +356,6 @@ def test_the_bytes_that_are_counted_are_those_that_are_held(tiny_models):
     warm.runner._decoding = None
     gc.collect()
     held = mx.get_active_memory() - before
-    assert warm.prefixes.tree.nbytes > 2_000_000
+    assert warm.prefixes.tree.nbytes > 1_500_000
     # mlx copies no slice that leaves out less than 16 KB of its buffer.
     assert held == pytest.approx(warm.prefixes.tree.nbytes, rel=0.1)
