@@ -317,16 +317,42 @@ def test_what_goes_wrong_with_the_cache_hits_no_request(tiny_models, ties, monke
 
 
 def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
-    """Its copies come from the same computation."""
+    """Its copies come from the same computation, and so do those of the chunk behind it."""
     model = tiny_models["qwen3_5"]
     warm = driver(model, 2)
+    original = runner_module._results
+    read = []
 
     def failing(window):
-        raise RuntimeError("the device went away")
+        read.append(window)
+        if len(read) == 1:
+            raise RuntimeError("the device went away")
+        return original(window)
 
     with monkeypatch.context() as patch:
         patch.setattr(runner_module, "_results", failing)
-        ask(warm, request("lost", words(17, 12), greedy(5)))
+        ask(warm, request("lost", words(17, 60), greedy(5)))
+    assert warm.reason("lost") == "error"
+    assert len(read) > 1
+    assert len(warm.prefixes.tree) == warm.prefixes.tree.nbytes == 0
+
+
+def test_a_launch_that_fails_saves_nothing(tiny_models, monkeypatch):
+    """The chunk behind it is planned before the failure is read, and has no state to go on from."""
+    model = tiny_models["qwen3_5"]
+    warm = driver(model, 2)
+    original = type(model).hidden
+    calls = []
+
+    def failing(self, tokens, cache):
+        calls.append(tokens.shape)
+        if len(calls) == 1:
+            raise RuntimeError("no memory for this chunk")
+        return original(self, tokens, cache)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "hidden", failing)
+        ask(warm, request("lost", words(17, 60), greedy(5)))
     assert warm.reason("lost") == "error"
     assert len(warm.prefixes.tree) == warm.prefixes.tree.nbytes == 0
 
