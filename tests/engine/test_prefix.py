@@ -193,7 +193,11 @@ def test_the_heads_own_cache_is_complete_behind_a_prefix(tiny_models, family, de
     warm = driver(model, depth)
     prompt = words(12, 37)
     ask(warm, request("before", prompt, greedy(6, ignore_eos=True)))
+    # Where they part the head's row depends on the token that follows, so each has its own.
+    branch = [*prompt[:20], *words(14, 25)]
+    ask(warm, request("parting", branch, greedy(6, ignore_eos=True)))
     for name, text in (
+        ("branch", [*branch, 5, 6]),
         ("exact", prompt),
         ("longer", [*prompt, *words(13, 20)]),
         ("answer", [*prompt, *warm.tokens("before"), 5]),
