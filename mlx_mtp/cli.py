@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,9 +100,13 @@ def serve(options: argparse.Namespace) -> int:
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp)
-        engine = _engine(
-            loaded, tokenizer, options, options.max_num_seqs, options.calibration_seconds
+        limits = EngineConfig(
+            max_num_seqs=options.max_num_seqs,
+            calibration_seconds=options.calibration_seconds,
+            prefix_cache_size=_prefix_cache_size(options.prefix_cache_size),
+            kv_cache_quantization=_bits(options.kv_cache_quantization),
         )
+        engine = _engine(loaded, tokenizer, options, limits)
         config = ServerConfig(
             model_name=options.served_model_name or _model_name(options.model),
             host=options.host,
@@ -154,7 +159,7 @@ def generate(options: argparse.Namespace) -> int:
             raise
         loaded, tokenizer = _load(options, enable_mtp=False)
     # One answer isn't worth a measurement; what a server or other answers measured is used.
-    engine = _engine(loaded, tokenizer, options, max_num_seqs=1, calibration_seconds=0.0)
+    engine = _engine(loaded, tokenizer, options, EngineConfig(max_num_seqs=1))
     return stream_answer(engine, tokenizer, loaded.generation_config, options, ANSWER_TOKENS)
 
 
@@ -230,19 +235,18 @@ def _engine(
     loaded: LoadedModel,
     tokenizer: Tokenizer,
     options: argparse.Namespace,
-    max_num_seqs: int,
-    calibration_seconds: float,
+    config: EngineConfig,
 ) -> Engine:
+    """With what both commands have flags for put into the config."""
     import platformdirs
 
     from mlx_mtp.engine.build import build_engine
 
-    config = EngineConfig(
+    config = replace(
+        config,
         num_draft_tokens=options.mtp_num_draft_tokens,
-        max_num_seqs=max_num_seqs,
         max_model_len=options.max_model_len,
         prefill_step_size=options.prefill_step_size,
-        calibration_seconds=calibration_seconds,
     )
     cache_dir = Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp"))
     return build_engine(
@@ -255,6 +259,16 @@ def _engine(
     )
 
 
+def _prefix_cache_size(wanted: int | None) -> int:
+    from mlx_mtp.engine.build import default_prefix_cache_size
+
+    return default_prefix_cache_size() if wanted is None else wanted
+
+
+def _bits(quantization: str) -> int | None:
+    return None if quantization == "none" else int(quantization)
+
+
 def _set_up_logging(level: str) -> None:
     # Ours alone: at the level info other libraries tell of each request they make.
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s")
@@ -265,6 +279,19 @@ def _model_name(model: str | None) -> str:
     if model is None:
         return BUNDLED_NAME
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
+
+
+def _prefixes(engine: EngineInfo) -> str:
+    """The prefix cache, in words."""
+    if not engine.prefix_cache_size:
+        return "none are kept (--prefix-cache-size is 0)"
+    told = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
+    if engine.kv_cache_quantization is not None:
+        told += (
+            f", in {engine.kv_cache_quantization} bits: what is computed from them may differ in "
+            "the last digit"
+        )
+    return told
 
 
 def _banner(
@@ -288,6 +315,7 @@ def _banner(
         f"\n  address  {address}\n"
         f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
         f"  backend  {info}\n"
+        f"  prefixes {_prefixes(engine)}\n"
         f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n\n"
         + " \\\n  ".join(curl)
         + "\n"

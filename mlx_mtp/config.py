@@ -26,6 +26,10 @@ class EngineConfig:
         overlap: launch step i+1 before the tokens of step i are read.
         calibration_seconds: how long "auto" may measure steps before the first request is served,
             where no earlier run has; 0 doesn't, and leaves it to be learned in use.
+        prefix_cache_size: bytes that the prefixes of earlier prompts and answers may take; 0 keeps
+            none.
+        kv_cache_quantization: bits that their KV is stored with, 8 or 4; None: as it is. What runs
+            is never quantized.
     """
 
     num_draft_tokens: DraftTokens = "auto"
@@ -34,6 +38,8 @@ class EngineConfig:
     prefill_step_size: int = 512
     overlap: bool = True
     calibration_seconds: float = 0.0
+    prefix_cache_size: int = 0
+    kv_cache_quantization: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

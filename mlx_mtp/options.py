@@ -18,6 +18,7 @@ from mlx_mtp.flags import (
     origin,
     real,
     secret,
+    size,
     text,
     whole,
     word_or,
@@ -118,6 +119,22 @@ SERVE_FLAGS = (
         at_least(0.1),
         _SERVER_DEFAULTS.body_timeout,
         "SECONDS",
+    ),
+    Flag(
+        "--prefix-cache-size",
+        "memory for the prefixes of earlier prompts and answers, as 8GB or 512MB; 0 keeps none "
+        "(default: a tenth of the machine's memory, at most 8GB)",
+        size,
+        None,
+        "SIZE",
+    ),
+    Flag(
+        "--kv-cache-quantization",
+        "store those prefixes in none, 8 or 4 bits; below none, answers may differ in the last "
+        "digit",
+        one_of("none", "8", "4"),
+        "none",
+        "BITS",
     ),
     Flag(
         "--calibration-seconds",

@@ -11,8 +11,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.build import prefix_cache
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
@@ -134,7 +136,8 @@ class Driver:
 
     Args:
         model: its head drafts unless another proposer is given.
-        stop_ids: ends every request that doesn't ignore it.
+        stop_ids: ends every request that doesn't ignore it; ends a message in prompts.
+        min_gain: of the prefix cache, which `config.prefix_cache_size` turns on.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Driver:
         config: EngineConfig | None = None,
         proposer: Proposer | None = None,
         depth: DepthPolicy | None = None,
+        min_gain: int = 4,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
@@ -155,8 +159,13 @@ class Driver:
         self.stop_ids = stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
-        self.runner = ModelRunner(model, proposer, self.vocab_size)
-        self.scheduler = Scheduler(config, depth)
+        self.prefixes = prefix_cache(config)
+        self.reuse = None
+        if self.prefixes is not None:
+            step = config.prefill_step_size
+            self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
+        self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
+        self.scheduler = Scheduler(config, depth, self.reuse)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
 
@@ -198,6 +207,9 @@ class Driver:
     def tokens(self, name: str) -> list[int]:
         return [t for output in self.outputs[name] for t in output.token_ids]
 
+    def reused(self, name: str) -> int:
+        return sum(output.num_reused_tokens for output in self.outputs[name])
+
     def reason(self, name: str) -> str | None:
         return self.outputs[name][-1].finish_reason
 
@@ -213,6 +225,9 @@ class OracleState:
 
     def extend(self, other: OracleState) -> None:
         self.known = mx.concatenate([self.known, other.known])
+
+    def prefix_kv(self) -> None:
+        return None
 
     def arrays(self) -> list[mx.array]:
         return [self.known]

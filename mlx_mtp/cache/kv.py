@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -59,6 +60,18 @@ class RaggedKVCache:
         elif self.capacity >= 2 * wanted:
             # A long row has left; the next write makes the smaller buffer.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
+
+    def load(
+        self, keys: Sequence[Sequence[mx.array]], values: Sequence[Sequence[mx.array]]
+    ) -> None:
+        """Fill an empty cache, within what is reserved.
+
+        Args:
+            keys, values: of each row its first entries, in pieces [heads, T, dim]; no row has none.
+        """
+        assert self.keys is None and self.values is None
+        capacity = rounded_capacity(self.limit)
+        self.keys, self.values = _filled(keys, capacity), _filled(values, capacity)
 
     def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
         """Put T new entries of each row at `start[b]` and after.
@@ -137,6 +150,17 @@ def rounded_capacity(limit: int) -> int:
 def _empty(like: mx.array, limit: int) -> mx.array:
     batch, heads, _, dim = like.shape
     return mx.zeros((batch, heads, rounded_capacity(limit), dim), dtype=like.dtype)
+
+
+def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
+    filled = []
+    for pieces in rows:
+        heads, _, dim = pieces[0].shape
+        missing = capacity - sum(piece.shape[1] for piece in pieces)
+        assert missing >= 0
+        more = mx.zeros((heads, missing, dim), dtype=pieces[0].dtype)
+        filled.append(mx.concatenate([*pieces, more], axis=1))
+    return mx.stack(filled)
 
 
 def _widen(array: mx.array, wanted: int) -> mx.array:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.guide import DraftSampler, Guide
 from mlx_mtp.sampling.sampler import Sampler
@@ -32,6 +33,8 @@ class Batch:
         num_drafts: how many of them count, for each row; k for one of them at least.
         remaining: int32 [B], tokens each row may still emit.
         ended: bool [B], rows that emit nothing any more; their caches stand still.
+        last_hidden: the trunk's post-norm hidden state of the last position in the caches,
+            [B, 1, H]; H is 0 before the first.
         stop_ids: int32 [B, S], padded with -1.
         guide: the constraints of the step that is being launched; false if there are none.
     """
@@ -55,6 +58,7 @@ class Batch:
         self.num_drafts = [0] * count
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)
+        self.last_hidden = mx.zeros((count, 1, 0))
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
         self.guide = Guide(())
 
@@ -86,6 +90,18 @@ class Batch:
         if self.guide:
             self.guide.advance(targets, verdict.num_kept)
 
+    def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
+        """Take over the last kept of a window's hidden states [B, T, H] (num_kept: int32 [B])."""
+        at_last = mx.maximum(num_kept - 1, 0)[:, None, None]
+        newest = mx.take_along_axis(hidden, at_last, axis=1)
+        if self.last_hidden.shape[-1]:
+            newest = mx.where(num_kept[:, None, None] > 0, newest, self.last_hidden)
+        self.last_hidden = newest
+
+    def draft_kv(self) -> RaggedKVCache | None:
+        """What the proposer keeps for each position, complete; None if that is nothing."""
+        return None if self.draft_state is None else self.draft_state.prefix_kv()
+
     @property
     def drafter(self) -> Sampler:
         """Draws the drafts that follow what was settled."""
@@ -103,7 +119,7 @@ class Batch:
         taken.sampler = self.sampler.take(chosen)
         if self.draft_state is not None:
             taken.draft_state = self.draft_state.take(chosen)
-        for name in ("last", "drafts", "remaining", "ended", "stop_ids"):
+        for name in ("last", "drafts", "remaining", "ended", "stop_ids", "last_hidden"):
             setattr(taken, name, getattr(self, name)[rows])
         taken.num_drafts = [self.num_drafts[i] for i in chosen]
         taken.drafts = taken.drafts[:, : max(taken.num_drafts, default=0)]
@@ -126,12 +142,13 @@ class Batch:
         self.last = mx.concatenate([self.last, other.last])
         self.remaining = mx.concatenate([self.remaining, other.remaining])
         self.ended = mx.concatenate([self.ended, other.ended])
+        self.last_hidden = mx.concatenate([self.last_hidden, other.last_hidden])
         width = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
         self.stop_ids = mx.concatenate([_widen(b.stop_ids, width) for b in (self, other)])
 
     def arrays(self) -> Iterator[mx.array]:
         """What must be evaluated with a step."""
-        yield from (self.last, self.drafts, self.remaining, self.ended)
+        yield from (self.last, self.drafts, self.remaining, self.ended, self.last_hidden)
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
         if self.draft_state is not None:

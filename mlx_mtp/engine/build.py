@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import mlx.core as mx
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.costs import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.draft_head import DraftHead
@@ -21,6 +25,8 @@ from mlx_mtp.speculative.draft_vocab import check_ids
 from mlx_mtp.speculative.proposer import MTPProposer, Proposer
 
 logger = logging.getLogger(__name__)
+
+_MOST_PREFIX_CACHE = 8 * 10**9
 
 
 def build_engine(
@@ -79,8 +85,40 @@ def build_engine(
         model_type=model.model_type,
         mtp_enabled=proposer is not None,
         max_num_seqs=config.max_num_seqs,
+        prefix_cache_size=config.prefix_cache_size,
+        kv_cache_quantization=config.kv_cache_quantization,
     )
-    return Engine(info, config, lambda: ModelRunner(model, proposer, vocab_size), depth, keeper)
+    prefixes = prefix_cache(config)
+    return Engine(
+        info,
+        config,
+        lambda: ModelRunner(model, proposer, vocab_size, prefixes),
+        depth,
+        keeper,
+        prefixes=None if prefixes is None else prefixes.tree,
+    )
+
+
+def default_prefix_cache_size() -> int:
+    """A tenth of the machine's memory (the GPU's, if that is its own), and at most 8 GB."""
+    info = mx.device_info()
+    memory = info.get("memory_size") or info.get("total_memory")
+    memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(int(memory) // 10, _MOST_PREFIX_CACHE)
+
+
+def prefix_cache(config: EngineConfig) -> PrefixCache | None:
+    """The prefix cache that a config asks for, empty.
+
+    Raises:
+        UsageError: its size or its bits are out of range.
+    """
+    size, bits = config.prefix_cache_size, config.kv_cache_quantization
+    if size < 0:
+        raise UsageError(f"prefix_cache_size is {size}; it must be 0 or more bytes.")
+    if bits not in (None, 4, 8):
+        raise UsageError(f"kv_cache_quantization is {bits!r}; it must be None, 8 or 4.")
+    return PrefixCache(size, bits) if size else None
 
 
 def _draft_head(model: LoadedModel, ids: tuple[int, ...], vocab_size: int) -> DraftHead | None:

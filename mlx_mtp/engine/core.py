@@ -67,6 +67,8 @@ class EngineCore:
         Without overlap, or while a row's next token depends on its last one by way of the host
         (a grammar), or when a launch failed, the step itself is read too.
         """
+        if self._scheduler.num_waiting:
+            self._runner.settle()
         plan = self._scheduler.schedule()
         last, self._last_plan = self._last_plan, plan
         self._heartbeat.begin(*_told(plan, last or plan))
@@ -97,6 +99,7 @@ class EngineCore:
             num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
             depths=tuple(sorted(self._scheduler.depths.items())),
             parked=self._scheduler.parked,
+            prefix_cache=self._scheduler.prefix_stats(),
         )
 
     def _update(self, launched: list[Launched], *, look_ahead: bool) -> list[RequestOutput]:
@@ -105,6 +108,9 @@ class EngineCore:
             ready, self._in_flight = [*ready, *launched], []
         results = self._runner.read(ready)
         outputs = self._scheduler.update(results, self._timer.lap(ready, launched))
+        self._runner.save_ends(self._scheduler.ends(results))
+        if not self._in_flight:
+            self._runner.settle()
         for result in results:
             self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
             self._prompt_tokens += result.num_prompt_tokens

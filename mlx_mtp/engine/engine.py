@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.costs import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
+from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
@@ -45,6 +47,8 @@ class EngineInfo:
         model_type: as in config.json.
         mtp_enabled: there is a source of drafts.
         max_num_seqs: rows that are computed at once.
+        prefix_cache_size: bytes that the prefix cache may take; 0: there is none.
+        kv_cache_quantization: bits of the KV in it; None: as it is.
     """
 
     vocab_size: int
@@ -54,6 +58,8 @@ class EngineInfo:
     model_type: str
     mtp_enabled: bool
     max_num_seqs: int
+    prefix_cache_size: int = 0
+    kv_cache_quantization: int | None = None
 
 
 class Engine:
@@ -70,6 +76,7 @@ class Engine:
         depth: drafts per step.
         keeper: of the costs that `depth` follows, if it follows any.
         heartbeat: tells whether a step hangs.
+        prefixes: the runner's prefix cache, where prompts are looked up; None without one.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Engine:
         depth: DepthPolicy,
         keeper: CostKeeper | None = None,
         heartbeat: Heartbeat | None = None,
+        prefixes: PrefixTree | None = None,
     ) -> None:
         self.info = info
         self._config = config
@@ -88,6 +96,7 @@ class Engine:
         self._keeper = keeper
         self._heartbeat = heartbeat or Heartbeat()
         self._restarts = RestartBudget()
+        self._prefixes = prefixes
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._started = False
@@ -209,7 +218,7 @@ class Engine:
 
     def _main(self) -> None:
         """One thread's life."""
-        scheduler = Scheduler(self._config, self._depth)
+        scheduler = Scheduler(self._config, self._depth, self._reuse())
         reason = "the engine is stopping"
         try:
             self._live(scheduler)
@@ -257,6 +266,12 @@ class Engine:
         idle = EngineStats(num_restarts=int(again))
         self._earlier = self._stats = idle.after(self._stats)
         return again
+
+    def _reuse(self) -> PrefixReuse | None:
+        if self._prefixes is None:
+            return None
+        step = self._config.prefill_step_size
+        return PrefixReuse(self._prefixes, frozenset(self.info.eos_token_ids), step)
 
     def _loop(self, core: EngineCore) -> None:
         while True:

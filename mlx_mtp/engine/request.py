@@ -26,6 +26,7 @@ class Request:
         grammar: `sampling.grammar`, compiled.
         client: whose it is, the most trusted name first (see `FairQueue`); empty: nobody's in
             particular. Waiting requests of different clients take turns.
+        cache_salt: it uses only what requests with the same salt left in the prefix cache.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Request:
     num_draft_tokens: int | None = None
     grammar: Grammar | None = None
     client: tuple[str, ...] = ()
+    cache_salt: str = ""
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
@@ -82,6 +84,8 @@ class RequestOutput:
         error: set when finish_reason is "error".
         num_draft_tokens: drafts verified for this request in this step.
         num_accepted_tokens: how many of them the model agreed with.
+        num_reused_tokens: with the first tokens, how many of the prompt's came from the prefix
+            cache.
     """
 
     request_id: str
@@ -91,3 +95,4 @@ class RequestOutput:
     error: MlxMtpError | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_reused_tokens: int = 0

@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.faults import step_error
+from mlx_mtp.engine.prefix import PrefixCache, Save
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.scheduler import Plan, PrefillChunk, RowResult
 from mlx_mtp.engine.sequence import Sequence
@@ -49,6 +50,7 @@ class Launched:
         logprobs: as `Sampler.logprobs` gives them.
         error: the launch failed and nothing else is valid.
         row_errors: rows that can't go on, by number; the others are valid.
+        saves: prefixes that were copied after it.
     """
 
     sequences: tuple[Sequence, ...]
@@ -61,6 +63,7 @@ class Launched:
     num_proposed: int = 0
     error: StepError | None = None
     row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)
+    saves: list[Save] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,26 +75,34 @@ class ChunkArrays:
         following: the token after each, int32 [B, T]; 0 where the prompt ends.
         lengths: int32 [B].
         is_last: bool [B], the row's prompt ends in this chunk.
+        before: 1 where all rows begin with the last token of a prefix that is in the caches, whose
+            hidden state is known; else 0.
     """
 
     tokens: np.ndarray
     following: np.ndarray
     lengths: np.ndarray
     is_last: np.ndarray
+    before: int
 
     @staticmethod
-    def of(chunk: PrefillChunk) -> ChunkArrays:
+    def of(chunk: PrefillChunk, before: int) -> ChunkArrays:
         """Lay a chunk's rows out."""
-        lengths = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
+        lengths = np.array([length for _, _, length in chunk.rows], dtype=np.int32) + before
         tokens = np.zeros((len(lengths), int(lengths.max())), dtype=np.int32)
         following = np.zeros_like(tokens)
         is_last = np.zeros(len(lengths), dtype=bool)
         for row, (sequence, start, length) in enumerate(chunk.rows):
-            piece = sequence.prompt[start : start + length + 1]
-            tokens[row, :length] = piece[:length]
+            piece = sequence.prompt[start - before : start + length + 1]
+            tokens[row, : length + before] = piece[: length + before]
             following[row, : len(piece) - 1] = piece[1:]
             is_last[row] = start + length == sequence.num_prompt
-        return ChunkArrays(tokens, following, lengths, is_last)
+        return ChunkArrays(tokens, following, lengths, is_last, before)
+
+    @property
+    def num_computed(self) -> np.ndarray:
+        """int32 [B], how many of a row's tokens are to be computed."""
+        return self.lengths - self.before
 
 
 class ModelRunner:
@@ -101,12 +112,20 @@ class ModelRunner:
         model: the loaded model.
         proposer: where drafts come from; None for plain decoding.
         vocab_size: of the tokenizer; ids at or above it are never sampled.
+        prefixes: the prefix cache; None: nothing is saved, and no prompt begins with what was.
     """
 
-    def __init__(self, model: LoadedModel, proposer: Proposer | None, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        proposer: Proposer | None,
+        vocab_size: int,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         self._model = model
         self._proposer = proposer
         self._vocab_size = vocab_size
+        self._prefixes = prefixes
         self._prefilling: dict[int, Batch] = {}
         self._ready: list[Batch] = []
         self._decoding: Batch | None = None
@@ -136,6 +155,9 @@ class ModelRunner:
             except Exception as error:
                 logger.exception("A step failed on the device")
                 results += self._failed(window, error)
+            else:
+                if self._prefixes is not None:
+                    self._prefixes.commit(window.saves)
         return results
 
     def release(self) -> None:
@@ -143,42 +165,79 @@ class ModelRunner:
         self._decoding, self._ready, self._prefilling = None, [], {}
         mx.clear_cache()
 
+    def save_ends(self, ended: Iterable[Sequence]) -> None:
+        """Copy the caches of rows whose end was just read; `settle` takes the copies in."""
+        rows = frozenset(ended)
+        if self._prefixes is not None and self._decoding is not None and rows:
+            self._prefixes.save_ends(self._decoding, rows)
+
+    def settle(self) -> None:
+        """Take in the ends of answers, so that the next lookup finds them."""
+        if self._prefixes is not None:
+            self._prefixes.settle()
+
     def _prefill(self, chunk: PrefillChunk, num_draft_tokens: int) -> Launched:
         """One chunk of prompts; rows whose prompt ends in it get their first token and drafts."""
         sequences = tuple(s for s, _, _ in chunk.rows)
-        batch = self._prefilling.pop(chunk.group, None) or self._new_batch(sequences)
-        assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
-        arrays = ChunkArrays.of(chunk)
-        num_kept = mx.array(arrays.lengths)
-        start = batch.cache.offset
+        batch = self._prefilling.pop(chunk.group, None)
+        # The rows of a group all begin with a prefix, or none does.
+        warm = batch is None and all(s.prefix is not None for s in sequences)
+        arrays = ChunkArrays.of(chunk, int(warm))
         limit = max(s.max_cached for s in sequences) + arrays.tokens.shape[1]
+        batch = batch or self._new_batch(sequences)
+        assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
+        if warm and not self._restore(batch, limit):
+            return Launched((), (), is_prefill=True)
 
-        batch.cache.begin(limit, num_kept)
-        hidden = self._model.hidden(mx.array(arrays.tokens), batch.cache)
-        batch.cache.commit(num_kept)
-        targets, launched = self._first_tokens(batch, arrays, hidden, start + num_kept)
+        start = batch.cache.offset - arrays.before
+        hidden = self._chunk_hidden(batch, arrays, limit)
+        num_kept = mx.array(arrays.lengths)
+        batch.keep_hidden(hidden, num_kept)
+        targets, launched = self._first_tokens(batch, arrays, start + num_kept)
         depth = num_draft_tokens if arrays.is_last.any() else 0
         self._propose(batch, hidden, targets, start, num_kept, depth, limit)
 
         self._start(batch, launched)
+        if self._prefixes is not None:
+            launched.saves.extend(self._prefixes.save_prompts(batch))
         self._file(chunk.group, batch, arrays.is_last.tolist())
         return launched
 
+    def _restore(self, batch: Batch, limit: int) -> bool:
+        """Fill a new batch with its rows' prefixes; if that fails, their prompts start anew."""
+        assert self._prefixes is not None
+        restored = self._prefixes.restore(batch, limit)
+        if not restored:
+            for sequence in batch.sequences:
+                sequence.restart()
+        return restored
+
+    def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, limit: int) -> mx.array:
+        """Post-norm hidden states of a chunk, [B, T, H]; nothing runs if they are all known."""
+        known = batch.last_hidden
+        tokens = mx.array(arrays.tokens)[:, arrays.before :]
+        if not tokens.shape[1]:
+            return known
+        num_computed = mx.array(arrays.num_computed)
+        batch.cache.begin(limit, num_computed)
+        hidden = self._model.hidden(tokens, batch.cache)
+        batch.cache.commit(num_computed)
+        return mx.concatenate([known, hidden], axis=1) if arrays.before else hidden
+
     def _first_tokens(
-        self, batch: Batch, arrays: ChunkArrays, hidden: mx.array, end: mx.array
+        self, batch: Batch, arrays: ChunkArrays, end: mx.array
     ) -> tuple[mx.array, Launched]:
         """Draw the token after each prompt that ends in this chunk.
 
         Args:
-            batch: the chunk's rows.
+            batch: the chunk's rows, with the hidden state of its last position.
             arrays: the chunk.
-            hidden: [B, T, H].
             end: absolute position after the chunk, int32 [B].
 
         Returns:
             The token after each position, int32 [B, T], and what to read later.
         """
-        rows, lengths = tuple(batch.sequences), tuple(arrays.lengths.tolist())
+        rows, lengths = tuple(batch.sequences), tuple(arrays.num_computed.tolist())
         targets = mx.array(arrays.following)
         batch.guide = Guide(s.constraint if d else None for s, d in zip(rows, arrays.is_last))
         if not arrays.is_last.any():
@@ -186,7 +245,7 @@ class ModelRunner:
         done = mx.array(arrays.is_last)
         at_end = mx.array(arrays.lengths - 1)[:, None]
         window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
-        logits = self._model.logits(mx.take_along_axis(hidden, at_end[..., None], axis=1))
+        logits = self._model.logits(batch.last_hidden)
         drawn = batch.draw(logits, end[:, None], window)
         verdict = accept(
             drawn,
@@ -230,6 +289,7 @@ class ModelRunner:
         num_drafts = tuple(batch.num_drafts)
         batch.cache.commit(verdict.num_kept)
         batch.settle(verdict, targets)
+        batch.keep_hidden(hidden, verdict.num_kept)
         self._propose(batch, hidden, targets, start, verdict.num_kept, num_draft_tokens, limit)
 
         rows = tuple(batch.sequences)
@@ -353,11 +413,15 @@ class ModelRunner:
         dropped: list[Sequence] = []
         # Its buffers are free once the error, which holds on to them, has been dealt with.
         self._failed_last = True
+        for sequence in rows:
+            sequence.save_points.clear()
 
         def hit(batch: Batch) -> bool:
             if not any(s in rows for s in batch.sequences):
                 return False
             dropped.extend(batch.sequences)
+            for sequence in batch.sequences:
+                sequence.save_points.clear()
             return True
 
         if self._decoding is not None and hit(self._decoding):
@@ -373,7 +437,7 @@ def _results(window: Launched) -> list[RowResult]:
         return [RowResult(s, n, error=window.error) for s, n in rows]
     if window.tokens is None or window.verdict is None:
         rows = zip(window.sequences, window.num_positions, strict=True)
-        return [RowResult(s, n, num_kept=n, num_prompt_tokens=n) for s, n in rows]
+        return [RowResult(s, n, n, num_prompt_tokens=n, is_prefill=True) for s, n in rows]
     tokens = np.array(window.tokens)
     num_kept = np.array(window.verdict.num_kept).tolist()
     num_accepted = np.array(window.verdict.num_accepted).tolist()
@@ -396,6 +460,7 @@ def _results(window: Launched) -> list[RowResult]:
                 logprobs=() if tables is None or top is None else _report(tables, row, kept, top),
                 finished=finished[row],
                 num_prompt_tokens=length if window.is_prefill else 0,
+                is_prefill=window.is_prefill,
                 num_draft_tokens=0 if window.is_prefill or kept == 0 else window.num_drafts[row],
                 num_accepted_tokens=0 if window.is_prefill else num_accepted[row],
             )

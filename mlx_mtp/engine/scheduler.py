@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.request import FinishReason, RequestOutput, TokenLogprobs
+from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.engine.stats import PrefixCacheStats
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
@@ -71,6 +73,7 @@ class RowResult:
         logprobs: one per token if asked for.
         finished: the device ended the row.
         num_prompt_tokens: prompt tokens this window computed.
+        is_prefill: the window was of the prompt; with all of the prompt cached it has no position.
         num_draft_tokens, num_accepted_tokens: of this window, as far as the row wanted drafts.
         error: the step failed; nothing else is valid.
     """
@@ -82,6 +85,7 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finished: bool = False
     num_prompt_tokens: int = 0
+    is_prefill: bool = False
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: MlxMtpError | None = None
@@ -93,12 +97,18 @@ class Scheduler:
     Args:
         config: limits of rows and of a chunk.
         depth: how many drafts a step proposes.
+        reuse: of prefixes; None: every prompt is computed.
     """
 
-    def __init__(self, config: EngineConfig, depth: DepthPolicy) -> None:
+    def __init__(
+        self, config: EngineConfig, depth: DepthPolicy, reuse: PrefixReuse | None = None
+    ) -> None:
         self._config = config
         self._depth = depth
+        self._reuse = reuse
         self._waiting = FairQueue[Sequence]()
+        # Their turn has come, but what they share with another prompt is being computed.
+        self._held: list[Sequence] = []
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
         self._next_group = 0
@@ -117,7 +127,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held)
 
     @property
     def num_running(self) -> int:
@@ -127,7 +137,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No request is here."""
-        return not len(self._waiting) and self.num_running == 0
+        return self.num_waiting == 0 and self.num_running == 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; clients take turns (see `FairQueue`)."""
@@ -135,10 +145,11 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it stands; unknown ids are ignored."""
-        for sequence in (*self._waiting, *self._admitted()):
+        for sequence in (*self._waiting, *self._held, *self._admitted()):
             if sequence.request_id == request_id:
                 sequence.status = Status.FINISHED
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
+        self._held = [s for s in self._held if not s.finished]
 
     def schedule(self) -> Plan:
         """The next step."""
@@ -151,6 +162,7 @@ class Scheduler:
         if chunk:
             for sequence, start, length in chunk.rows:
                 sequence.num_computed = start + length
+                sequence.begun = True
         live = frozenset(s for s in self._admitted() if not s.finished)
         return Plan(chunk, decode, self._num_draft_tokens(chunk, decode), live)
 
@@ -167,10 +179,25 @@ class Scheduler:
         self._learn(results, seconds)
         return [output for result in results if (output := self._take(result)) is not None]
 
+    def ends(self, results: Iterable[RowResult]) -> list[Sequence]:
+        """The rows that ended by themselves in a step that `update` took in, to be saved."""
+        if self._reuse is None:
+            return []
+        return [r.sequence for r in results if r.finished and r.token_ids and r.sequence.ended]
+
+    def prefix_stats(self) -> PrefixCacheStats:
+        """Of the prefix cache."""
+        return PrefixCacheStats() if self._reuse is None else self._reuse.stats()
+
     def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
         """End every request with an error."""
-        unfinished = [s for s in (*self._waiting, *self._admitted()) if not s.finished]
+        everyone = (*self._waiting, *self._held, *self._admitted())
+        unfinished = [s for s in everyone if not s.finished]
         self._waiting.clear()
+        self._held.clear()
+        if self._reuse is not None:
+            for sequence in everyone:
+                self._reuse.release(sequence)
         return [_failed(s, error) for s in unfinished]
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
@@ -185,7 +212,7 @@ class Scheduler:
 
     def _learn(self, results: list[RowResult], seconds: float | None) -> None:
         """Tell the policy of the depth what a decoding step brought."""
-        rows = [r for r in results if not r.num_prompt_tokens and r.error is None]
+        rows = [r for r in results if not r.is_prefill and r.error is None]
         if not rows:
             return
         outcomes = [
@@ -205,12 +232,14 @@ class Scheduler:
             return _failed(sequence, result.error)
         if not result.token_ids:
             return None
-        sequence.num_output += len(result.token_ids)
+        is_first = not sequence.output
+        sequence.output += result.token_ids
         if sequence.status is Status.PREFILLING:
             self._promote(sequence)
         reason: FinishReason | None = None
         if result.finished:
             sequence.status = Status.FINISHED
+            sequence.ended = True
             reason = "stop" if result.token_ids[-1] in sequence.stop_ids else "length"
         return RequestOutput(
             sequence.request_id,
@@ -219,6 +248,7 @@ class Scheduler:
             reason,
             num_draft_tokens=result.num_draft_tokens,
             num_accepted_tokens=result.num_accepted_tokens,
+            num_reused_tokens=sequence.num_reused if is_first else 0,
         )
 
     def _promote(self, sequence: Sequence) -> None:
@@ -233,6 +263,11 @@ class Scheduler:
         return (*prefilling, *self._running)
 
     def _forget_finished(self) -> None:
+        if self._reuse is not None:
+            for sequence in self._admitted():
+                # What was planned has been launched since, so its prefix has been used.
+                if sequence.finished or sequence.begun:
+                    self._reuse.release(sequence)
         self._running = [s for s in self._running if not s.finished]
         groups = ((n, [s for s in g if not s.finished]) for n, g in self._groups)
         self._groups = deque((number, group) for number, group in groups if group)
@@ -241,22 +276,48 @@ class Scheduler:
         """Form a group of the first waiting prompts whose padded chunk fits the step size.
 
         Only one group forms per step, and short prompts of about one length share a chunk, so that
-        little of it is padding.
+        little of it is padding. Those that start after a cached prefix have groups of their own.
         """
         room = self._config.max_num_seqs - sum(1 for _ in self._admitted())
         group: list[Sequence] = []
         step = self._config.prefill_step_size
         longest = 0
-        while len(self._waiting) and len(group) < room:
-            longest = max(longest, min(self._waiting.peek().num_prompt, step))
-            if group and longest * (len(group) + 1) > step:
+        while len(group) < room and (sequence := self._next_waiting(group)) is not None:
+            prefix = None if self._reuse is None else self._reuse.find(sequence)
+            start = 0 if prefix is None else prefix.end
+            longest = max(longest, min(sequence.num_prompt - start, step))
+            alike = not group or (group[0].prefix is None) == (prefix is None)
+            if group and (not alike or longest * (len(group) + 1) > step):
                 break
-            group.append(self._waiting.pop())
+            self._take_waiting(sequence)
+            if self._reuse is not None:
+                self._reuse.begin(sequence, prefix)
+            group.append(sequence)
         if group:
             for sequence in group:
                 sequence.status = Status.PREFILLING
             self._groups.append((self._next_group, group))
             self._next_group += 1
+
+    def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
+        """The first that need not wait for another's prefill; those that must are set aside."""
+        if self._reuse is None:
+            return self._waiting.peek() if len(self._waiting) else None
+        prefilling = [s for _, members in self._groups for s in members] + group
+        for sequence in self._held:
+            if not self._reuse.held_back(sequence, prefilling):
+                return sequence
+        while len(self._waiting):
+            if not self._reuse.held_back(self._waiting.peek(), prefilling):
+                return self._waiting.peek()
+            self._held.append(self._waiting.pop())
+        return None
+
+    def _take_waiting(self, sequence: Sequence) -> None:
+        if sequence in self._held:
+            self._held.remove(sequence)
+        else:
+            self._waiting.pop()
 
     def _next_chunk(self) -> PrefillChunk | None:
         step = self._config.prefill_step_size
@@ -264,9 +325,9 @@ class Scheduler:
             number, group = self._groups[0]
             self._groups.rotate(-1)
             rows = tuple(
-                (s, s.num_computed, min(s.num_uncomputed, step - s.num_computed % step))
+                (s, s.num_computed, s.next_cut(step) - s.num_computed)
                 for s in group
-                if s.num_uncomputed
+                if s.num_uncomputed or not s.begun
             )
             if rows:
                 return PrefillChunk(number, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from mlx_mtp.cache.prefix_tree import Node
 from mlx_mtp.engine.request import Request
 from mlx_mtp.sampling.constraint import Constraint
 from mlx_mtp.speculative.depth import Row
@@ -31,6 +32,20 @@ class Sequence:
 
     Attributes:
         drafting: what the choice of the depth knows of it.
+        num_computed: prompt tokens that a prefill chunk has been launched for, or that came from
+            the prefix cache.
+        begun: its first chunk has been planned.
+        output: the tokens that it has emitted.
+        ended: the device ended it, so that its caches stand where its answer ends.
+        prefix: where in the prefix cache its prompt goes on from, until that has been used.
+        num_reused: tokens that it took from there.
+        save_points: lengths of the prefixes of its prompt that will be saved, ascending; those that
+            have been, or can't be, are taken out.
+        first_turn: where the first message of its prompt ends, which is mostly the system's.
+        num_copied: length of the prefix that was copied to be saved and is not in the cache yet; 0
+            if there is none.
+        number: its place in the queue, once it has been considered.
+        awaited: a prompt ahead of it, and the save point of that which it waits for.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
@@ -41,7 +56,16 @@ class Sequence:
         self.drafting = Row(request.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0
-        self.num_output = 0
+        self.begun = False
+        self.output: list[int] = []
+        self.ended = False
+        self.prefix: Node | None = None
+        self.num_reused = 0
+        self.save_points: list[int] = []
+        self.first_turn: int | None = None
+        self.num_copied = 0
+        self.number: int | None = None
+        self.awaited: tuple[Sequence, int] | None = None
         self.num_cached = 0
         self.steps_in_flight = 0
         self.positions_in_flight = 0
@@ -67,6 +91,16 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_output(self) -> int:
+        """Tokens that it has emitted."""
+        return len(self.output)
+
+    @property
+    def salt(self) -> str:
+        """Whose prefixes it may use."""
+        return self.request.cache_salt
+
+    @property
     def num_uncomputed(self) -> int:
         """Prompt tokens that no prefill chunk has been launched for."""
         return self.num_prompt - self.num_computed
@@ -90,6 +124,30 @@ class Sequence:
     def max_cached(self) -> int:
         """Most tokens its caches can hold once all that is in flight has run."""
         return self.num_cached + self.positions_in_flight
+
+    def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
+        """Start after a prefix that is in the cache; None: from the beginning."""
+        self.first_turn = first_turn
+        self.prefix = prefix
+        self.num_reused = self.num_computed = self.num_cached = 0 if prefix is None else prefix.end
+        self.save_points = save_points
+
+    def restart(self) -> None:
+        """Its prefix could not be used: compute the prompt from the beginning."""
+        self.num_reused = self.num_computed = self.num_cached = 0
+
+    def saved(self, length: int) -> None:
+        """The prefix of this length is in the cache, or won't ever be."""
+        if length in self.save_points:
+            self.save_points.remove(length)
+        if self.num_copied == length:
+            self.num_copied = 0
+
+    def next_cut(self, step: int) -> int:
+        """Where the prefill chunk from `num_computed` on ends at the latest."""
+        multiple = self.num_computed - self.num_computed % step + step
+        saves = (p for p in self.save_points if p > self.num_computed)
+        return min(next(saves, multiple), multiple, self.num_prompt)
 
     def launched(self, num_positions: int) -> None:
         """A window of this many positions is on its way."""

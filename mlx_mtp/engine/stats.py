@@ -7,6 +7,23 @@ from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """The prefix cache's totals and gauges; all 0 without one.
+
+    Args:
+        queries: prompt tokens of admitted requests, which were looked up.
+        hits: those that were found and not computed.
+        nbytes: that it takes.
+        num_entries: prefixes in it that a prompt can go on from.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    nbytes: int = 0
+    num_entries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the start, and the two gauges.
 
@@ -22,6 +39,7 @@ class EngineStats:
         depths: (batch size, drafts per step chosen for it last), for the sizes that have run.
         parked: the last step was planned without drafts.
         num_restarts: how often the engine's thread has died and was started again.
+        prefix_cache: of the prefix cache.
     """
 
     num_requests_running: int = 0
@@ -35,6 +53,7 @@ class EngineStats:
     depths: tuple[tuple[int, int], ...] = ()
     parked: bool = False
     num_restarts: int = 0
+    prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
     def after(self, earlier: EngineStats) -> EngineStats:
         """These gauges, and the counters of both: an engine that was restarted counts on."""

@@ -250,7 +250,7 @@ class Context:
                 self.metrics,
                 [dataclasses.replace(request, client=owner) for request in requests],
                 choice,
-                sum(map(len, prompts)),
+                options.n,
                 self.config.request_timeout,
             )
 

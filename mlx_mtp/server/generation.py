@@ -43,9 +43,9 @@ class Generation:
     Args:
         dispatcher: takes the requests.
         metrics: is told the times.
-        requests: one for each choice.
+        requests: one for each choice, those of the same prompt together.
         make_choice: from its index.
-        prompt_tokens: of all prompts.
+        num_choices: for each prompt.
         timeout: seconds that all of it may take; 0: any.
     """
 
@@ -55,13 +55,16 @@ class Generation:
         metrics: Metrics,
         requests: Sequence[Request],
         make_choice: MakeChoice,
-        prompt_tokens: int,
+        num_choices: int = 1,
         timeout: float = 0.0,
     ) -> None:
-        self.prompt_tokens = prompt_tokens
+        prompts = [request.prompt_token_ids for request in requests[::num_choices]]
+        self.prompt_tokens = sum(map(len, prompts))
         self.choices = {request.request_id: make_choice(i) for i, request in enumerate(requests)}
         self._metrics = metrics
         self._timeout = timeout
+        self._num_choices = num_choices
+        self._reused = dict.fromkeys(self.choices, 0)
         self._began = time.perf_counter()
         self._times: dict[str, float] = {}
         self._first: float | None = None
@@ -128,6 +131,7 @@ class Generation:
         choice = self.choices[output.request_id]
         if choice.finish_reason is not None:
             return Delta(choice.index, ())  # Arrived with the step that completed a stop.
+        self._reused[output.request_id] += output.num_reused_tokens
         before = choice.num_tokens
         delta = choice.take(output)
         self._note_times(at, output.request_id, choice.num_tokens - before)
@@ -162,7 +166,13 @@ class Generation:
     def usage(self) -> Usage:
         """The counts so far."""
         reasoning = sum(choice.num_reasoning_tokens for choice in self.choices.values())
-        return Usage(self.prompt_tokens, self.completion_tokens, reasoning)
+        return Usage(self.prompt_tokens, self.completion_tokens, reasoning, self.cached_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that none of their choices had to compute."""
+        reused, n = list(self._reused.values()), self._num_choices
+        return sum(min(reused[i : i + n]) for i in range(0, len(reused), n))
 
     def timings(self) -> dict[str, Any]:
         """The times, in llama.cpp's form.
@@ -172,10 +182,12 @@ class Generation:
         """
         first = self._last if self._first is None else self._first
         prompt, predicted = first - self._began, self._last - first
+        computed = self.prompt_tokens - self.cached_tokens
         return {
-            "prompt_n": self.prompt_tokens,
+            "cache_n": self.cached_tokens,
+            "prompt_n": computed,
             "prompt_ms": prompt * 1e3,
-            "prompt_per_second": _rate(self.prompt_tokens, prompt),
+            "prompt_per_second": _rate(computed, prompt),
             "predicted_n": self.completion_tokens,
             "predicted_ms": predicted * 1e3,
             "predicted_per_second": _rate(self.completion_tokens - self._first_tokens, predicted),

@@ -44,6 +44,13 @@ class EngineCollector(Collector):
         yield rejected
         yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+        prefixes = stats.prefix_cache
+        yield _counter("prefix_cache_queries", "Prompt tokens looked up.", prefixes.queries)
+        yield _counter("prefix_cache_hits", "Those found, and not computed.", prefixes.hits)
+        yield _gauge("prefix_cache_bytes", "Memory of the prefix cache.", prefixes.nbytes)
+        yield _gauge(
+            "prefix_cache_entries", "Prefixes that a prompt can go on from.", prefixes.num_entries
+        )
         yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)
         yield _counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens)
         yield _counter(

@@ -23,6 +23,7 @@ class Options:
         top_logprobs: alternatives to report for each token; None: no logprobs.
         num_draft_tokens: drafts per step; None leaves them to the engine.
         user: whom the client says that it asks for.
+        cache_salt: only requests with the same one share prefixes in the cache.
     """
 
     max_tokens: int | None = None
@@ -44,3 +45,4 @@ class Options:
     top_logprobs: int | None = None
     num_draft_tokens: int | None = None
     user: str | None = None
+    cache_salt: str | None = None

@@ -133,8 +133,15 @@ def engine_requests(
         for choice in range(options.n):
             sampling = dataclasses.replace(params, max_tokens=max_tokens, choice=choice)
             index = number * options.n + choice
-            name = f"{request_id}-{index}"
-            requests.append(Request(name, prompt, sampling, num_draft_tokens=drafts))
+            requests.append(
+                Request(
+                    f"{request_id}-{index}",
+                    prompt,
+                    sampling,
+                    num_draft_tokens=drafts,
+                    cache_salt=options.cache_salt or "",
+                )
+            )
     return requests
 
 

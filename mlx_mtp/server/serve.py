@@ -152,8 +152,6 @@ def make_server(
         # Any client on this machine could write X-Forwarded-For.
         proxy_headers=False,
         log_level=log_level,
-        # Whoever connects could name any address: no proxy is trusted to name its client's.
-        proxy_headers=False,
         # Clients that don't read their error must not keep the process alive.
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,

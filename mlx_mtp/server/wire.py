@@ -32,6 +32,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_PROMPT_IDS = 1 << 20
 """Most token ids of one prompt, whatever the model's context."""
+MAX_SALT_CHARACTERS = 256
 MAX_LABELS = 64
 """Most entries of `metadata` and of `chat_template_kwargs`."""
 MAX_LABEL_CHARACTERS = 512
@@ -63,6 +64,8 @@ def _is_scalar(value: object) -> object:
     raise refusal("must be a string, a number or a boolean")
 
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
+"""Who doesn't know it can't tell, by the time to the first token, that such a prompt was here."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[list[Stop], at_most(MAX_STOPS), BeforeValidator(_as_list)]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
@@ -117,6 +120,7 @@ class GenerateRequest(GuidedFields):
     ignore_eos: bool = False
     n: Int = 1
     mtp: MtpOptions | None = None
+    cache_salt: CacheSalt | None = None
     # Labels, which mean nothing to a model: OpenAI's own servers act on none of them either.
     user: str | None = None
     metadata: Labels | None = None
@@ -160,6 +164,7 @@ class GenerateRequest(GuidedFields):
             top_logprobs=self.wanted_logprobs,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
             user=self.user or self.safety_identifier,
+            cache_salt=self.cache_salt,
         )
 
     @property

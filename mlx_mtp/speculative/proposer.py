@@ -26,6 +26,13 @@ class DraftState(Protocol):
     def extend(self, other: DraftState) -> None:
         """Append the other's rows."""
 
+    def prefix_kv(self) -> RaggedKVCache | None:
+        """KV that a cached prefix must hold besides the trunk's; None if there is none.
+
+        Row p is that of the hidden state at p and the token at p+1 (`cache/prefix_state.py`). That
+        of a new state may be filled.
+        """
+
     def arrays(self) -> list[mx.array]:
         """What must be evaluated with a step."""
 
@@ -120,6 +127,11 @@ class HeadState:
         self.catch_up()
         other.catch_up()
         self.cache.extend(other.cache)
+
+    def prefix_kv(self) -> RaggedKVCache:
+        """See `DraftState`."""
+        self.catch_up()
+        return self.cache
 
     def arrays(self) -> list[mx.array]:
         """See `DraftState`."""

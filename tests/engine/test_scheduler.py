@@ -34,7 +34,9 @@ def finish_chunk(policy: Scheduler, plan: Plan) -> list[RequestOutput]:
     for row, start, length in plan.chunk.rows:
         row.launched(length)
         tokens = (7,) if start + length == row.num_prompt else ()
-        results.append(RowResult(row, length, length, tokens, num_prompt_tokens=length))
+        results.append(
+            RowResult(row, length, length, tokens, num_prompt_tokens=length, is_prefill=True)
+        )
     return policy.update(results)
 
 

@@ -26,6 +26,8 @@ class FakeInfo:
     num_draft_tokens: int | str = 2
     mtp_enabled: bool = True
     max_num_seqs: int = 32
+    prefix_cache_size: int = 8 * 10**9
+    kv_cache_quantization: int | None = None
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

@@ -64,6 +64,7 @@ def test_every_flag_also_comes_from_the_environment(flag: Flag) -> None:
         "--reasoning-parser": "gpt_oss",
         "--tool-call-parser": "hermes",
         "--cors-origin": "https://chat.example:7",
+        "--kv-cache-quantization": "8",
     }
     value = given.get(flag.name, "7")
     from_environment = parse(cli.SERVE_FLAGS, **{flag.variable: value})
@@ -98,6 +99,10 @@ def test_booleans_from_the_environment(text: str, value: bool) -> None:
         ("MLX_MTP_MTP_NUM_DRAFT_TOKENS", "automatic"),
         ("MLX_MTP_CALIBRATION_SECONDS", "-1"),
         ("MLX_MTP_CACHE_DIR", ""),
+        ("MLX_MTP_PREFIX_CACHE_SIZE", "8 apples"),
+        ("MLX_MTP_PREFIX_CACHE_SIZE", "-1"),
+        ("MLX_MTP_PREFIX_CACHE_SIZE", "9" * 400 + "GB"),
+        ("MLX_MTP_KV_CACHE_QUANTIZATION", "6"),
         ("MLX_MTP_DTYPE", "int8"),
         ("MLX_MTP_SEED", str(1 << 63)),
         ("MLX_MTP_API_KEY", ""),
@@ -216,12 +221,13 @@ def banner(
     api_key: str | None = None,
     depth: int | str = 2,
     mtp_enabled: bool = True,
+    **more: object,
 ) -> str:
     config = ServerConfig(
         model_name="it's", host=host, port=81, api_keys=() if api_key is None else (api_key,)
     )
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
-    info = FakeInfo(num_draft_tokens=depth, mtp_enabled=mtp_enabled)
+    info = FakeInfo(num_draft_tokens=depth, mtp_enabled=mtp_enabled, **more)
     return cli._banner(config, loaded, info, BackendInfo("CPU", "OpenBLAS 1", "0.32"))
 
 
@@ -251,6 +257,22 @@ def test_the_banner_tells_the_depth() -> None:
     assert "drafts   auto (follows what they cost and bring), head from /m/" in banner(depth="auto")
     assert "drafts   0 tokens per step, head from /m/" in banner(depth=0)
     assert "drafts   none (--enable-mtp turns MTP on)" in banner(depth=0, mtp_enabled=False)
+
+
+def test_the_banner_tells_what_is_kept() -> None:
+    assert "prefixes up to 8.00 GB of earlier prompts and answers are kept\n" in banner()
+    assert "in 4 bits: what is computed from them may differ in the last digit" in banner(
+        kv_cache_quantization=4
+    )
+    assert "prefixes none are kept (--prefix-cache-size is 0)" in banner(prefix_cache_size=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("8GB", 8 * 10**9), ("1.5 GiB", 3 << 29), ("512mb", 512 * 10**6), ("7", 7)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert parse(cli.SERVE_FLAGS, "--prefix-cache-size", text).prefix_cache_size == size
 
 
 def options(**more: object) -> argparse.Namespace:

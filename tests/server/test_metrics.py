@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 
@@ -35,6 +35,7 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
         depths=((1, 3), (16, 0)),
         parked=True,
         num_restarts=2,
+        prefix_cache=PrefixCacheStats(queries=10, hits=11, nbytes=12, num_entries=13),
     )
     with serve(engine) as client:
         found = samples(client)
@@ -54,6 +55,10 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
             "mlx_mtp:request_timeouts_total": 0,
             "mlx_mtp:prompt_tokens_total": 3,
             "mlx_mtp:generation_tokens_total": 4,
+            "mlx_mtp:prefix_cache_queries_total": 10,
+            "mlx_mtp:prefix_cache_hits_total": 11,
+            "mlx_mtp:prefix_cache_bytes": 12,
+            "mlx_mtp:prefix_cache_entries": 13,
             "mlx_mtp:spec_decode_num_drafts_total": 5,
             "mlx_mtp:spec_decode_num_draft_tokens_total": 6,
             "mlx_mtp:spec_decode_num_accepted_tokens_total": 7,

@@ -22,6 +22,7 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 STORY = "Once upon a time, 🎉 and then: the end."
 TIMINGS = {
+    "cache_n",
     "prompt_n",
     "prompt_ms",
     "prompt_per_second",

@@ -34,7 +34,7 @@ from mlx_mtp.server.options import Options
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.thinking import BUDGETS
-from mlx_mtp.server.wire import MAX_LABELS, Float, Int, Stops
+from mlx_mtp.server.wire import MAX_LABELS, CacheSalt, Float, Int, Stops
 
 
 class Message(WireModel):
@@ -222,6 +222,8 @@ class MessagesRequest(CountRequest):
     top_p: Float | None = None
     top_k: Int | None = None
     stop_sequences: Stops = Field(default_factory=list)
+    # Not of this API, but of the others here.
+    cache_salt: CacheSalt | None = None
     # Labels, which mean nothing to a model.
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -238,4 +240,5 @@ class MessagesRequest(CountRequest):
             top_k=self.top_k,
             stop=self.stop_sequences,
             user=self.metadata.user_id if self.metadata is not None else None,
+            cache_salt=self.cache_salt,
         )

@@ -34,7 +34,7 @@ from mlx_mtp.server.responses.items import Item, as_items, messages_of
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.thinking import Effort, with_effort
-from mlx_mtp.server.wire import MAX_LABELS, Float, Int, Labels, OnlyFalse, only
+from mlx_mtp.server.wire import MAX_LABELS, CacheSalt, Float, Int, Labels, OnlyFalse, only
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +181,8 @@ class ResponsesRequest(WireModel):
     background: OnlyFalse = False
     previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
+    # Not of this API, but of the others here.
+    cache_salt: CacheSalt | None = None
     # Of the tools that a server runs itself, of which there are none here.
     max_tool_calls: Int | None = None
     # Labels, which mean nothing to a model.
@@ -201,6 +203,7 @@ class ResponsesRequest(WireModel):
             top_p=self.top_p,
             top_logprobs=(self.top_logprobs or 0) if wanted else None,
             user=self.user or self.safety_identifier,
+            cache_salt=self.cache_salt,
         )
 
     def chat(self) -> Conversation:

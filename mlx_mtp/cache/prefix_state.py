@@ -1,0 +1,207 @@
+"""What a cached prefix holds, as named arrays: copied out of a batch's caches and back into them.
+
+A segment is the KV of a run of tokens, a snapshot all else that decoding needs after the last of
+them. Names are those of the parts: `layers.3.keys`, `layers.0.state`, `mtp.keys`, `hidden`.
+
+The head's row p joins the hidden state at p with the token at p+1, so n tokens determine its rows
+0 to n-2: the head's KV of a segment lies one row before the trunk's. Row n-1 is written when the
+prefix is used, from the snapshot's hidden state and the token that follows then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.kv import RaggedKVCache
+
+Arrays = dict[str, mx.array]
+
+_HEAD = "mtp"
+_HIDDEN = "hidden"
+_GROUP_SIZES = (64, 32)
+_PARTS = ("packed", "scales", "biases")
+# A head that drafts runs some rows ahead of the trunk.
+_HEAD_ROOM = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """KV of the tokens `start` to `end` of a prefix.
+
+    Args:
+        start, end: positions of the trunk's rows; the head's are `start - 1` to `end - 1`, from 0.
+        arrays: keys and values by name, each [heads, rows, dim], or its three quantized parts.
+        bits: of what is quantized; None: nothing is.
+    """
+
+    start: int
+    end: int
+    arrays: Arrays
+    bits: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(a.nbytes for a in self.arrays.values())
+
+    def split(self, at: int) -> tuple[Segment, Segment]:
+        """The first `at` tokens, and the rest; in arrays of their own."""
+        middle = self.start + at
+        assert self.start < middle < self.end
+        upper, lower = Arrays(), Arrays()
+        for name, array in self.arrays.items():
+            cut = _row(name, middle) - _row(name, self.start)
+            upper[name] = mx.contiguous(array[:, :cut])
+            lower[name] = mx.contiguous(array[:, cut:])
+        mx.async_eval(upper, lower)
+        return (
+            Segment(self.start, middle, upper, self.bits),
+            Segment(middle, self.end, lower, self.bits),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """States after the last token of a prefix.
+
+    Args:
+        arrays: of each GatedDeltaNet layer `state` float32 [Hv, Dv, Dk] and `history` [K-1, C], the
+            last inputs of its convolution; and `hidden` [H], the trunk's post-norm hidden state of
+            the last token.
+    """
+
+    arrays: Arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(a.nbytes for a in self.arrays.values())
+
+
+def take_segment(
+    trunk: BatchCache,
+    head: RaggedKVCache | None,
+    row: int,
+    start: int,
+    end: int,
+    bits: int | None = None,
+) -> Segment:
+    """Copy the KV of a row's tokens `start` to `end`.
+
+    Args:
+        trunk: caches that hold the row.
+        head: the head's, complete up to row `end - 2`; None without one.
+        row: which one of the batch.
+        start, end: tokens.
+        bits: store it quantized to 8 or 4; None: as it is.
+    """
+    arrays = Arrays()
+    for name, cache in _kv_caches(trunk, head):
+        assert cache.keys is not None and cache.values is not None
+        rows = slice(_row(name, start), _row(name, end))
+        for part, buffer in (("keys", cache.keys), ("values", cache.values)):
+            # Contiguous, so that the batch's whole buffer isn't kept alive.
+            copied = mx.contiguous(buffer[row, :, rows])
+            arrays.update(_stored(f"{name}.{part}", copied, bits))
+    return Segment(start, end, arrays, bits)
+
+
+def take_snapshot(trunk: BatchCache, row: int, hidden: mx.array) -> Snapshot:
+    """Copy a row's states as they are after its last token.
+
+    Args:
+        trunk: caches that hold the row, standing at that token.
+        row: which one of the batch.
+        hidden: the trunk's post-norm hidden states of the rows' last tokens, [B, 1, H].
+    """
+    arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
+    for name, cache in _recurrent_caches(trunk):
+        cache.fold()
+        assert cache.state is not None and cache.history is not None
+        arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
+        arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
+    return Snapshot(arrays)
+
+
+def restore(
+    trunk: BatchCache,
+    head: RaggedKVCache | None,
+    rows: Sequence[tuple[Sequence[Segment], Snapshot]],
+    limit: int,
+) -> mx.array:
+    """Fill empty caches with a prefix for each row.
+
+    Args:
+        trunk: empty, of as many rows.
+        head: the head's, empty; None without one.
+        rows: the segments of each prefix in order, and the snapshot at its end.
+        limit: tokens that the rows will need room for next.
+
+    Returns:
+        The trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
+    """
+    lengths = [segments[-1].end for segments, _ in rows]
+    trunk.offset = mx.array(lengths, dtype=mx.int32)
+    for name, cache in _kv_caches(trunk, head):
+        more = _HEAD_ROOM if name == _HEAD else 0
+        cache.reserve(limit + more)
+        keys, values = (
+            [[_loaded(segment, f"{name}.{part}") for segment in segments] for segments, _ in rows]
+            for part in ("keys", "values")
+        )
+        cache.load(keys, values)
+        if name != _HEAD:
+            cache.offset = trunk.offset
+    snapshots = [snapshot.arrays for _, snapshot in rows]
+    for name, recurrent in _recurrent_caches(trunk):
+        recurrent.state = mx.stack([s[f"{name}.state"] for s in snapshots])
+        recurrent.history = mx.stack([s[f"{name}.history"] for s in snapshots])
+    return mx.stack([s[_HIDDEN] for s in snapshots])[:, None]
+
+
+def _kv_caches(
+    trunk: BatchCache, head: RaggedKVCache | None
+) -> Iterator[tuple[str, RaggedKVCache]]:
+    for index, cache in enumerate(trunk):
+        if isinstance(cache, RaggedKVCache):
+            yield f"layers.{index}", cache
+    if head is not None:
+        yield _HEAD, head
+
+
+def _recurrent_caches(trunk: BatchCache) -> Iterator[tuple[str, GatedDeltaCache]]:
+    for index, cache in enumerate(trunk):
+        if isinstance(cache, GatedDeltaCache):
+            yield f"layers.{index}", cache
+
+
+def _row(name: str, token: int) -> int:
+    """The first row of a cache that a segment from this token on holds."""
+    return max(token - 1, 0) if name.startswith(_HEAD) else token
+
+
+def _stored(name: str, array: mx.array, bits: int | None) -> Arrays:
+    group = next((size for size in _GROUP_SIZES if array.shape[-1] % size == 0), None)
+    if bits is None or group is None or not array.size:
+        return {name: array}
+    parts = mx.quantize(array, group_size=group, bits=bits)
+    return {f"{name}.{part}": a for part, a in zip(_PARTS, parts, strict=True)}
+
+
+def _loaded(segment: Segment, name: str) -> mx.array:
+    """Rows as they were before they were stored, but for rounding: [heads, rows, dim]."""
+    plain = segment.arrays.get(name)
+    if plain is not None:
+        return plain
+    packed, scales, biases = (segment.arrays[f"{name}.{part}"] for part in _PARTS)
+    assert segment.bits is not None
+    # A uint32 holds 32 / bits values, and each scale is that of a group of them.
+    group = packed.shape[-1] * 32 // segment.bits // scales.shape[-1]
+    if not packed.shape[1]:
+        return mx.zeros((packed.shape[0], 0, group * scales.shape[-1]), dtype=scales.dtype)
+    return mx.dequantize(packed, scales, biases, group_size=group, bits=segment.bits)

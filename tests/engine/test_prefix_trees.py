@@ -1,0 +1,148 @@
+"""Random trees of conversations through the prefix cache: every answer is plain decoding's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import Request
+from tests.engine.cases import EOS, SAMPLED
+from tests.harness import MEASURED, Driver, Ties, greedy, plain
+from tests.tiny_models import FAMILIES, VOCAB
+
+LONGEST = 150
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request, and when it comes.
+
+    Args:
+        parent: which earlier conversation it goes on from, by number; 0 is an empty one.
+        kept: how much of that one's text it keeps; None: all, the answer too.
+        message: tokens that it adds, from a few texts, so that some are the same.
+        text: which of those.
+        sampling: which parameters; 5 and above: greedy.
+        steps: of the engine, before the next turn is asked.
+        salt: whose.
+        cancelled: it is, when the next one comes.
+    """
+
+    parent: int
+    kept: float | None
+    message: int
+    text: int
+    sampling: int
+    steps: int
+    salt: str
+    cancelled: bool
+
+
+TURNS = st.lists(
+    st.builds(
+        Turn,
+        parent=st.integers(0, 6),
+        kept=st.one_of(st.none(), st.none(), st.floats(0.0, 1.0)),
+        message=st.integers(0, 40),
+        text=st.integers(0, 2),
+        sampling=st.integers(0, 9),
+        steps=st.integers(0, 12),
+        salt=st.sampled_from(["", "", "", "other"]),
+        cancelled=st.integers(0, 7).map(lambda n: n == 0),
+    ),
+    min_size=2,
+    max_size=8,
+)
+SHAPES = st.fixed_dictionaries(
+    {
+        "num_draft_tokens": st.sampled_from([0, 1, 2, 3, 5, "auto"]),
+        "prefill_step_size": st.sampled_from([8, 16, 64]),
+        "max_num_seqs": st.sampled_from([1, 3, 8]),
+        "overlap": st.booleans(),
+        "prefix_cache_size": st.sampled_from([60_000, 200_000, 1 << 26]),
+    }
+)
+
+
+def words(text: int, count: int) -> list[int]:
+    """The beginning of one of a few texts; some of its tokens end a message."""
+    return [int(t) for t in np.random.default_rng(text).integers(1, 40, count)]
+
+
+def play(model, turns: list[Turn], shape: dict, ties: Ties) -> Driver:
+    """Ask the turns as they come, and hold every answer against plain decoding's."""
+    warm = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=EngineConfig(**shape))
+    asked: list[Request] = []
+    left: set[str] = set()
+
+    def text_of(number: int) -> list[int]:
+        """A conversation so far; its answer may still be coming."""
+        if not number:
+            return []
+        wanted = asked[number - 1]
+        return [*wanted.prompt_token_ids, *warm.tokens(wanted.request_id)]
+
+    for number, turn in enumerate(turns):
+        history = text_of(turn.parent % (number + 1))
+        if turn.kept is not None:
+            history = history[: int(turn.kept * len(history))]
+        prompt = [*history, *words(turn.text, turn.message)][:LONGEST] or [5]
+        sampling = SAMPLED[turn.sampling] if turn.sampling < 5 else greedy(4 + turn.sampling)
+        wanted = Request(f"turn {number}", tuple(prompt), sampling, cache_salt=turn.salt)
+        asked.append(wanted)
+        warm.add(wanted)
+        for _ in range(turn.steps):
+            warm.step()
+        if turn.cancelled:
+            warm.core.cancel(wanted.request_id)
+            left.add(wanted.request_id)
+        assert warm.prefixes.tree.nbytes <= warm.prefixes.tree.limit
+    warm.run()
+    for wanted in asked:
+        got, reference = warm.tokens(wanted.request_id), plain(model, wanted, VOCAB, (EOS,))
+        if wanted.request_id in left and len(got) < len(reference.tokens):
+            reference = type(reference)(reference.tokens[: len(got)], reference.gaps)
+        ties.check(wanted.request_id, got, reference)
+    warm.scheduler.schedule()
+    assert all(not node.pins for node in warm.prefixes.tree.nodes())
+    return warm
+
+
+def hold(models, count: int) -> None:
+    ties = Ties()
+    totals = {"trees": 0, "queries": 0, "hits": 0}
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(turns=TURNS, shape=SHAPES, family=st.sampled_from(FAMILIES))
+    def check(turns: list[Turn], shape: dict, family: str) -> None:
+        warm = play(models[family], turns, shape, ties)
+        totals["trees"] += 1
+        totals["queries"] += warm.reuse.num_queries
+        totals["hits"] += warm.reuse.num_hits
+
+    check()
+    ties.report(f"{totals['trees']} trees of conversations")
+    share = totals["hits"] / totals["queries"]
+    MEASURED.append(f"  {totals['queries']} prompt tokens, {share:.0%} of them from the cache")
+    assert share > 0.1, "hardly anything was found, so hardly anything was tested"
+
+
+def test_20_trees_of_conversations(tiny_models):
+    hold(tiny_models, 20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_500_trees_of_conversations(tiny_models):
+    hold(tiny_models, 500)
