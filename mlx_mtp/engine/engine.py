@@ -263,6 +263,9 @@ class Engine:
                 self._keeper.save()
         except Exception:
             logger.exception("The end of the engine's thread could not be told")
+        if self._prefixes is not None:
+            # Whatever killed the thread may have been in there.
+            self._prefixes.clear()
         idle = EngineStats(num_restarts=int(again))
         self._earlier = self._stats = idle.after(self._stats)
         return again

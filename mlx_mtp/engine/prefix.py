@@ -93,6 +93,11 @@ class PrefixCache:
                 save = self._copy(batch, row, tokens)
                 self._ends += [] if save is None else [save]
 
+    def clear(self) -> None:
+        """Give the memory back, but for what is about to be restored."""
+        self._ends.clear()
+        self.tree.clear()
+
     def settle(self) -> None:
         """Take in the ends of answers that were copied."""
         self.commit(self._ends)

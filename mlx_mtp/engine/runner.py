@@ -24,7 +24,7 @@ from mlx_mtp.engine.prefix import PrefixCache, Save
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.scheduler import Plan, PrefillChunk, RowResult
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.errors import MlxMtpError, StepError
+from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.guide import Guide
 from mlx_mtp.speculative.acceptance import Verdict, accept
@@ -398,7 +398,7 @@ class ModelRunner:
             for sequence in rows:
                 sequence.launched(0)
             self._drop(rows)
-            return Launched(rows, (0,) * len(rows), error=step_error(error))
+            return Launched(rows, (0,) * len(rows), error=self._told(error))
 
     def _failed(self, window: Launched, error: Exception) -> list[RowResult]:
         """Results of a window that failed, and of all rows whose state now depends on it."""
@@ -406,7 +406,16 @@ class ModelRunner:
         for sequence in others:
             sequence.launched(0)
         rows = [*zip(window.sequences, window.num_positions), *((s, 0) for s in others)]
-        return [RowResult(s, n, error=step_error(error)) for s, n in rows]
+        told = self._told(error)
+        return [RowResult(s, n, error=told) for s, n in rows]
+
+    def _told(self, error: Exception) -> StepError:
+        """What the requests of a failed step end with."""
+        told = step_error(error)
+        if isinstance(told, StepMemoryError) and self._prefixes is not None:
+            # The one thing here that can be done without.
+            self._prefixes.clear()
+        return told
 
     def _drop(self, rows: tuple[Sequence, ...]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows that were in them."""
