@@ -88,6 +88,7 @@ def test_at_the_limit_of_the_drain_streams_end_with_an_error() -> None:
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_at_once() -> None:
     with running("--drain-timeout", "1000") as server:
         lines = events(server, 20_000)
