@@ -12,7 +12,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from mlx_mtp.selftest.arguments import add_selftest
 if TYPE_CHECKING:
     from mlx_mtp.backend import BackendInfo
     from mlx_mtp.engine.engine import Engine, EngineInfo
+    from mlx_mtp.engine.memory_plan import MemoryPlan
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -94,9 +95,16 @@ def serve(options: argparse.Namespace) -> int:
 
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
-        loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp)
+        plans: list[MemoryPlan] = []
+        loaded, tokenizer = _load(
+            options,
+            enable_mtp=options.enable_mtp,
+            # Before the weights are read: what can't fit should not be learnt by swapping.
+            before_reading=lambda model: plans.append(_plan_memory(model, options)),
+        )
+        (memory,) = plans
         engine = _engine(
-            loaded, tokenizer, options, options.max_num_seqs, options.calibration_seconds
+            loaded, tokenizer, options, options.max_num_seqs, options.calibration_seconds, memory
         )
         config = ServerConfig(
             model_name=options.served_model_name or _model_name(options.model),
@@ -108,7 +116,7 @@ def serve(options: argparse.Namespace) -> int:
             tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
-        banner = _banner(config, loaded, engine.info, info)
+        banner = _banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)
         )
@@ -178,14 +186,35 @@ def selftest(options: argparse.Namespace) -> int:
     return run_selftest(options, loaded, tokenizer, str(info))
 
 
-def _load(options: argparse.Namespace, *, enable_mtp: bool) -> tuple[LoadedModel, Tokenizer]:
+def _load(
+    options: argparse.Namespace,
+    *,
+    enable_mtp: bool,
+    before_reading: Callable[[LoadedModel], None] = lambda _: None,
+) -> tuple[LoadedModel, Tokenizer]:
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
 
     path = resolve_model(options.model)
-    loaded = load_model(path, enable_mtp=enable_mtp, dtype=options.dtype)
+    loaded = load_model(
+        path, enable_mtp=enable_mtp, dtype=options.dtype, before_reading=before_reading
+    )
     return loaded, Tokenizer.load(path)
+
+
+def _plan_memory(model: LoadedModel, options: argparse.Namespace) -> MemoryPlan:
+    from mlx_mtp.engine.build import plan_for
+    from mlx_mtp.engine.memory_plan import MemoryLimit, machine_memory, wire_memory
+
+    limit = machine_memory()
+    if options.memory_limit is not None:
+        limit = MemoryLimit(options.memory_limit, "--memory-limit")
+    wanted = options.mtp_draft_vocab
+    num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
+    plan = plan_for(model, _engine_config(options, options.max_num_seqs), limit, num_draft_ids)
+    wire_memory(limit)
+    return plan
 
 
 def _read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
@@ -215,18 +244,13 @@ def _engine(
     options: argparse.Namespace,
     max_num_seqs: int,
     calibration_seconds: float,
+    memory: MemoryPlan | None = None,
 ) -> Engine:
     import platformdirs
 
     from mlx_mtp.engine.build import build_engine
 
-    config = EngineConfig(
-        num_draft_tokens=options.mtp_num_draft_tokens,
-        max_num_seqs=max_num_seqs,
-        max_model_len=options.max_model_len,
-        prefill_step_size=options.prefill_step_size,
-        calibration_seconds=calibration_seconds,
-    )
+    config = _engine_config(options, max_num_seqs, calibration_seconds)
     cache_dir = Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp"))
     return build_engine(
         loaded,
@@ -235,6 +259,19 @@ def _engine(
         tokenizer.eos_token_ids,
         cache_dir=cache_dir,
         draft_ids=_draft_ids(loaded, tokenizer, options.mtp_draft_vocab),
+        memory=memory,
+    )
+
+
+def _engine_config(
+    options: argparse.Namespace, max_num_seqs: int, calibration_seconds: float = 0.0
+) -> EngineConfig:
+    return EngineConfig(
+        num_draft_tokens=options.mtp_num_draft_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=options.max_model_len,
+        prefill_step_size=options.prefill_step_size,
+        calibration_seconds=calibration_seconds,
     )
 
 
@@ -251,7 +288,11 @@ def _model_name(model: str | None) -> str:
 
 
 def _banner(
-    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, info: BackendInfo
+    config: ServerConfig,
+    loaded: LoadedModel,
+    engine: EngineInfo,
+    info: BackendInfo,
+    memory: Sequence[str],
 ) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
@@ -271,7 +312,6 @@ def _banner(
         f"\n  address  {address}\n"
         f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
         f"  backend  {info}\n"
-        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n\n"
-        + " \\\n  ".join(curl)
-        + "\n"
+        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n"
+        f"  memory   {f'{chr(10)}           '.join(memory)}\n\n" + " \\\n  ".join(curl) + "\n"
     )

@@ -136,6 +136,29 @@ def count_or_path(value: str) -> int | Path:
     return Path(text(value))
 
 
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
+
+
+def size(text: str) -> int:
+    """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8GB, 512MB or 0")
+    value = float(found[1]) * unit
+    if value >= 1 << 60:
+        raise argparse.ArgumentTypeError(f"{text} is more than any machine has")
+    return int(value)
+
+
 def real(text: str) -> float:
     """A finite number."""
     try:

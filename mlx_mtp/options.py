@@ -9,7 +9,7 @@ from mlx_mtp.config import (
     EngineConfig,
     ServerConfig,
 )
-from mlx_mtp.flags import Flag, at_least, count_or_path, one_of, real, text, whole, word_or
+from mlx_mtp.flags import Flag, at_least, count_or_path, one_of, real, size, text, whole, word_or
 
 BUNDLED_NAME = "mlx-mtp-demo"
 ANSWER_TOKENS = 512
@@ -78,6 +78,13 @@ SERVE_FLAGS = (
         whole(1, 4096),
         _ENGINE_DEFAULTS.max_num_seqs,
         "N",
+    ),
+    Flag(
+        "--memory-limit",
+        "most memory for weights, caches and all else, such as 48GB (default: what there is)",
+        size,
+        None,
+        "SIZE",
     ),
     Flag(
         "--calibration-seconds",

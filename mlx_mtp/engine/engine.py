@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_mtp.config import DraftTokens, EngineConfig
+from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.costs import CostKeeper
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
@@ -64,6 +65,7 @@ class Engine:
         make_runner: builds the runner, called on the engine's thread.
         depth: drafts per step.
         keeper: of the costs that `depth` follows, if it follows any.
+        memory: which rows there is memory for; None: for any.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class Engine:
         make_runner: Callable[[], ModelRunner],
         depth: DepthPolicy,
         keeper: CostKeeper | None = None,
+        memory: Admission | None = None,
     ) -> None:
         self.info = info
         self._config = config
         self._make_runner = make_runner
         self._depth = depth
         self._keeper = keeper
+        self._memory = memory
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._stopping = False
@@ -175,7 +179,7 @@ class Engine:
         check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
     def _main(self) -> None:
-        scheduler = Scheduler(self._config, self._depth)
+        scheduler = Scheduler(self._config, self._depth, self._memory)
         try:
             runner = self._make_runner()
             if self._keeper is not None:

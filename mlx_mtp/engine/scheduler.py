@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.errors import MlxMtpError
@@ -92,11 +93,15 @@ class Scheduler:
     Args:
         config: limits of rows and of a chunk.
         depth: how many drafts a step proposes.
+        memory: which rows there is memory for; None: for any.
     """
 
-    def __init__(self, config: EngineConfig, depth: DepthPolicy) -> None:
+    def __init__(
+        self, config: EngineConfig, depth: DepthPolicy, memory: Admission | None = None
+    ) -> None:
         self._config = config
         self._depth = depth
+        self._memory = memory
         self._waiting: deque[Sequence] = deque()
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
@@ -250,12 +255,18 @@ class Scheduler:
             longest = max(longest, min(self._waiting[0].num_prompt, step))
             if group and longest * (len(group) + 1) > step:
                 break
+            if not self._has_memory((*self._admitted(), *group, self._waiting[0])):
+                # None overtakes it (engine/admission.py).
+                break
             group.append(self._waiting.popleft())
         if group:
             for sequence in group:
                 sequence.status = Status.PREFILLING
             self._groups.append((self._next_group, group))
             self._next_group += 1
+
+    def _has_memory(self, rows: Iterable[Sequence]) -> bool:
+        return self._memory is None or self._memory.fits(rows)
 
     def _next_chunk(self) -> PrefillChunk | None:
         step = self._config.prefill_step_size

@@ -86,6 +86,11 @@ class Sequence:
         """Most tokens its caches can hold once all that is in flight has run."""
         return self.num_cached + self.positions_in_flight
 
+    @property
+    def most_cached(self) -> int:
+        """Most tokens its caches can ever come to hold."""
+        return self.num_prompt + self.max_new_tokens
+
     def launched(self, num_positions: int) -> None:
         """A window of this many positions is on its way."""
         self.steps_in_flight += 1

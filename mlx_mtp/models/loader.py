@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,12 @@ _DEQUANTIZED_SHARE = 0.5
 
 
 def load_model(
-    path: Path, *, enable_mtp: bool, dtype: str = "auto", lazy: bool = False
+    path: Path,
+    *,
+    enable_mtp: bool,
+    dtype: str = "auto",
+    lazy: bool = False,
+    before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
@@ -49,6 +55,7 @@ def load_model(
             any other type), else as the checkpoint is stored.
         lazy: read no weights until they are used; shapes and types are known at once. Whether
             this machine can compute in `dtype` is not checked.
+        before_reading: called when shapes and types are known, and no weight has been read.
 
     Raises:
         UnsupportedModelError: no family serves it.
@@ -70,8 +77,6 @@ def load_model(
     # The model's class refers to `found`, which would keep the head as it was stored as well.
     found.head = {}
     _cast(found, dtype, check=not lazy)
-    if not lazy:
-        mx.eval(found.model.parameters())
     loaded = LoadedModel(
         path=path,
         config=config,
@@ -81,6 +86,9 @@ def load_model(
         head_source=None if head is None else head.source,
     )
     loaded.check()
+    before_reading(loaded)
+    if not lazy:
+        mx.eval(found.model.parameters())
     return loaded
 
 
