@@ -13,10 +13,9 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import __version__
 from mlx_mtp.bench.arguments import add_bench, offline_spelling
@@ -32,6 +31,7 @@ from mlx_mtp.selftest.arguments import add_selftest
 if TYPE_CHECKING:
     from mlx_mtp.backend import BackendInfo
     from mlx_mtp.engine.engine import Engine, EngineInfo
+    from mlx_mtp.engine.memory_plan import MemoryPlan
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -99,14 +99,22 @@ def serve(options: argparse.Namespace) -> int:
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     # The port first: whether it is free should not be learnt after a long load.
     with bind(options.host, options.port) as sock:
-        loaded, tokenizer = _load(options, enable_mtp=options.enable_mtp)
-        limits = EngineConfig(
+        limits = _engine_config(
+            options,
             max_num_seqs=options.max_num_seqs,
             calibration_seconds=options.calibration_seconds,
             prefix_cache_size=_prefix_cache_size(options.prefix_cache_size),
             kv_cache_quantization=_bits(options.kv_cache_quantization),
         )
-        engine = _engine(loaded, tokenizer, options, limits)
+        plans: list[MemoryPlan] = []
+        loaded, tokenizer = _load(
+            options,
+            enable_mtp=options.enable_mtp,
+            # Before the weights are read: what can't fit should not be learnt by swapping.
+            before_reading=lambda model: plans.append(_plan_memory(model, options, limits)),
+        )
+        (memory,) = plans
+        engine = _engine(loaded, tokenizer, options, limits, memory)
         config = ServerConfig(
             model_name=options.served_model_name or _model_name(options.model),
             host=options.host,
@@ -128,7 +136,7 @@ def serve(options: argparse.Namespace) -> int:
         # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
         gc.collect()
         gc.freeze()
-        banner = _banner(config, loaded, engine.info, info)
+        banner = _banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)
         )
@@ -159,7 +167,7 @@ def generate(options: argparse.Namespace) -> int:
             raise
         loaded, tokenizer = _load(options, enable_mtp=False)
     # One answer isn't worth a measurement; what a server or other answers measured is used.
-    engine = _engine(loaded, tokenizer, options, EngineConfig(max_num_seqs=1))
+    engine = _engine(loaded, tokenizer, options, _engine_config(options, max_num_seqs=1))
     return stream_answer(engine, tokenizer, loaded.generation_config, options, ANSWER_TOKENS)
 
 
@@ -200,14 +208,37 @@ def selftest(options: argparse.Namespace) -> int:
     return run_selftest(options, loaded, tokenizer, str(info))
 
 
-def _load(options: argparse.Namespace, *, enable_mtp: bool) -> tuple[LoadedModel, Tokenizer]:
+def _load(
+    options: argparse.Namespace,
+    *,
+    enable_mtp: bool,
+    before_reading: Callable[[LoadedModel], None] = lambda _: None,
+) -> tuple[LoadedModel, Tokenizer]:
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
 
     path = resolve_model(options.model)
-    loaded = load_model(path, enable_mtp=enable_mtp, dtype=options.dtype)
+    loaded = load_model(
+        path, enable_mtp=enable_mtp, dtype=options.dtype, before_reading=before_reading
+    )
     return loaded, Tokenizer.load(path)
+
+
+def _plan_memory(
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
+) -> MemoryPlan:
+    from mlx_mtp.engine.build import plan_for
+    from mlx_mtp.engine.memory_plan import MemoryLimit, machine_memory, wire_memory
+
+    limit = machine_memory()
+    if options.memory_limit is not None:
+        limit = MemoryLimit(options.memory_limit, "--memory-limit")
+    wanted = options.mtp_draft_vocab
+    num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
+    plan = plan_for(model, config, limit, num_draft_ids)
+    wire_memory(limit)
+    return plan
 
 
 def _read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
@@ -236,18 +267,12 @@ def _engine(
     tokenizer: Tokenizer,
     options: argparse.Namespace,
     config: EngineConfig,
+    memory: MemoryPlan | None = None,
 ) -> Engine:
-    """With what both commands have flags for put into the config."""
     import platformdirs
 
     from mlx_mtp.engine.build import build_engine
 
-    config = replace(
-        config,
-        num_draft_tokens=options.mtp_num_draft_tokens,
-        max_model_len=options.max_model_len,
-        prefill_step_size=options.prefill_step_size,
-    )
     cache_dir = Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp"))
     return build_engine(
         loaded,
@@ -256,6 +281,17 @@ def _engine(
         tokenizer.eos_token_ids,
         cache_dir=cache_dir,
         draft_ids=_draft_ids(loaded, tokenizer, options.mtp_draft_vocab),
+        memory=memory,
+    )
+
+
+def _engine_config(options: argparse.Namespace, **limits: Any) -> EngineConfig:
+    """With what both commands have flags for."""
+    return EngineConfig(
+        num_draft_tokens=options.mtp_num_draft_tokens,
+        max_model_len=options.max_model_len,
+        prefill_step_size=options.prefill_step_size,
+        **limits,
     )
 
 
@@ -295,7 +331,11 @@ def _prefixes(engine: EngineInfo) -> str:
 
 
 def _banner(
-    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, info: BackendInfo
+    config: ServerConfig,
+    loaded: LoadedModel,
+    engine: EngineInfo,
+    info: BackendInfo,
+    memory: Sequence[str],
 ) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
@@ -316,7 +356,6 @@ def _banner(
         f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
         f"  backend  {info}\n"
         f"  prefixes {_prefixes(engine)}\n"
-        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n\n"
-        + " \\\n  ".join(curl)
-        + "\n"
+        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n"
+        f"  memory   {f'{chr(10)}           '.join(memory)}\n\n" + " \\\n  ".join(curl) + "\n"
     )

@@ -129,6 +129,13 @@ SERVE_FLAGS = (
         "SIZE",
     ),
     Flag(
+        "--memory-limit",
+        "most memory for weights, caches and all else, such as 48GB (default: what there is)",
+        size,
+        None,
+        "SIZE",
+    ),
+    Flag(
         "--kv-cache-quantization",
         "store those prefixes in none, 8 or 4 bits; below none, answers may differ in the last "
         "digit",

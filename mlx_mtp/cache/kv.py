@@ -57,8 +57,9 @@ class RaggedKVCache:
         wanted = rounded_capacity(self.limit)
         if self.limit > self.capacity:
             self.keys, self.values = _widen(self.keys, wanted), _widen(self.values, wanted)
-        elif self.capacity >= 2 * wanted:
-            # A long row has left; the next write makes the smaller buffer.
+        elif self.capacity >= wanted + 2 * _GROWTH:
+            # A long row has left; the next write makes the smaller buffer. The bound of the rows'
+            # lengths goes up and down by a few windows: less than two steps of growth is kept.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
 
     def load(
@@ -173,5 +174,11 @@ def _stack(one: mx.array | None, other: mx.array | None, capacity: int) -> mx.ar
     if one is None or other is None:
         assert one is None and other is None, "a batch joins one that never ran"
         return None
-    parts = [a if a.shape[2] >= capacity else _widen(a, capacity) for a in (one, other)]
-    return mx.concatenate(parts, axis=0)
+    if one.shape[2] == other.shape[2]:
+        return mx.concatenate([one, other], axis=0)
+    # Widening them first would make a third copy of the shorter ones, in all layers at once.
+    rows = one.shape[0]
+    joined = mx.zeros((rows + other.shape[0], one.shape[1], capacity, one.shape[3]), one.dtype)
+    joined[:rows, :, : one.shape[2]] = one
+    joined[rows:, :, : other.shape[2]] = other
+    return joined

@@ -12,6 +12,8 @@ import mlx.core as mx
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.costs import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
+from mlx_mtp.engine.footprint import footprint
+from mlx_mtp.engine.memory_plan import MemoryLimit, MemoryPlan, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.errors import UsageError
@@ -39,6 +41,7 @@ def build_engine(
     depth: DepthPolicy | None = None,
     cache_dir: Path | None = None,
     draft_ids: Sequence[int] | None = None,
+    memory: MemoryPlan | None = None,
 ) -> Engine:
     """Put an engine together. It speculates if the model was loaded with its head.
 
@@ -51,6 +54,7 @@ def build_engine(
         depth: another choice of depth than the config's.
         cache_dir: where measured step costs are kept between runs; None: nowhere.
         draft_ids: the only tokens that the head may draft, in any order; None: all.
+        memory: how the memory is shared out; None: it is not watched.
 
     Raises:
         UsageError: a limit is out of range, or `draft_ids` are wrong or not for a head.
@@ -80,7 +84,7 @@ def build_engine(
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
-        max_model_len=_max_model_len(config, model),
+        max_model_len=max_model_len(config, model) if memory is None else memory.max_model_len,
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
         mtp_enabled=proposer is not None,
@@ -96,6 +100,7 @@ def build_engine(
         depth,
         keeper,
         prefixes=None if prefixes is None else prefixes.tree,
+        memory=None if memory is None else memory.admission(),
     )
 
 
@@ -119,6 +124,36 @@ def prefix_cache(config: EngineConfig) -> PrefixCache | None:
     if bits not in (None, 4, 8):
         raise UsageError(f"kv_cache_quantization is {bits!r}; it must be None, 8 or 4.")
     return PrefixCache(size, bits) if size else None
+
+
+def plan_for(
+    model: LoadedModel,
+    config: EngineConfig,
+    limit: MemoryLimit,
+    num_draft_ids: int | None = None,
+) -> MemoryPlan:
+    """How memory would be shared out for a model, which need not have been read yet.
+
+    Args:
+        model: with its head if that drafts.
+        config: limits and depth.
+        limit: of all.
+        num_draft_ids: size of a reduced draft vocabulary.
+
+    Raises:
+        UsageError: it can't fit, or a limit is out of range.
+    """
+    allowed = max_model_len(config, model)
+    auto = config.num_draft_tokens == "auto"
+    depth = MAX_DRAFT_TOKENS if auto else int(config.num_draft_tokens)
+    return plan_memory(
+        footprint(model, depth, num_draft_ids),
+        limit,
+        allowed=allowed,
+        wanted=config.max_model_len,
+        prefill_step_size=config.prefill_step_size,
+        prefix_cache=config.prefix_cache_size,
+    )
 
 
 def _draft_head(model: LoadedModel, ids: tuple[int, ...], vocab_size: int) -> DraftHead | None:
@@ -146,7 +181,12 @@ def _check_depth(num_draft_tokens: DraftTokens) -> None:
         )
 
 
-def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+def max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    """Most tokens of prompt and answer, as the model allows and the config wants.
+
+    Raises:
+        UsageError: the config wants more than the model allows.
+    """
     if config.max_model_len is None:
         return model.max_model_len
     if not 2 <= config.max_model_len <= model.max_model_len:

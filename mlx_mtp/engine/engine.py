@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
+from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.costs import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
@@ -77,6 +78,7 @@ class Engine:
         keeper: of the costs that `depth` follows, if it follows any.
         heartbeat: tells whether a step hangs.
         prefixes: the runner's prefix cache, where prompts are looked up; None without one.
+        memory: which rows there is memory for; None: for any.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         keeper: CostKeeper | None = None,
         heartbeat: Heartbeat | None = None,
         prefixes: PrefixTree | None = None,
+        memory: Admission | None = None,
     ) -> None:
         self.info = info
         self._config = config
@@ -97,6 +100,7 @@ class Engine:
         self._heartbeat = heartbeat or Heartbeat()
         self._restarts = RestartBudget()
         self._prefixes = prefixes
+        self._memory = memory
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._started = False
@@ -218,7 +222,7 @@ class Engine:
 
     def _main(self) -> None:
         """One thread's life."""
-        scheduler = Scheduler(self._config, self._depth, self._reuse())
+        scheduler = Scheduler(self._config, self._depth, self._reuse(), self._memory)
         reason = "the engine is stopping"
         try:
             self._live(scheduler)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.reuse import PrefixReuse
@@ -98,14 +99,20 @@ class Scheduler:
         config: limits of rows and of a chunk.
         depth: how many drafts a step proposes.
         reuse: of prefixes; None: every prompt is computed.
+        memory: which rows there is memory for; None: for any.
     """
 
     def __init__(
-        self, config: EngineConfig, depth: DepthPolicy, reuse: PrefixReuse | None = None
+        self,
+        config: EngineConfig,
+        depth: DepthPolicy,
+        reuse: PrefixReuse | None = None,
+        memory: Admission | None = None,
     ) -> None:
         self._config = config
         self._depth = depth
         self._reuse = reuse
+        self._memory = memory
         self._waiting = FairQueue[Sequence]()
         # Their turn has come, but what they share with another prompt is being computed.
         self._held: list[Sequence] = []
@@ -289,6 +296,9 @@ class Scheduler:
             alike = not group or (group[0].prefix is None) == (prefix is None)
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
+            if not self._has_memory((*self._admitted(), *group, sequence)):
+                # None overtakes it (engine/admission.py).
+                break
             self._take_waiting(sequence)
             if self._reuse is not None:
                 self._reuse.begin(sequence, prefix)
@@ -318,6 +328,9 @@ class Scheduler:
             self._held.remove(sequence)
         else:
             self._waiting.pop()
+
+    def _has_memory(self, rows: Iterable[Sequence]) -> bool:
+        return self._memory is None or self._memory.fits(rows)
 
     def _next_chunk(self) -> PrefillChunk | None:
         step = self._config.prefill_step_size

@@ -125,6 +125,11 @@ class Sequence:
         """Most tokens its caches can hold once all that is in flight has run."""
         return self.num_cached + self.positions_in_flight
 
+    @property
+    def most_cached(self) -> int:
+        """Most tokens its caches can ever come to hold."""
+        return self.num_prompt + self.max_new_tokens
+
     def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""
         self.first_turn = first_turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,12 @@ _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h
 
 
 def load_model(
-    path: Path, *, enable_mtp: bool, dtype: str = "auto", lazy: bool = False
+    path: Path,
+    *,
+    enable_mtp: bool,
+    dtype: str = "auto",
+    lazy: bool = False,
+    before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
@@ -56,6 +62,7 @@ def load_model(
             any other type), else as the checkpoint is stored.
         lazy: read no weights until they are used; shapes and types are known at once. Whether
             this machine can compute in `dtype` is not checked.
+        before_reading: called when shapes and types are known, and no weight has been read.
 
     Raises:
         UnsupportedModelError: no family serves it, or it wants code of its own to be run.
@@ -78,8 +85,6 @@ def load_model(
     # The model's class refers to `found`, which would keep the head as it was stored as well.
     found.head = {}
     _cast(found, dtype, check=not lazy)
-    if not lazy:
-        mx.eval(found.model.parameters())
     loaded = LoadedModel(
         path=path,
         config=config,
@@ -89,6 +94,9 @@ def load_model(
         head_source=None if head is None else head.source,
     )
     loaded.check()
+    before_reading(loaded)
+    if not lazy:
+        mx.eval(found.model.parameters())
     return loaded
 
 

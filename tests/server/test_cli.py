@@ -24,7 +24,7 @@ from mlx_mtp import __version__, cli, terminal
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
-from mlx_mtp.flags import Flag, add_flags, resolve
+from mlx_mtp.flags import Flag, add_flags, resolve, size
 from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.parsing.answer import PlainParser
@@ -216,6 +216,39 @@ def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.Monke
     assert cli._model_name(model) == name
 
 
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--memory-limit", "40MB"], ("weights take 45.4 MB", "40.0 MB (--memory-limit)")),
+        (["--memory-limit", "70MB"], ("leave 24.6 MB", "--prefill-step-size")),
+        (
+            ["--memory-limit", "200MB", "--max-model-len", "65536"],
+            ("65,536 tokens takes ", "weights leave 154.6 MB", "--max-model-len "),
+        ),
+    ],
+)
+def test_serve_refuses_what_cannot_fit_with_numbers(
+    flags: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--port", "0", *flags], {}) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("48GB", 48 * 10**9), ("1.5 gib", 3 << 29), ("512MB", 512 * 10**6), ("7", 7)],
+)
+def test_a_size(text: str, value: int) -> None:
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "8 GBit", "nan", "9" * 40 + "GB"])
+def test_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        size(text)
+
+
 def banner(
     host: str = "127.0.0.1",
     api_key: str | None = None,
@@ -228,7 +261,8 @@ def banner(
     )
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
     info = FakeInfo(num_draft_tokens=depth, mtp_enabled=mtp_enabled, **more)
-    return cli._banner(config, loaded, info, BackendInfo("CPU", "OpenBLAS 1", "0.32"))
+    backend = BackendInfo("CPU", "OpenBLAS 1", "0.32")
+    return cli._banner(config, loaded, info, backend, ["8.0 GB: 1.0 GB weights", "rows: 3"])
 
 
 def shell_words(command: str) -> list[str]:
@@ -240,6 +274,7 @@ def test_the_banner_tells_all() -> None:
     assert "http://127.0.0.1:81" in text
     assert "mlx 0.32 on CPU, OpenBLAS 1" in text
     assert "2 tokens per step, head from /m/mtp.safetensors" in text
+    assert "\n  memory   8.0 GB: 1.0 GB weights\n           rows: 3\n" in text
     # The shell sees what was meant, whatever quotes the name has.
     words = shell_words(text[text.index("curl ") :])
     assert "a'b" not in text

@@ -1,0 +1,164 @@
+"""Peak memory of long prompts in chunks: alone, and beside rows that decode.
+
+Each case runs in a process of its own, for the resident set's peak is the process's. mlx's own peak
+is taken step by step, so that the prompt's chunks and its joining the other rows (whose room then
+becomes as long as its own: docs/architecture.md, Known limits) are told apart.
+
+    python -m benchmarks.prefill_memory [--tokens 8192 16384 32768] [--rows 0 4] [--step 512]
+
+The bundled model in float32; minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+from mlx_mtp import backend
+
+backend.prepare()
+
+import mlx.core as mx  # noqa: E402
+
+from mlx_mtp.cache.memory import CacheMemory  # noqa: E402
+from mlx_mtp.config import EngineConfig  # noqa: E402
+from mlx_mtp.engine.core import EngineCore  # noqa: E402
+from mlx_mtp.engine.request import Request  # noqa: E402
+from mlx_mtp.engine.runner import ModelRunner  # noqa: E402
+from mlx_mtp.engine.scheduler import Scheduler  # noqa: E402
+from mlx_mtp.engine.sequence import Sequence  # noqa: E402
+from mlx_mtp.models.hub import BUNDLED_MODEL  # noqa: E402
+from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
+from mlx_mtp.models.loader import load_model  # noqa: E402
+from mlx_mtp.sampling.params import SamplingParams  # noqa: E402
+from mlx_mtp.speculative.depth import FixedDepth  # noqa: E402
+from mlx_mtp.speculative.proposer import MTPProposer  # noqa: E402
+
+SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What one prompt took, in bytes, beside weights.
+
+    Args:
+        tokens: of the prompt.
+        rows: that decoded beside it.
+        caches: of all rows at the end, as `CacheMemory` has it.
+        scores: of the last chunk's attention in one layer, [heads, chunk, tokens] in float32.
+        before: mlx's peak of the short rows alone.
+        prefill: mlx's peak while the prompt was computed.
+        joined: mlx's peak of the steps after it, the join included.
+        resident: peak of the process's resident set, weights and Python included.
+    """
+
+    tokens: int
+    rows: int
+    caches: int
+    scores: int
+    before: int
+    prefill: int
+    joined: int
+    resident: int
+
+
+def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
+    """Run one prompt of `tokens` tokens while `rows` short rows decode."""
+    weights = mx.get_active_memory()
+
+    def step_peak() -> int:
+        mx.synchronize()
+        mx.reset_peak_memory()
+        core.step()
+        mx.synchronize()
+        return mx.get_peak_memory() - weights
+
+    config = EngineConfig(max_num_seqs=rows + 1, prefill_step_size=step)
+    runner = ModelRunner(model, MTPProposer(model), model.vocab_size)
+    core = EngineCore(Scheduler(config, FixedDepth(DEPTH)), runner, overlap=True)
+    others = [_sequence(model, SHORT_PROMPT, SHORT_ANSWER, f"short-{i}") for i in range(rows)]
+    for sequence in others:
+        core.add(sequence)
+    before = max([step_peak() for _ in range(6)], default=0) if rows else 0
+    prompt = _sequence(model, tokens, ANSWER, "long")
+    core.add(prompt)
+    prefill, joined = 0, 0
+    while not prompt.finished:
+        # The step that reads the first token has launched nothing of the joined batch yet.
+        prefilling = prompt.num_output == 0
+        peak = step_peak()
+        prefill, joined = max(prefill, prefilling * peak), max(joined, (not prefilling) * peak)
+    for sequence in others:
+        core.cancel(sequence.request_id)
+    while not core.idle:
+        core.step()
+    args = model.causal_lm.args
+    caches = CacheMemory.of(args, has_head=True, itemsize=4)
+    return Peaks(
+        tokens,
+        rows,
+        caches.batch(rows + 1, tokens + ANSWER, DEPTH),
+        args.num_attention_heads * min(step, tokens) * tokens * 4,
+        before,
+        prefill,
+        joined,
+        _resident(),
+    )
+
+
+def _sequence(model: LoadedModel, tokens: int, answer: int, name: str) -> Sequence:
+    prompt = tuple((i * 7919) % model.vocab_size for i in range(tokens))
+    sampling = SamplingParams(max_tokens=answer, temperature=0.0)
+    return Sequence(Request(name, prompt, sampling), (), answer)
+
+
+def _resident() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _table(found: list[Peaks]) -> str:
+    head = (
+        "| prompt | rows beside | caches | scores | peak, prefill | less caches and scores "
+        "| peak, joined | resident |\n|---|---|---|---|---|---|---|---|"
+    )
+    lines = [head]
+    for p in found:
+        # While it is computed only its own caches are there, and what the short rows took.
+        own = p.caches // (p.rows + 1) + p.before
+        cells = [p.caches, p.scores, p.prefill, p.prefill - own - p.scores, p.joined, p.resident]
+        texts = " | ".join(f"{cell / _MIB:.0f} MiB" for cell in cells)
+        lines.append(f"| {p.tokens:,} | {p.rows} | {texts} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(description="Peak memory of long prompts.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--rows", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--step", type=int, default=512)
+    parser.add_argument("--case", help=argparse.SUPPRESS, type=int, nargs=2)
+    options = parser.parse_args()
+    if options.case:
+        model = load_model(BUNDLED_MODEL, enable_mtp=True)
+        print(json.dumps(asdict(measure(model, *options.case, options.step))))
+        return
+    found = []
+    for rows in options.rows:
+        for tokens in options.tokens:
+            case = ["--case", str(tokens), str(rows), "--step", str(options.step)]
+            command = [sys.executable, "-m", "benchmarks.prefill_memory", *case]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found.append(Peaks(**json.loads(done.stdout)))
+            print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(_table(found))
+
+
+if __name__ == "__main__":
+    main()

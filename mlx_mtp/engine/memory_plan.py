@@ -1,0 +1,246 @@
+"""What serving a model will take, against what the machine has: said, or refused, at the start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_mtp.convert.console import size_text
+from mlx_mtp.engine.admission import Admission
+from mlx_mtp.engine.footprint import Footprint
+from mlx_mtp.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+_LEAST_TOKENS = 512
+"""A server whose context is shorter is of no use; it is not started."""
+_GPU_KEYS = (
+    ("max_recommended_working_set_size", "what Metal recommends at most"),
+    ("free_memory", "free on the GPU"),
+    ("total_memory", "of the GPU"),
+    ("memory_size", "of the machine"),
+)
+_WIRED_SINCE = 15
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What may be used.
+
+    Args:
+        nbytes: of memory.
+        source: whose number that is, in words.
+    """
+
+    nbytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory is shared out, in bytes.
+
+    Args:
+        limit: of it all.
+        footprint: of the model.
+        prefix_cache: most that the prefix cache takes.
+        chunk: most that a prefill chunk takes beside the caches.
+        rows: what is left for rows.
+        max_model_len: most tokens of a request for which there is memory, the model's or the
+            setting's own limit included.
+        reduced: memory made that less than what the model allows.
+    """
+
+    limit: MemoryLimit
+    footprint: Footprint
+    prefix_cache: int
+    chunk: int
+    rows: int
+    max_model_len: int
+    reduced: bool
+
+    def admission(self) -> Admission:
+        """Lets in the rows that fit."""
+        return Admission(self.rows, self.footprint.rows)
+
+    def num_rows(self, tokens: int, most: int) -> int:
+        """How many rows of so many tokens fit, up to `most`."""
+        return largest(1, most, lambda n: self.footprint.rows(n, tokens) <= self.rows) or 0
+
+    def lines(self, max_num_seqs: int) -> list[str]:
+        """For the banner."""
+        print_ = self.footprint
+        parts = [f"{size_text(print_.weights)} weights"]
+        parts += [f"{size_text(print_.head)} head"] if print_.head else []
+        parts += [f"{size_text(self.prefix_cache)} prefix cache"] if self.prefix_cache else []
+        parts += [f"{size_text(self.chunk)} a prefill chunk", f"{size_text(self.rows)} rows"]
+        short = min(4096, self.max_model_len)
+        counts = dict.fromkeys((self.max_model_len, short))
+        fits = [f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts]
+        less = "; less than the model allows, for want of memory" if self.reduced else ""
+        return [
+            f"{size_text(self.limit.nbytes)} ({self.limit.source}): {', '.join(parts)}",
+            f"rows at once: {', or '.join(fits)}; context {self.max_model_len:,} tokens{less}",
+        ]
+
+
+def plan_memory(
+    footprint: Footprint,
+    limit: MemoryLimit,
+    *,
+    allowed: int,
+    wanted: int | None,
+    prefill_step_size: int,
+    prefix_cache: int = 0,
+) -> MemoryPlan:
+    """Share the memory out.
+
+    Without `wanted` the context is cut to what one row has memory for; what was asked for is not
+    cut but refused.
+
+    Args:
+        footprint: of the model.
+        limit: of all.
+        allowed: most tokens that the model allows.
+        wanted: `--max-model-len`, if it was given; not above `allowed`.
+        prefill_step_size: tokens in a chunk.
+        prefix_cache: most bytes of the prefix cache.
+
+    Raises:
+        UsageError: it can't fit, with the numbers and the flags that help.
+    """
+    fixed = footprint.weights + footprint.head
+    if fixed >= limit.nbytes:
+        raise UsageError(
+            f"The model's weights take {size_text(fixed)}, but there are "
+            f"{size_text(limit.nbytes)} ({limit.source}). Use a model that is quantized to fewer "
+            "bits, or a smaller one; --memory-limit says that there is more."
+        )
+    room = limit.nbytes - fixed - prefix_cache
+
+    def need(tokens: int) -> int:
+        chunk = footprint.chunk(min(prefill_step_size, tokens), tokens)
+        return chunk + footprint.rows(1, tokens)
+
+    tokens = wanted or allowed
+    least = min(_LEAST_TOKENS, tokens)
+    found = largest(least, tokens, lambda n: need(n) <= room)
+    if found is None or (wanted is not None and found < wanted):
+        raise UsageError(_refusal(limit, fixed, prefix_cache, need, tokens, least, found))
+    chunk = footprint.chunk(min(prefill_step_size, found), found)
+    return MemoryPlan(
+        limit=limit,
+        footprint=footprint,
+        prefix_cache=prefix_cache,
+        chunk=chunk,
+        rows=room - chunk,
+        max_model_len=found,
+        reduced=found < tokens,
+    )
+
+
+def _refusal(
+    limit: MemoryLimit,
+    fixed: int,
+    prefix_cache: int,
+    need: Callable[[int], int],
+    tokens: int,
+    least: int,
+    found: int | None,
+) -> str:
+    kept = f" and {size_text(prefix_cache)} for the prefix cache" if prefix_cache else ""
+    flags = "a smaller --prefill-step-size"
+    if prefix_cache:
+        flags += " or --prefix-cache-size"
+    said = (
+        f"One request of {tokens if found else least:,} tokens takes "
+        f"{size_text(need(tokens if found else least))}, but of {size_text(limit.nbytes)} "
+        f"({limit.source}) the weights leave {size_text(limit.nbytes - fixed)}{kept}. "
+    )
+    if found is None:
+        return f"{said}Use {flags}, or a smaller model; --memory-limit says that there is more."
+    return (
+        f"{said}Use --max-model-len {found} or less, or {flags}; --memory-limit says that there "
+        "is more."
+    )
+
+
+def largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
+    """The largest number from `low` to `high` that is good, if all below a good one are good."""
+    if not good(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+def machine_memory() -> MemoryLimit:
+    """What this machine has for a model that is not loaded yet: the GPU's, or the CPU's share."""
+    if mx.default_device() == mx.gpu:
+        info = mx.device_info()
+        for key, source in _GPU_KEYS:
+            if (nbytes := int(info.get(key, 0))) > 0:
+                return MemoryLimit(nbytes, source)
+    return _host_memory()
+
+
+def wire_memory(limit: MemoryLimit) -> None:
+    """Ask a Mac to keep the model resident, as mlx-lm does; elsewhere nothing happens.
+
+    Only up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
+    """
+    if not mx.metal.is_available() or platform.system() != "Darwin":
+        return
+    version = re.match(r"[0-9]+", platform.mac_ver()[0])
+    if version is None or int(version[0]) < _WIRED_SINCE:
+        return
+    recommended = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    try:
+        mx.set_wired_limit(min(limit.nbytes, recommended))
+    except (ValueError, RuntimeError) as error:
+        logger.warning("The wired limit was not set: %s", error)
+
+
+def _host_memory() -> MemoryLimit:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = MemoryLimit(total, "of the machine")
+    available = _meminfo("MemAvailable")
+    if available is not None:
+        # What this process has already is its own to use.
+        found = MemoryLimit(min(total, available + _resident()), "available on the machine")
+    capped = _cgroup_limit()
+    return MemoryLimit(capped, "of this container") if capped < found.nbytes else found
+
+
+def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s+([0-9]+) kB$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) << 10 if found else None
+
+
+def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return sys.maxsize
+    return int(text) if text.isdecimal() else sys.maxsize
+
+
+def _resident() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,244 @@
+"""What serving takes: computed beforehand, refused with numbers, and not below what is used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from benchmarks import prefill_memory
+from mlx_mtp.cache.memory import CacheMemory
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import memory_plan
+from mlx_mtp.engine.build import build_engine, plan_for
+from mlx_mtp.engine.footprint import Footprint, footprint
+from mlx_mtp.engine.memory_plan import (
+    MemoryLimit,
+    MemoryPlan,
+    largest,
+    machine_memory,
+    plan_memory,
+    wire_memory,
+)
+from mlx_mtp.engine.request import Request
+from mlx_mtp.errors import ContextLengthError, UsageError
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from tests.harness import greedy
+from tests.tiny_models import Layout, write_checkpoint
+
+GB = 10**9
+# Qwen3-Next-80B-A3B: 24 KB a token and 75 MB of states a row.
+LARGE = Footprint(
+    weights=45 * GB,
+    head=GB,
+    caches=CacheMemory(12, 36, True, 2, 256, 16, 128, 32, 128, 4, 2),
+    depth=8,
+    heads=16,
+    layer_floats=150_000,
+    vocab_size=151_936,
+)
+
+
+def plan(nbytes: int, shape: Footprint = LARGE, **more: int | None) -> MemoryPlan:
+    given = {"allowed": 262_144, "wanted": None, "prefill_step_size": 512} | more
+    return plan_memory(shape, MemoryLimit(nbytes, "a test"), **given)
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load_model(BUNDLED_MODEL, enable_mtp=True)
+
+
+def test_a_large_model_on_a_large_machine():
+    found = plan(110 * GB)
+    assert (found.max_model_len, found.reduced) == (262_144, False)
+    assert found.rows + found.chunk + 46 * GB == 110 * GB
+    assert found.num_rows(262_144, 32) < found.num_rows(4096, 32) == 32
+    text = "\n".join(found.lines(32))
+    for part in ("110.0 GB (a test)", "45.0 GB weights", "1.0 GB head", "context 262,144 tokens"):
+        assert part in text
+
+
+def test_the_context_is_cut_to_what_one_row_has_memory_for():
+    found = plan(54 * GB)
+    assert found.reduced
+    assert 4096 < found.max_model_len < 262_144
+    assert found.num_rows(found.max_model_len, 32) == 1
+    assert plan(54 * GB, wanted=found.max_model_len) == replace(found, reduced=False)
+    assert "less than the model allows" in found.lines(32)[1]
+
+
+def test_what_was_asked_for_is_refused_with_numbers_and_flags():
+    fits = plan(54 * GB).max_model_len
+    with pytest.raises(UsageError) as caught:
+        plan(54 * GB, wanted=262_144)
+    message = str(caught.value)
+    assert re.search(r"262,144 tokens takes \d+\.\d GB, but of 54\.0 GB .* leave 8\.0 GB", message)
+    assert f"--max-model-len {fits} or less" in message
+    assert "--prefill-step-size" in message
+    assert "--prefix-cache-size" not in message
+    with pytest.raises(UsageError, match=r"2\.0 GB for the prefix cache.*--prefix-cache-size"):
+        plan(54 * GB, wanted=262_144, prefix_cache=2 * GB)
+
+
+def test_weights_that_do_not_fit_and_no_room_for_a_row():
+    with pytest.raises(UsageError, match=r"weights take 46\.0 GB, but there are 40\.0 GB"):
+        plan(40 * GB)
+    with pytest.raises(UsageError, match=r"512 tokens takes .* weights leave 1\.0 MB.*smaller"):
+        plan(46 * GB + 10**6)
+    with pytest.raises(UsageError, match="--prefix-cache-size"):
+        plan(60 * GB, prefix_cache=14 * GB)
+
+
+def test_a_smaller_chunk_or_prefix_cache_leaves_more():
+    found = plan(54 * GB)
+    assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
+    assert plan(54 * GB, prefix_cache=GB).max_model_len < found.max_model_len
+
+
+def test_demands_grow_with_everything():
+    for rows, tokens in ((1, 100), (3, 100), (3, 5000), (32, 5000)):
+        assert LARGE.rows(rows, tokens) >= LARGE.caches.batch(rows, tokens, 8) * 2
+        assert LARGE.rows(rows + 1, tokens) > LARGE.rows(rows, tokens)
+        assert LARGE.rows(rows, tokens + 256) > LARGE.rows(rows, tokens)
+        assert LARGE.chunk(512, tokens + 1) > LARGE.chunk(512, tokens) > LARGE.chunk(256, tokens)
+
+
+def test_largest():
+    for last in range(3, 11):
+        assert largest(3, 10, lambda n, last=last: n <= last) == last
+    assert largest(3, 10, lambda n: False) is None
+
+
+def test_the_machine_has_what_the_system_says(monkeypatch, tmp_path: Path):
+    found = machine_memory()
+    assert found.nbytes > 0
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:   32 kB\nMemAvailableX: 1 kB\n")
+    assert memory_plan._meminfo("MemAvailable", meminfo) == 32 << 10
+    assert memory_plan._meminfo("MemAvailable", tmp_path / "none") is None
+    for text, nbytes in (("12345\n", 12345), ("max\n", 2**63 - 1)):
+        (tmp_path / "max").write_text(text)
+        assert memory_plan._cgroup_limit(tmp_path / "max") == nbytes
+    monkeypatch.setattr(memory_plan, "_cgroup_limit", lambda: 10_000)
+    assert memory_plan._host_memory() == MemoryLimit(10_000, "of this container")
+
+
+@pytest.mark.parametrize(
+    ("info", "nbytes"),
+    [
+        ({"max_recommended_working_set_size": 48, "memory_size": 64}, 48),
+        ({"total_memory": 80, "free_memory": 70}, 70),
+        ({"memory_size": 64}, 64),
+    ],
+)
+def test_a_gpu_has_what_its_driver_says(monkeypatch, info: dict[str, int], nbytes: int):
+    fake = SimpleNamespace(default_device=lambda: "gpu", gpu="gpu", device_info=lambda: info)
+    monkeypatch.setattr(memory_plan, "mx", fake)
+    assert machine_memory().nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("metal", "system", "version", "limit", "wired"),
+    [
+        (True, "Darwin", "15.3", 100, [48]),
+        (True, "Darwin", "26.0", 20, [20]),
+        (True, "Darwin", "14.7", 100, []),
+        (False, "Linux", "", 100, []),
+    ],
+)
+def test_a_mac_is_asked_to_keep_the_model_resident(
+    monkeypatch, metal: bool, system: str, version: str, limit: int, wired: list[int]
+):
+    asked: list[int] = []
+    fake = SimpleNamespace(
+        metal=SimpleNamespace(is_available=lambda: metal),
+        device_info=lambda: {"max_recommended_working_set_size": 48},
+        set_wired_limit=asked.append,
+    )
+    monkeypatch.setattr(memory_plan, "mx", fake)
+    monkeypatch.setattr(memory_plan.platform, "system", lambda: system)
+    monkeypatch.setattr(memory_plan.platform, "mac_ver", lambda: (version, ("", "", ""), ""))
+    wire_memory(MemoryLimit(limit, "a test"))
+    assert asked == wired
+
+
+def test_the_plan_is_made_before_a_weight_is_read():
+    seen = []
+
+    def look(model: LoadedModel) -> None:
+        before = mx.get_active_memory()
+        seen.append((footprint(model, 8), mx.get_active_memory() - before))
+        raise UsageError("no")
+
+    with pytest.raises(UsageError, match="no"):
+        load_model(BUNDLED_MODEL, enable_mtp=True, before_reading=look)
+    ((found, read),) = seen
+    assert read == 0
+    assert found.head > 0
+
+
+def test_weights_and_head_are_those_that_are_loaded(demo: LoadedModel):
+    found = footprint(demo, 3)
+    loaded = sum(value.nbytes for _, value in tree_flatten(demo.model.parameters()))
+    assert found.weights + found.head == loaded
+    assert footprint(demo, 3, num_draft_ids=100).head == found.head + 100 * 256 * 4
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo: LoadedModel):
+    config = EngineConfig(num_draft_tokens=1)
+    found = plan_for(demo, config, MemoryLimit(200 * 10**6, "a test"))
+    assert found.reduced
+    engine = build_engine(demo, config, demo.vocab_size, (), memory=found)
+    limit = found.max_model_len
+    assert engine.info.max_model_len == limit < 65_536
+    with pytest.raises(ContextLengthError, match=f"has {limit} tokens.* {limit} tokens"):
+        engine.submit(Request("a", (1,) * limit, greedy(1)))
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.full)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = BUNDLED_MODEL
+    if request.param == "tiny":
+        path = tmp_path_factory.mktemp("model")
+        write_checkpoint(path, Layout("qwen3_5"))
+    return load_model(path, enable_mtp=True)
+
+
+@pytest.mark.parametrize(("rows", "step"), [(0, 256), (0, 64), (4, 256)])
+def test_no_more_is_used_than_was_planned(model: LoadedModel, rows: int, step: int):
+    """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
+    found = footprint(model, prefill_memory.DEPTH)
+    tokens = 1500
+    used = prefill_memory.measure(model, tokens, rows, step)
+    chunk = found.chunk(step, tokens)
+    longest = tokens + prefill_memory.ANSWER
+    short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
+    others = found.rows(rows, short) if rows else 0
+    assert used.prefill <= found.rows(1, longest) + others + chunk
+    assert used.joined <= found.rows(rows + 1, longest)
+    assert used.prefill > (found.rows(1, longest) + chunk) / 5
+
+
+def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
+    """Not with its square, and not with how many short rows run beside it."""
+    peaks = {n: prefill_memory.measure(model, n, 0, 128).prefill for n in (512, 1024, 1536)}
+    first, second = peaks[1024] - peaks[512], peaks[1536] - peaks[1024]
+    # By the square the second would be 2 times the first; buffers come in steps of 256 tokens.
+    assert 0 < second < 1.3 * first
+    per_token = second / 512
+    args = model.causal_lm.args
+    scores = 128 * args.num_attention_heads * 4
+    caches = footprint(model, 1).caches
+    kept = caches.kv_per_token + caches.head_kv_per_token
+    # Scores, their mask, the rows themselves, and one copy of a layer's as they grow.
+    assert per_token < 1.2 * (scores + 128 + 2 * kept)
+    beside = prefill_memory.measure(model, 1024, 4, 128)
+    assert beside.prefill - beside.before < 1.1 * peaks[1024]
