@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import __version__
+from mlx_mtp.banner import banner
 from mlx_mtp.bench.arguments import add_bench, offline_spelling
 from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.connect.command import add_connect
@@ -29,8 +29,7 @@ from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 from mlx_mtp.selftest.arguments import add_selftest
 
 if TYPE_CHECKING:
-    from mlx_mtp.backend import BackendInfo
-    from mlx_mtp.engine.engine import Engine, EngineInfo
+    from mlx_mtp.engine.engine import Engine
     from mlx_mtp.engine.memory_plan import MemoryPlan
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer
@@ -103,7 +102,6 @@ def serve(options: argparse.Namespace) -> int:
             options,
             max_num_seqs=options.max_num_seqs,
             calibration_seconds=options.calibration_seconds,
-            prefix_cache_size=_prefix_cache_size(options.prefix_cache_size),
             kv_cache_quantization=_bits(options.kv_cache_quantization),
         )
         plans: list[MemoryPlan] = []
@@ -114,6 +112,7 @@ def serve(options: argparse.Namespace) -> int:
             before_reading=lambda model: plans.append(_plan_memory(model, options, limits)),
         )
         (memory,) = plans
+        limits = replace(limits, prefix_cache_size=memory.prefix_cache)
         engine = _engine(loaded, tokenizer, options, limits, memory)
         config = ServerConfig(
             model_name=options.served_model_name or _model_name(options.model),
@@ -136,9 +135,9 @@ def serve(options: argparse.Namespace) -> int:
         # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
         gc.collect()
         gc.freeze()
-        banner = _banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
+        told = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
         server = make_server(
-            app, log_level=options.log_level, on_ready=lambda: print_or_discard(banner)
+            app, log_level=options.log_level, on_ready=lambda: print_or_discard(told)
         )
         try:
             server.run(sockets=[sock])
@@ -236,7 +235,7 @@ def _plan_memory(
         limit = MemoryLimit(options.memory_limit, "--memory-limit")
     wanted = options.mtp_draft_vocab
     num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
-    plan = plan_for(model, config, limit, num_draft_ids)
+    plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
     wire_memory(limit)
     return plan
 
@@ -295,12 +294,6 @@ def _engine_config(options: argparse.Namespace, **limits: Any) -> EngineConfig:
     )
 
 
-def _prefix_cache_size(wanted: int | None) -> int:
-    from mlx_mtp.engine.build import default_prefix_cache_size
-
-    return default_prefix_cache_size() if wanted is None else wanted
-
-
 def _bits(quantization: str) -> int | None:
     return None if quantization == "none" else int(quantization)
 
@@ -315,47 +308,3 @@ def _model_name(model: str | None) -> str:
     if model is None:
         return BUNDLED_NAME
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
-
-
-def _prefixes(engine: EngineInfo) -> str:
-    """The prefix cache, in words."""
-    if not engine.prefix_cache_size:
-        return "none are kept (--prefix-cache-size is 0)"
-    told = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
-    if engine.kv_cache_quantization is not None:
-        told += (
-            f", in {engine.kv_cache_quantization} bits: what is computed from them may differ in "
-            "the last digit"
-        )
-    return told
-
-
-def _banner(
-    config: ServerConfig,
-    loaded: LoadedModel,
-    engine: EngineInfo,
-    info: BackendInfo,
-    memory: Sequence[str],
-) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
-    depth = engine.num_draft_tokens
-    drafts = f"{depth} (follows what they cost and bring)"
-    if depth != "auto":
-        drafts = f"{depth} tokens per step"
-    drafts += f", head from {loaded.head_source}"
-    message = {"role": "user", "content": "Tell me a story."}
-    body = json.dumps({"model": config.model_name, "messages": [message]})
-    curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
-    if config.api_keys:
-        # By its variable's name: what is printed here ends up in logs and on shared screens.
-        curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
-    curl.append(f"-d {shlex.quote(body)}")
-    return (
-        f"\n  address  {address}\n"
-        f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
-        f"  backend  {info}\n"
-        f"  prefixes {_prefixes(engine)}\n"
-        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n"
-        f"  memory   {f'{chr(10)}           '.join(memory)}\n\n" + " \\\n  ".join(curl) + "\n"
-    )

@@ -123,7 +123,7 @@ SERVE_FLAGS = (
     Flag(
         "--prefix-cache-size",
         "memory for the prefixes of earlier prompts and answers, as 8GB or 512MB; 0 keeps none "
-        "(default: a tenth of the machine's memory, at most 8GB)",
+        "(default: a quarter of what the weights leave, at most 8GB)",
         size,
         None,
         "SIZE",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
-
-import mlx.core as mx
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.costs import CostKeeper, fingerprint
@@ -27,8 +24,6 @@ from mlx_mtp.speculative.draft_vocab import check_ids
 from mlx_mtp.speculative.proposer import MTPProposer, Proposer
 
 logger = logging.getLogger(__name__)
-
-_MOST_PREFIX_CACHE = 8 * 10**9
 
 
 def build_engine(
@@ -104,14 +99,6 @@ def build_engine(
     )
 
 
-def default_prefix_cache_size() -> int:
-    """A tenth of the machine's memory (the GPU's, if that is its own), and at most 8 GB."""
-    info = mx.device_info()
-    memory = info.get("memory_size") or info.get("total_memory")
-    memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(int(memory) // 10, _MOST_PREFIX_CACHE)
-
-
 def prefix_cache(config: EngineConfig) -> PrefixCache | None:
     """The prefix cache that a config asks for, empty.
 
@@ -131,6 +118,7 @@ def plan_for(
     config: EngineConfig,
     limit: MemoryLimit,
     num_draft_ids: int | None = None,
+    prefix_cache: int | None = 0,
 ) -> MemoryPlan:
     """How memory would be shared out for a model, which need not have been read yet.
 
@@ -139,6 +127,7 @@ def plan_for(
         config: limits and depth.
         limit: of all.
         num_draft_ids: size of a reduced draft vocabulary.
+        prefix_cache: most bytes of the prefix cache; None: a share of what there is.
 
     Raises:
         UsageError: it can't fit, or a limit is out of range.
@@ -152,7 +141,7 @@ def plan_for(
         allowed=allowed,
         wanted=config.max_model_len,
         prefill_step_size=config.prefill_step_size,
-        prefix_cache=config.prefix_cache_size,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -21,6 +21,8 @@ from mlx_mtp.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+MOST_PREFIX_CACHE = 8 * 10**9
+"""Bytes that the prefix cache takes by itself."""
 _LEAST_TOKENS = 512
 """A server whose context is shorter is of no use; it is not started."""
 _GPU_KEYS = (
@@ -100,7 +102,7 @@ def plan_memory(
     allowed: int,
     wanted: int | None,
     prefill_step_size: int,
-    prefix_cache: int = 0,
+    prefix_cache: int | None = 0,
 ) -> MemoryPlan:
     """Share the memory out.
 
@@ -113,7 +115,8 @@ def plan_memory(
         allowed: most tokens that the model allows.
         wanted: `--max-model-len`, if it was given; not above `allowed`.
         prefill_step_size: tokens in a chunk.
-        prefix_cache: most bytes of the prefix cache.
+        prefix_cache: most bytes of the prefix cache; None: a quarter of what the weights leave,
+            and at most `MOST_PREFIX_CACHE`.
 
     Raises:
         UsageError: it can't fit, with the numbers and the flags that help.
@@ -125,6 +128,8 @@ def plan_memory(
             f"{size_text(limit.nbytes)} ({limit.source}). Use a model that is quantized to fewer "
             "bits, or a smaller one; --memory-limit says that there is more."
         )
+    if prefix_cache is None:
+        prefix_cache = min((limit.nbytes - fixed) // 4, MOST_PREFIX_CACHE)
     room = limit.nbytes - fixed - prefix_cache
 
     def need(tokens: int) -> int:

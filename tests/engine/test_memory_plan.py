@@ -242,3 +242,10 @@ def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
     assert per_token < 1.2 * (scores + 128 + 2 * kept)
     beside = prefill_memory.measure(model, 1024, 4, 128)
     assert beside.prefill - beside.before < 1.1 * peaks[1024]
+
+
+def test_without_a_size_the_prefix_cache_gets_a_share_of_what_is_left():
+    for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
+        found = plan(LARGE.weights + LARGE.head + left, prefix_cache=None)
+        assert found.prefix_cache == share
+        assert found.rows + found.chunk == left - share

@@ -22,6 +22,7 @@ import pytest
 
 from mlx_mtp import __version__, cli, terminal
 from mlx_mtp.backend import BackendInfo
+from mlx_mtp.banner import banner as told
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, size
@@ -190,7 +191,7 @@ def test_streams_are_not_held_back_by_nagles_algorithm() -> None:
 def test_help_and_mistakes_load_nothing_heavy() -> None:
     code = """
 import sys
-from mlx_mtp import cli
+from mlx_mtp.banner import banner as told
 for argv in (["--version"], ["serve", "--help"], ["serve", "--port", "x"]):
     try:
         cli.main(argv, {})
@@ -262,7 +263,7 @@ def banner(
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
     info = FakeInfo(num_draft_tokens=depth, mtp_enabled=mtp_enabled, **more)
     backend = BackendInfo("CPU", "OpenBLAS 1", "0.32")
-    return cli._banner(config, loaded, info, backend, ["8.0 GB: 1.0 GB weights", "rows: 3"])
+    return told(config, loaded, info, backend, ["8.0 GB: 1.0 GB weights", "rows: 3"])
 
 
 def shell_words(command: str) -> list[str]:
