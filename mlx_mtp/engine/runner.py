@@ -402,15 +402,11 @@ class ModelRunner:
     def _drop(self, rows: tuple[Sequence, ...]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows that were in them."""
         dropped: list[Sequence] = []
-        for sequence in rows:
-            sequence.save_points.clear()
 
         def hit(batch: Batch) -> bool:
             if not any(s in rows for s in batch.sequences):
                 return False
             dropped.extend(batch.sequences)
-            for sequence in batch.sequences:
-                sequence.save_points.clear()
             return True
 
         if self._decoding is not None and hit(self._decoding):
