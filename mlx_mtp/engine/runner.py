@@ -422,15 +422,11 @@ class ModelRunner:
         dropped: list[Sequence] = []
         # Its buffers are free once the error, which holds on to them, has been dealt with.
         self._failed_last = True
-        for sequence in rows:
-            sequence.save_points.clear()
 
         def hit(batch: Batch) -> bool:
             if not any(s in rows for s in batch.sequences):
                 return False
             dropped.extend(batch.sequences)
-            for sequence in batch.sequences:
-                sequence.save_points.clear()
             return True
 
         if self._decoding is not None and hit(self._decoding):

@@ -37,10 +37,10 @@ def words(seed: int, count: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(2, VOCAB, count)]
 
 
-def driver(model: LoadedModel, depth: int | str = 2, **settings) -> Driver:
+def driver(model: LoadedModel, depth: int | str = 2, min_gain: int = 4, **settings) -> Driver:
     settings = {"prefill_step_size": STEP, "prefix_cache_size": ROOM} | settings
     config = EngineConfig(num_draft_tokens=depth, **settings)
-    return Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config)
+    return Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, min_gain=min_gain)
 
 
 def ask(warm: Driver, *wanted: Request) -> None:
@@ -124,7 +124,7 @@ def test_prompts_that_begin_others(tiny_models, ties):
     """Of every length, longest first and shortest first; each again, all found at once."""
     model = tiny_models["qwen3_5"]
     text = words(6, 40)
-    lengths = [40, 1, 2, 3, 15, 16, 17, 33, 39]
+    lengths = [40, 1, 2, 16, 17, 39]
     for order in (lengths, sorted(lengths)):
         warm = driver(model, 2)
         for length in order:
@@ -185,8 +185,15 @@ def test_salts_keep_prefixes_apart(tiny_models, ties):
         assert warm.reused(name) == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [
+        ("qwen3_next", 3),
+        ("qwen3_5", 0),
+        pytest.param("qwen3_next", 0, marks=pytest.mark.full),
+        pytest.param("qwen3_5", 3, marks=pytest.mark.full),
+    ],
+)
 def test_the_heads_own_cache_is_complete_behind_a_prefix(tiny_models, family, depth):
     """The row that joins the prefix to what follows it, too; in an exact hit as well."""
     model = tiny_models[family]
@@ -227,7 +234,7 @@ def test_drafts_are_accepted_as_often_as_without_the_cache(demo_model):
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("entries", [1, 2, 5])
+@pytest.mark.parametrize("entries", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 5))])
 def test_entries_that_go_while_they_are_wanted(tiny_models, ties, entries):
     """A cache with room for little, requests that come and leave, and one that empties it."""
     model = tiny_models["qwen3_next"]
@@ -252,7 +259,7 @@ def test_entries_that_go_while_they_are_wanted(tiny_models, ties, entries):
     check(warm, model, ties, *wanted)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_quantized_prefixes(demo_model, bits):
     """Smaller, found all the same, and what they lead to is drafted as well as before."""
     tokens = [int(t) for t in np.random.default_rng(4).integers(2, 4000, 100)]
@@ -323,7 +330,7 @@ def test_what_goes_wrong_with_the_cache_hits_no_request(tiny_models, ties, monke
 def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
     """Its copies come from the same computation, and so do those of the chunk behind it."""
     model = tiny_models["qwen3_5"]
-    warm = driver(model, 2)
+    warm = driver(model, 2, min_gain=20)  # nothing is saved after the first chunk
     original = runner_module._results
     read = []
 
@@ -344,7 +351,7 @@ def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
 def test_a_launch_that_fails_saves_nothing(tiny_models, monkeypatch):
     """The chunk behind it is planned before the failure is read, and has no state to go on from."""
     model = tiny_models["qwen3_5"]
-    warm = driver(model, 2)
+    warm = driver(model, 2, min_gain=20)
     original = type(model).hidden
     calls = []
 

@@ -239,6 +239,32 @@ def test_a_pin_ends_however_the_request_does():
         assert sum(n.pins for n in world.tree.nodes()) == 0
 
 
+def test_a_pin_ends_before_the_first_chunk_is_planned():
+    world = World()
+    world.add("first", [5] * 40)
+    world.run()
+    world.add("long", [9] * 100)
+    world.step()
+    world.add("cancelled", [*[5] * 40, *[6] * 40])
+    plan = world.policy.schedule()
+    assert [row.request_id for row, _, _ in plan.chunk.rows] == ["long"]
+    assert sum(n.pins for n in world.tree.nodes()) == 1
+    world.policy.cancel("cancelled")
+    world.policy.schedule()
+    assert sum(n.pins for n in world.tree.nodes()) == 0
+
+
+def test_of_two_the_first_never_waits_for_the_second():
+    world = World()
+    first, second = (world.add(name, [5] * 60) for name in ("first", "second"))
+    assert not world.reuse.held_back(first, [])
+    assert not world.reuse.held_back(second, [])
+    for each in (first, second):
+        world.reuse.begin(each, None)
+    assert not world.reuse.held_back(first, [second])
+    assert world.reuse.held_back(second, [first])
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     prompts=st.lists(
