@@ -267,7 +267,7 @@ def test_damaged_weights_and_custom_code_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_file": "evil.py"}))
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelError, match="custom module"):
+    with pytest.raises(ModelError, match="runs no code"):
         load_model(tmp_path, enable_mtp=False)
 
 

@@ -298,9 +298,9 @@ def is_whole(sent: bytes) -> bool:
         parser.receive_data(sent)
         while True:
             event = parser.next_event()
-            if event is h11.NEED_DATA:
+            if event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):
                 return False
-            if isinstance(event, h11.EndOfMessage):
+            if event is h11.PAUSED or isinstance(event, h11.EndOfMessage):
                 return True
     except h11.RemoteProtocolError:
         return True

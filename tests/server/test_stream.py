@@ -371,7 +371,7 @@ def test_an_engine_that_dies_silently_ends_its_requests(serve: Serve) -> None:
 def leave(client: Served, engine: FakeEngine, body: dict[str, Any], count: int) -> None:
     """Send a request, wait until the engine has it, and hang up."""
     payload = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n"
     with socket.create_connection(client.address) as raw:
         raw.sendall(head.encode() + payload)
         assert engine.wait_for(lambda: len(engine.submitted) == count)
