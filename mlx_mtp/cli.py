@@ -106,6 +106,7 @@ def serve(options: argparse.Namespace) -> int:
             seed=options.seed,
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
+            max_stored_completions=options.max_stored_completions,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         banner = _banner(config, loaded, engine.info, info)

@@ -107,6 +107,13 @@ SERVE_FLAGS = (
         _SERVER_DEFAULTS.tool_call_parser,
         "NAME",
     ),
+    Flag(
+        "--max-stored-completions",
+        "chat completions with store: true that are kept in memory; 0 refuses store: true",
+        whole(0, 1 << 20),
+        _SERVER_DEFAULTS.max_stored_completions,
+        "N",
+    ),
     Flag("--api-key", "clients must send it as a bearer token", text, None, "KEY"),
     Flag("--log-level", f"one of {', '.join(_LOG_LEVELS)}", one_of(*_LOG_LEVELS), "info", "LEVEL"),
 )

@@ -24,6 +24,7 @@ from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.openai.stored import StoredChats
 from mlx_mtp.server.options import Options
 from mlx_mtp.server.params import (
     SamplingDefaults,
@@ -59,6 +60,7 @@ class Context:
     dispatcher: Dispatcher
     metrics: Metrics
     seeds: SeedSource
+    stored: StoredChats
     created: int
 
     @classmethod
@@ -84,6 +86,7 @@ class Context:
             dispatcher=Dispatcher(engine),
             metrics=Metrics(engine),
             seeds=SeedSource(config.seed),
+            stored=StoredChats(config.max_stored_completions),
             created=int(time.time()),
         )
 
