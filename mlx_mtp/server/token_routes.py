@@ -90,6 +90,7 @@ async def tokenize(request: Request) -> Response:
         "count": len(ids),
         "max_model_len": context.engine.info.max_model_len,
         "tokens": ids,
+        "token_strs": None,
     }
     if body.return_token_strs:
         answer["token_strs"] = [context.tokenizer.token_text(token) for token in ids]

@@ -253,5 +253,6 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "background": False,
         "previous_response_id": None,
         "service_tier": "default",
-        "user": body.user,
+        # The one field that has no null in OpenAI's description.
+        **({} if body.user is None else {"user": body.user}),
     }
