@@ -244,6 +244,8 @@ class Context:
             "type": "model",
             "display_name": self.config.model_name,
             "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": self.engine.info.max_model_len,
         }
 
 

@@ -17,7 +17,8 @@ import mlx_mtp
 stub("vllm", "torch", "pybase64")
 _KEY = "none"
 _NAME = "--served-model-name"
-_OURS = (_NAME, "--max-model-len")
+_LENGTH = "--max-model-len"
+_OURS = (_NAME, _LENGTH)
 
 
 class RemoteOpenAIServer:
@@ -27,7 +28,8 @@ class RemoteOpenAIServer:
 
     def __init__(self, model: str, vllm_serve_args: Any = (), **_: Any) -> None:
         given = list(vllm_serve_args)
-        flags = {_NAME: model}
+        # Some ask for no length, which a larger model ends by itself.
+        flags = {_NAME: model, _LENGTH: "2048"}
         flags |= {flag: given[given.index(flag) + 1] for flag in _OURS if flag in given}
         self._url = serve(*(word for pair in flags.items() for word in pair))
 
