@@ -130,6 +130,7 @@ def serve(options: argparse.Namespace) -> int:
             request_timeout=options.request_timeout,
             drain_timeout=options.drain_timeout,
             body_timeout=options.body_timeout,
+            max_stored_completions=options.max_stored_completions,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         # What is loaded stays: collections of garbage, which stop every thread, need not walk it.

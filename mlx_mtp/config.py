@@ -57,6 +57,8 @@ class ServerConfig:
         max_choices: largest `n` of one request.
         max_body_bytes: longer bodies are refused. A million tokens are some 4 MB of text; parsing
             holds up the other streams for a time that grows with it.
+        max_stored_completions: chat completions with `store: true` that are kept, in memory, until
+            newer ones take their place; 0 refuses `store: true`.
         template_seconds: most time that the chat template may take for one request.
         reasoning_parser: how the model writes its reasoning; "auto": as its template shows.
         tool_call_parser: how the model writes tool calls; "auto": as its template shows.
@@ -80,6 +82,7 @@ class ServerConfig:
     keep_alive_seconds: float = 10.0
     max_choices: int = 16
     max_body_bytes: int = 8 << 20
+    max_stored_completions: int = 100
     template_seconds: float = 10.0
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"

@@ -172,6 +172,13 @@ SERVE_FLAGS = (
         "NAME",
     ),
     Flag(
+        "--max-stored-completions",
+        "chat completions with store: true that are kept in memory; 0 refuses store: true",
+        whole(0, 1 << 20),
+        _SERVER_DEFAULTS.max_stored_completions,
+        "N",
+    ),
+    Flag(
         "--api-key",
         "clients must send it as a bearer token; other users of this machine may see it here, but "
         "neither in the variable nor in --api-key-file",

@@ -18,10 +18,16 @@ Client = tuple[str, str]
 
 def client_of(scope: Scope) -> Client:
     """(key and address, agent) of an HTTP request."""
-    headers = Headers(scope=scope)
-    key = headers.get("authorization") or headers.get("x-api-key") or ""
     address = scope["client"][0] if scope.get("client") else ""
-    return f"{_mark(key)}@{address}", _mark(headers.get("user-agent", ""))
+    agent = Headers(scope=scope).get("user-agent", "")
+    return f"{key_of(scope)}@{address}", _mark(agent)
+
+
+def key_of(scope: Scope) -> str:
+    """A mark of the API key that came with an HTTP request; empty without one."""
+    headers = Headers(scope=scope)
+    _, _, token = headers.get("authorization", "").partition(" ")
+    return _mark((headers.get("x-api-key") or token).strip())
 
 
 def named(client: Client, user: str | None) -> Client:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any, TypeVar
 
 from mlx_mtp import __version__
@@ -26,6 +27,7 @@ from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.gate import Gate
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.openai.stored import StoredChats
 from mlx_mtp.server.options import Options
 from mlx_mtp.server.params import (
     SamplingDefaults,
@@ -68,6 +70,7 @@ class Context:
     gate: Gate
     metrics: Metrics
     seeds: SeedSource
+    stored: Callable[[str], StoredChats]
     created: int
     _large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
 
@@ -96,6 +99,7 @@ class Context:
             gate=gate,
             metrics=Metrics(engine, gate),
             seeds=SeedSource(config.seed),
+            stored=cache(lambda owner: StoredChats(config.max_stored_completions)),
             created=int(time.time()),
         )
 
@@ -273,6 +277,8 @@ class Context:
             "type": "model",
             "display_name": self.config.model_name,
             "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": self.engine.info.max_model_len,
         }
 
 

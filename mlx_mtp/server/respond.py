@@ -7,9 +7,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_mtp.server.clients import key_of
 from mlx_mtp.server.context import Context, OpenGeneration
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.guard import visit_of
+from mlx_mtp.server.openai.stored import StoredChats
 from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
 from mlx_mtp.server.whole import assemble
 from mlx_mtp.server.writer import Writer
@@ -20,6 +22,13 @@ def context_of(request: Request) -> Context:
     context = request.app.state.context
     assert isinstance(context, Context)
     return context
+
+
+def stored_of(request: Request) -> StoredChats:
+    """The completions that those with the request's API key have stored; without keys, all."""
+    context = context_of(request)
+    # Without keys anything may stand there, and each would get its own share of memory.
+    return context.stored(key_of(request.scope) if context.config.api_keys else "")
 
 
 def reserve(request: Request, num_sequences: int) -> None:

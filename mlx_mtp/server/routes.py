@@ -13,6 +13,13 @@ from starlette.responses import JSONResponse, Response
 from mlx_mtp.errors import NotFoundError
 from mlx_mtp.server.anthropic.routes import count_tokens, messages
 from mlx_mtp.server.openai.routes import chat_completions, completions
+from mlx_mtp.server.openai.stored_routes import (
+    delete_chat,
+    get_chat,
+    label_chat,
+    list_chats,
+    list_messages,
+)
 from mlx_mtp.server.respond import context_of as _context
 from mlx_mtp.server.responses.routes import responses
 from mlx_mtp.server.text import cut
@@ -41,17 +48,10 @@ async def root(_: Request) -> Response:
     return JSONResponse({"name": "mlx-mtp"})
 
 
-async def stored_chats(_: Request) -> Response:
-    """GET /v1/chat/completions: the stored ones, of which there are none (`store` is refused)."""
-    # Strings, as OpenAI has it even where there are none.
-    page = {"first_id": "", "last_id": "", "has_more": False}
-    return JSONResponse({"object": "list", "data": [], **page})
-
-
-async def stored(request: Request) -> Response:
-    """GET and DELETE of one chat completion or response: none is stored."""
+async def stored_response(request: Request) -> Response:
+    """GET and DELETE of one response: none is stored."""
     name = cut(request.path_params["name"])
-    raise NotFoundError(f"There is no {name!r}: this server stores no answers.")
+    raise NotFoundError(f"There is no {name!r}: this server stores no responses.")
 
 
 async def embeddings(_: Request) -> Response:
@@ -90,9 +90,12 @@ def _add(path: str, handler: Callable[..., Any], *methods: str) -> None:
 
 router.add_api_route("/", root, methods=["GET", "HEAD"])
 _add("/v1/chat/completions", chat_completions, "POST")
-_add("/v1/chat/completions", stored_chats, "GET")
-_add("/v1/chat/completions/{name}", stored, "GET", "POST", "DELETE")
-_add("/v1/responses/{name}", stored, "GET", "DELETE")
+_add("/v1/chat/completions", list_chats, "GET")
+_add("/v1/chat/completions/{name}", get_chat, "GET")
+_add("/v1/chat/completions/{name}", label_chat, "POST")
+_add("/v1/chat/completions/{name}", delete_chat, "DELETE")
+_add("/v1/chat/completions/{name}/messages", list_messages, "GET")
+_add("/v1/responses/{name}", stored_response, "GET", "DELETE")
 _add("/v1/completions", completions, "POST")
 _add("/v1/responses", responses, "POST")
 _add("/v1/messages", messages, "POST")

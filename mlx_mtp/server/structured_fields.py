@@ -1,4 +1,4 @@
-"""What an answer must look like, as clients say it: `response_format` and vLLM's `guided_*`."""
+"""What an answer must look like, as clients say it: `response_format` and vLLM's words for it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,34 @@ class ResponseFormat(WireModel):
         return GrammarSpec("json_object") if self.schema_ is None else schema_grammar(self.schema_)
 
 
+class StructuredOutputs(WireModel):
+    """The same in vLLM's words of today."""
+
+    json_schema: Annotated[Schema, BeforeValidator(_as_schema)] | None = Field(
+        default=None, alias="json"
+    )
+    regex: Text | None = None
+    choice: Choices = Field(default_factory=list)
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        if self.json_object is False:
+            raise refusal("must be true, or be left out", field="json_object")
+        if len(_given(self, StructuredOutputs)) != 1:
+            raise refusal("must have one of json, regex, choice, grammar and json_object")
+        return self
+
+    def spec(self) -> GrammarSpec:
+        """What is asked for."""
+        if self.json_object:
+            return GrammarSpec("json_object")
+        spec = _spec(self.json_schema, self.regex, self.choice, self.grammar)
+        assert spec is not None, "one of them is there"
+        return spec
+
+
 class GuidedFields(WireModel):
     """The same in vLLM's words, for both of OpenAI's endpoints."""
 
@@ -89,26 +117,42 @@ class GuidedFields(WireModel):
     guided_regex: Text | None = None
     guided_choice: Choices = Field(default_factory=list)
     guided_grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _at_most_one(self) -> GuidedFields:
-        fields = GuidedFields.model_fields
-        given = [name for name in fields if getattr(self, name) not in (None, [])]
+        given = _given(self, GuidedFields)
         if len(given) > 1:
             raise refusal(f"does not go with {given[0]}", field=given[1])
         return self
 
     def guided(self) -> tuple[str, GrammarSpec] | None:
         """The field that was given, and what it asks for."""
-        if self.guided_json is not None:
-            return "guided_json", schema_grammar(self.guided_json)
-        if self.guided_regex is not None:
-            return "guided_regex", GrammarSpec("regex", self.guided_regex)
-        if self.guided_choice:
-            return "guided_choice", GrammarSpec("choice", json.dumps(self.guided_choice))
-        if self.guided_grammar is not None:
-            return "guided_grammar", GrammarSpec("lark", self.guided_grammar)
-        return None
+        given = _given(self, GuidedFields)
+        if not given:
+            return None
+        if self.structured_outputs is not None:
+            return given[0], self.structured_outputs.spec()
+        spec = _spec(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        assert spec is not None, "one of them is there"
+        return given[0], spec
+
+
+def _given(fields: WireModel, among: type[WireModel]) -> list[str]:
+    """The names of the fields that are there, of those that `among` has."""
+    return [name for name in among.model_fields if getattr(fields, name) not in (None, [])]
+
+
+def _spec(
+    schema: dict[str, Any] | None, regex: str | None, choice: list[str], grammar: str | None
+) -> GrammarSpec | None:
+    if schema is not None:
+        return schema_grammar(schema)
+    if regex is not None:
+        return GrammarSpec("regex", regex)
+    if choice:
+        return GrammarSpec("choice", json.dumps(choice))
+    return None if grammar is None else GrammarSpec("lark", grammar)
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:

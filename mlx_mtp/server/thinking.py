@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.conversation import Conversation
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
 """Most tokens to think at an effort; at the higher ones the model thinks as long as it likes."""

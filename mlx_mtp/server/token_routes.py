@@ -101,10 +101,15 @@ async def tokenize(request: Request) -> Response:
                 text, limit=MAX_PROMPT_IDS, add_special_tokens=body.add_special_tokens
             ),
         )
-    fields = {"count": len(ids), "max_model_len": context.engine.info.max_model_len}
+    fields: dict[str, int | None] = {
+        "count": len(ids),
+        "max_model_len": context.engine.info.max_model_len,
+    }
     lists: dict[str, Callable[[int], object]] = {"tokens": int}
     if body.return_token_strs:
         lists["token_strs"] = context.tokenizer.token_text
+    else:
+        fields["token_strs"] = None
     content = await asyncio.to_thread(_json, fields, ids, lists)
     return Response(content, media_type="application/json")
 
@@ -125,7 +130,9 @@ async def detokenize(request: Request) -> Response:
 
 
 def _json(
-    fields: Mapping[str, int], ids: Sequence[int], lists: Mapping[str, Callable[[int], object]]
+    fields: Mapping[str, int | None],
+    ids: Sequence[int],
+    lists: Mapping[str, Callable[[int], object]],
 ) -> bytes:
     """The answer as JSON, in steps of a few milliseconds: `json.dumps` lets no other thread run."""
     parts = [json.dumps(fields)[:-1]]

@@ -195,7 +195,7 @@ class ChatRequest(GenerateRequest):
         default_factory=list
     )
     verbosity: Annotated[str, AfterValidator(only("medium"))] = "medium"
-    store: OnlyFalse = False
+    store: bool = False
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatRequest:

@@ -125,7 +125,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 5}, "n", "1 to 4"),
     ({"user": 3}, "user", "string"),
     ({"metadata": {"a": 1}}, "metadata.a", "string"),
-    ({"store": True}, "store", "only false"),
     ({"modalities": ["text", "audio"]}, "modalities", "at most 1"),
     ({"modalities": ["audio"]}, "modalities[0]", "'text'"),
     ({"verbosity": "low"}, "verbosity", 'only "medium"'),
@@ -415,7 +414,7 @@ def test_unsupported_and_invalid_differ_in_their_code(client: httpx.Client) -> N
     def code(**fields: Any) -> str:
         return error_of(client.post(CHAT, json={"model": MODEL, "messages": HI, **fields}))["code"]
 
-    assert code(functions=[]) == code(store=True) == "unsupported_parameter"
+    assert code(functions=[]) == code(verbosity="low") == "unsupported_parameter"
     assert code(tool_choice="any") == "unsupported_parameter"
     assert code(temperature="x") == code(top_p=7) == "invalid_value"
     assert code(max_tokens=5000) == "context_length_exceeded"
@@ -444,14 +443,11 @@ def test_there_are_no_embeddings(client: httpx.Client) -> None:
     assert "no embeddings" in error_of(response)["message"]
 
 
-def test_nothing_is_stored(client: httpx.Client) -> None:
-    listed = client.get(CHAT).json()
-    assert listed["data"] == []
-    for path in (f"{CHAT}/chatcmpl-1", "/v1/responses/resp_1"):
-        for method in ("GET", "DELETE"):
-            response = client.request(method, path)
-            assert response.status_code == 404
-            assert "stores no answers" in error_of(response)["message"]
+def test_responses_are_not_stored(client: httpx.Client) -> None:
+    for method in ("GET", "DELETE"):
+        response = client.request(method, "/v1/responses/resp_1")
+        assert response.status_code == 404
+        assert "stores no responses" in error_of(response)["message"]
 
 
 def test_agents_ask_whether_anybody_is_there(client: httpx.Client) -> None:

@@ -120,6 +120,20 @@ def fake(serve: Serve, tokenizer: Tokenizer) -> Iterator[tuple[httpx.Client, Fak
             "response_format",
         ),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+        ({"structured_outputs": {}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "true"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        (
+            {"structured_outputs": {"choice": ["a"], "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "not a parameter",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_json": {}},
+            "structured_outputs",
+            "guided_json",
+        ),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )
@@ -162,6 +176,16 @@ def test_what_reaches_the_engine(fake) -> None:
     assert spec(guided_json=array) == spec(guided_json=json.dumps(array)) == schema
     assert spec(guided_regex="a+") == GrammarSpec("regex", "a+")
     assert spec(guided_grammar='start: "a"') == GrammarSpec("lark", 'start: "a"')
+    for words in (
+        {"json": array},
+        {"json": json.dumps(array)},
+        {"regex": "a+"},
+        {"grammar": 'start: "a"'},
+        {"choice": ["a", "b"]},
+    ):
+        (name, value), *_ = words.items()
+        assert spec(structured_outputs=words) == spec(**{f"guided_{name}": value})
+    assert spec(structured_outputs={"json_object": True}) == GrammarSpec("json_object")
     thinking = spec(guided_regex="a+", chat_template_kwargs={"enable_thinking": True})
     assert thinking == GrammarSpec("regex", "a+", free_until="</think>")
 

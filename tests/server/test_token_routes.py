@@ -32,6 +32,7 @@ def test_text_there_and_back(client: Served, tokenizer: Tokenizer) -> None:
     assert client.post("/detokenize", json=tokens).json() == {"prompt": TEXT, "content": TEXT}
     empty = client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()
     assert empty["tokens"] == []
+    assert empty["token_strs"] is None
 
 
 def test_a_chat(client: Served, tokenizer: Tokenizer) -> None:

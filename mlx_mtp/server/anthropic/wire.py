@@ -153,6 +153,31 @@ class Metadata(WireModel):
     user_id: str | None = None
 
 
+class KeptThinking(WireModel):
+    """How many of the latest turns keep their thinking."""
+
+    type: Literal["thinking_turns", "all"]
+    value: Annotated[int, Field(ge=1)] | None = None
+
+
+class ContextEdit(WireModel):
+    """What to leave out of the chat.
+
+    Thinking of earlier turns alone: Qwen's templates keep what they need of it by themselves.
+    """
+
+    type: Literal["clear_thinking_20251015"]
+    keep: KeptThinking | Literal["all"] | None = None
+
+
+class ContextManagement(WireModel):
+    """What to leave out of a long chat."""
+
+    edits: Annotated[list[ContextEdit], FailFast(), at_most(MAX_LABELS)] = Field(
+        default_factory=list
+    )
+
+
 class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
@@ -166,10 +191,9 @@ class CountRequest(WireModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    # Hints for Anthropic's own servers. What `context_management` would remove of a chat is what
-    # Qwen's templates leave out by themselves: reasoning of earlier turns.
+    context_management: ContextManagement | None = None
+    # Hints for Anthropic's own servers.
     cache_control: CacheControl | None = None
-    context_management: Annotated[dict[str, Any], BeforeValidator(few_values)] | None = None
     speed: Literal["standard"] | None = None
 
     def conversation(self) -> Conversation:

@@ -81,6 +81,7 @@ class OpenAIWriter(ABC):
         self._with_logprobs = with_logprobs
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
+        self._call_ids: dict[tuple[int, int], str] = {}
 
     @property
     def request_id(self) -> str:
@@ -163,7 +164,7 @@ class ChatWriter(OpenAIWriter):
         if isinstance(piece, Reasoning):
             return self._choice(index, {"reasoning_content": piece.text})
         if isinstance(piece, ToolStart):
-            call = {"index": piece.call, **_call(piece.name, "")}
+            call = {"index": piece.call, **self._call(index, piece.call, piece.name, "")}
             return self._choice(index, {"tool_calls": [call]})
         if isinstance(piece, ToolArguments):
             call = {"index": piece.call, "function": {"arguments": piece.text}}
@@ -180,7 +181,9 @@ class ChatWriter(OpenAIWriter):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if calls:
             message["content"] = answer.text or None
-            message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
+            message["tool_calls"] = [
+                self._call(answer.index, call.call, call.name, call.arguments) for call in calls
+            ]
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         return {
@@ -198,6 +201,12 @@ class ChatWriter(OpenAIWriter):
         reason: str | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _call(self, index: int, call: int, name: str, arguments: str) -> dict[str, Any]:
+        # An answer that is streamed and then stored has the same ids in both.
+        call_id = self._call_ids.setdefault((index, call), new_id("call"))
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
 
     def _logprobs(self, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
         if not self._with_logprobs:
@@ -279,8 +288,3 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": new_id("call"), "type": "function", "function": function}

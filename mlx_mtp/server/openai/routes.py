@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mtp.errors import UnsupportedParameterError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.context import Context, answer_id
 from mlx_mtp.server.openai.answers import ChatWriter, Head, OpenAIWriter, TextWriter
-from mlx_mtp.server.respond import context_of, reserve, respond
+from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
+from mlx_mtp.server.respond import context_of, reserve, respond, stored_of
 from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
+
+W = TypeVar("W", bound=OpenAIWriter)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -24,8 +30,9 @@ async def chat_completions(request: Request) -> Response:
     params = context.sampling(options)
     reserve(request, options.n)
     writer = _writer(ChatWriter, context, body, params, answer_id("chatcmpl"))
+    storing = await _storing(writer, request, body) if body.store else writer
     generation = await context.chat(writer.request_id, body.conversation(), options, params)
-    return await respond(request, generation, writer, stream=body.stream)
+    return await respond(request, generation, storing, stream=body.stream)
 
 
 async def completions(request: Request) -> Response:
@@ -43,13 +50,38 @@ async def completions(request: Request) -> Response:
     return await respond(request, generation, writer, stream=body.stream)
 
 
+async def _storing(writer: ChatWriter, request: Request, body: ChatRequest) -> StoringWriter:
+    """The same writer, whose answer is kept with what was asked.
+
+    Raises:
+        UnsupportedParameterError: this server keeps none.
+    """
+    if not context_of(request).config.max_stored_completions:
+        raise UnsupportedParameterError(
+            "store: this server keeps no completions (--max-stored-completions 0).", param="store"
+        )
+
+    def pack() -> tuple[bytes, ...]:
+        asked = (message.model_dump(exclude_none=True) for message in body.messages)
+        named = ({"id": f"{writer.request_id}-{n}", **m} for n, m in enumerate(asked))
+        return tuple(map(packed_json, named))
+
+    messages = await asyncio.to_thread(pack)
+    kept = stored_of(request)
+
+    def keep(completion: dict[str, Any]) -> None:
+        kept.keep(StoredChat.of(completion, body.metadata or {}, messages))
+
+    return StoringWriter(writer, keep)
+
+
 def _writer(
-    kind: type[OpenAIWriter],
+    kind: type[W],
     context: Context,
     body: GenerateRequest,
     params: SamplingParams,
     request_id: str,
-) -> OpenAIWriter:
+) -> W:
     head = Head(
         request_id=request_id,
         created=int(time.time()),

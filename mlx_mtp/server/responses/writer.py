@@ -238,11 +238,15 @@ def usage_fields(generation: Generation) -> dict[str, Any]:
 def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """What of the request comes back with the response."""
     asked = body.model_dump(mode="json", by_alias=True)
-    same = ("instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "text")
+    # What is absent is left out here, not null: forms and tools of other kinds have such fields.
+    forms = body.model_dump(
+        mode="json", by_alias=True, exclude_none=True, include={"text", "tools"}
+    )
+    same = ("instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls")
     return {
         **{name: asked[name] for name in same},
         "tool_choice": asked["tool_choice"],
-        "tools": asked["tools"],
+        **forms,
         "reasoning": asked["reasoning"],
         "metadata": asked["metadata"] or {},
         "temperature": params.temperature,
@@ -253,5 +257,6 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "background": False,
         "previous_response_id": None,
         "service_tier": "default",
-        "user": body.user,
+        # The one field that has no null in OpenAI's description.
+        **({} if body.user is None else {"user": body.user}),
     }

@@ -1,0 +1,43 @@
+"""openai-python's tests: the one stored completion that they ask for must have been stored.
+
+They name it "completion_id", but ids are the server's to choose. So a completion is stored through
+the API for each request that names it, and the request goes to that one's id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from typing import Any
+
+from openai._base_client import BaseClient
+from suite_server import serve
+
+_MODEL = os.environ["SUITE_MODEL"]
+_URL = serve("--served-model-name", _MODEL) + "/v1"
+os.environ["TEST_API_BASE_URL"] = _URL
+_FIXED = "/chat/completions/completion_id"
+_prepare_url = BaseClient._prepare_url
+
+
+def _stored() -> str:
+    # The SDK's type of a stored message knows no role but this one.
+    messages = [{"role": "assistant", "content": "Hello"}]
+    body = {"model": _MODEL, "messages": messages, "store": True, "max_tokens": 4}
+    request = urllib.request.Request(
+        f"{_URL}/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["id"]
+
+
+def _to_stored(self: BaseClient[Any, Any], url: str) -> Any:
+    if url.startswith(_FIXED):
+        url = f"/chat/completions/{_stored()}" + url.removeprefix(_FIXED)
+    return _prepare_url(self, url)
+
+
+BaseClient._prepare_url = _to_stored

@@ -1,0 +1,229 @@
+"""Chat completions that are kept because the client asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mlx_mtp.server.openai.stored import StoredChat, StoredChats
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.conftest import MODEL, Serve, Served
+from tests.server.fake_engine import FakeEngine, answer, endless
+from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, events, joined, saying
+
+SAID = "Hello."
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve, tokenizer: Tokenizer) -> Iterator[Served]:
+    with serve(saying(tokenizer, SAID), max_stored_completions=4) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[Served]:
+    yield server
+    for chat in listed(server, limit=100)["data"]:
+        assert server.delete(f"{CHAT}/{chat['id']}").json()["deleted"]
+
+
+def listed(client: httpx.Client, **query: Any) -> dict[str, Any]:
+    response = client.get(CHAT, params=query)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def names(page: dict[str, Any]) -> list[str]:
+    return [item["id"] for item in page["data"]]
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+def test_a_stored_completion_is_what_was_answered(client: Served) -> None:
+    labels = {"who": "me"}
+    made = ask(client, store=True, metadata=labels, n=2)
+    kept = client.get(f"{CHAT}/{made['id']}").json()
+    assert kept == made | {"metadata": labels}
+    messages = client.get(f"{CHAT}/{made['id']}/messages").json()
+    (message,) = messages["data"]
+    assert message == {"id": f"{made['id']}-0", "role": "user", "content": "hi"}
+    assert messages["first_id"] == messages["last_id"] == message["id"]
+
+
+@pytest.mark.parametrize("store", [False, None])
+def test_nothing_is_stored_unasked(client: Served, store: bool | None) -> None:
+    made = ask(client, store=store)
+    told = error(client.get(f"{CHAT}/{made['id']}"), 404)
+    assert "store: true" in told["message"]
+    assert listed(client) == {
+        "object": "list",
+        "data": [],
+        "first_id": "",
+        "last_id": "",
+        "has_more": False,
+    }
+
+
+def test_a_stream_is_stored_as_it_was_told(serve: Serve, tokenizer: Tokenizer) -> None:
+    with serve(saying(tokenizer, f"See.\n{CALL}")) as client:
+        chunks = events(client, store=True, tools=[WEATHER], stream_options={"include_usage": True})
+        told = joined(chunks)
+        kept = client.get(f"{CHAT}/{chunks[0]['id']}").json()
+        (choice,) = kept["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["message"]["content"] == told["content"]
+        assert choice["finish_reason"] == told["finish_reason"] == "tool_calls"
+        assert {"id": call["id"], **call["function"]} == told["tool_calls"][0]
+        assert kept["object"] == "chat.completion"
+        assert kept["usage"] == chunks[-1]["usage"]
+
+
+def test_a_stream_that_is_left_is_not_stored(serve: Serve) -> None:
+    engine = FakeEngine(endless(300))
+    with serve(engine) as client:
+        body = chat_body(store=True, stream=True)
+        with client.stream("POST", CHAT, json=body) as response:
+            next(response.iter_lines())
+        assert engine.wait_for(lambda: not engine.running)
+        assert listed(client)["data"] == []
+
+
+def test_labels_change_and_the_rest_stays(client: Served) -> None:
+    made = ask(client, store=True, metadata={"a": "1"})
+    path = f"{CHAT}/{made['id']}"
+    for new in ({"b": "2", "c": "3"}, {}):
+        kept = client.post(path, json={"metadata": new}).json()
+        assert kept == client.get(path).json() == made | {"metadata": new}
+    assert client.post(path, json={"metadata": None}).json()["metadata"] == {}
+    told = error(client.post(path, json={"model": "other"}), 400)
+    assert (told["param"], told["code"]) == ("model", "unsupported_parameter")
+    assert error(client.post(path, json={"metadata": {"a": 1}}), 400)["param"] == "metadata.a"
+
+
+def test_what_is_deleted_is_gone(client: Served) -> None:
+    made = ask(client, store=True)
+    path = f"{CHAT}/{made['id']}"
+    gone = {"object": "chat.completion.deleted", "id": made["id"], "deleted": True}
+    assert client.delete(path).json() == gone
+    for method, suffix in (("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/messages")):
+        body = {"json": {"metadata": {}}} if method == "POST" else {}
+        error(client.request(method, path + suffix, **body), 404)
+
+
+def test_pages(client: Served) -> None:
+    made = [ask(client, store=True, metadata={"n": str(n)})["id"] for n in range(4)]
+    assert names(listed(client)) == made
+    assert names(listed(client, order="desc")) == made[::-1]
+    first = listed(client, limit=3)
+    assert (first["first_id"], first["last_id"], first["has_more"]) == (made[0], made[2], True)
+    rest = listed(client, limit=3, after=first["last_id"])
+    assert (names(rest), rest["has_more"]) == (made[3:], False)
+    assert names(listed(client, order="desc", after=made[1])) == made[:1]
+    assert names(listed(client, **{"metadata[n]": "2"})) == [made[2]]
+    assert names(listed(client, **{"metadata[n]": "2", "metadata[x]": "2"})) == []
+    assert names(listed(client, model=MODEL)) == made
+    assert names(listed(client, model="other")) == []
+
+
+def test_pages_of_messages(client: Served) -> None:
+    said = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "u"}]},
+        {"role": "assistant", "content": "é"},
+        {"role": "user", "content": "v"},
+    ]
+    path = f"{CHAT}/{ask(client, store=True, messages=said)['id']}/messages"
+    page = client.get(path).json()
+    assert [m["content"] for m in page["data"]] == ["s", "u", "é", "v"]
+    second = client.get(path, params={"after": page["first_id"], "limit": 1}).json()
+    assert [m["content"] for m in second["data"]] == ["u"]
+    assert second["has_more"]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 101}, "limit"),
+        ({"limit": "many"}, "limit"),
+        ({"order": "up"}, "order"),
+        ({"after": "chatcmpl-1"}, "after"),
+        ({"before": "chatcmpl-1"}, "before"),
+        ({"metadata": "x"}, "metadata"),
+    ],
+)
+def test_bad_queries(client: Served, query: dict[str, Any], param: str) -> None:
+    assert error(client.get(CHAT, params=query), 400)["param"] == param
+
+
+def test_the_oldest_make_room(client: Served) -> None:
+    made = [ask(client, store=True)["id"] for _ in range(6)]
+    assert names(listed(client)) == made[2:]
+
+
+def test_room_is_counted_in_bytes_too() -> None:
+    def chat(name: str, size: int) -> StoredChat:
+        return StoredChat(name, "m", {}, b"x" * (size - 1), (b"y",))
+
+    kept = StoredChats(max_count=9, max_bytes=10)
+
+    def after(name: str, size: int) -> list[str]:
+        kept.keep(chat(name, size))
+        return [chat.id for chat in kept.all()]
+
+    assert after("a", 4) == ["a"]
+    assert after("b", 6) == ["a", "b"]
+    assert after("c", 1) == ["b", "c"]
+    # What has been relabelled counts once, and keeps its place.
+    assert after("b", 9) == ["b", "c"]
+    assert after("d", 20) == ["d"]
+    assert after("e", 10) == ["e"]
+    kept.delete("e")
+    assert after("f", 10) == ["f"]
+
+
+def test_a_server_may_keep_none(serve: Serve, tokenizer: Tokenizer) -> None:
+    with serve(FakeEngine(answer(tokenizer.encode(SAID))), max_stored_completions=0) as client:
+        told = error(client.post(CHAT, json=chat_body(store=True)), 400)
+        assert (told["param"], told["code"]) == ("store", "unsupported_parameter")
+        ask(client, store=False)
+
+
+def test_the_key_guards_what_is_stored(serve: Serve, tokenizer: Tokenizer) -> None:
+    keys = ("first", "second")
+    with serve(FakeEngine(answer(tokenizer.encode(SAID))), api_keys=keys) as client:
+        one, other = ({"Authorization": f"Bearer {key}"} for key in keys)
+        made = client.post(CHAT, json=chat_body(store=True), headers=one).json()
+        for path in (CHAT, f"{CHAT}/{made['id']}", f"{CHAT}/{made['id']}/messages"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers=one).status_code == 200
+        assert client.get(CHAT, headers=other).json()["data"] == []
+        path = f"{CHAT}/{made['id']}"
+        error(client.get(path, headers=other), 404)
+        error(client.delete(path, headers=other), 404)
+        # However the key is sent.
+        assert client.get(path, headers={"x-api-key": "first"}).json()["id"] == made["id"]
+
+
+def test_the_sdk(client: Served) -> None:
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="k", max_retries=0) as sdk:
+        chats = sdk.chat.completions
+        messages: Any = [{"role": "user", "content": "hi"}]
+        for n in range(3):
+            made = chats.create(model=MODEL, messages=messages, store=True, metadata={"n": str(n)})
+        assert chats.retrieve(made.id).choices == made.choices
+        assert [m.content for m in chats.messages.list(made.id)] == ["hi"]
+        assert chats.update(made.id, metadata={"n": "9"}).metadata == {"n": "9"}
+        # The SDK asks for the next page by itself.
+        assert [c.metadata for c in chats.list(limit=1)] == [{"n": "0"}, {"n": "1"}, {"n": "9"}]
+        assert [c.id for c in chats.list(metadata={"n": "9"})] == [made.id]
+        assert chats.delete(made.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            chats.retrieve(made.id)
