@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.test_server_process import Server, start
+from tests.process import Server, start
 
 MODEL = "mlx-mtp-demo"
 SYSTEM = "You are an agent. " + " ".join(f"Rule {i}: be kind to the fox." for i in range(40))
@@ -55,6 +55,19 @@ def test_a_second_turn_finds_the_first(server: Server) -> None:
     assert cached(cold) == 0
     assert second["choices"][0]["message"] == cold["choices"][0]["message"]
     assert cached(chat(server, messages, temperature=0)) == second["usage"]["prompt_tokens"]
+
+
+def test_vllm_cve_2025_46570_cache_timing(server: Server) -> None:
+    """Without the salt nobody can find out, by time or by usage, what was asked under it."""
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "My secret."}]
+    own = chat(server, messages, temperature=0, cache_salt="mine")
+    assert cached(chat(server, messages, temperature=0, cache_salt="mine")) > 0
+    for guess in ("", "MINE", "mine "):
+        salt = {"cache_salt": guess} if guess else {}
+        # Unsalted, the other tests' system prompt may be there.
+        asked = chat(server, messages, temperature=0, **salt)
+        assert cached(asked) < own["usage"]["prompt_tokens"] - 5
+    assert cached(chat(server, messages, temperature=0, cache_salt="other")) == 0
 
 
 def test_choices_share_their_prompt(server: Server) -> None:

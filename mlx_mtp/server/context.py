@@ -99,7 +99,7 @@ class Context:
             gate=gate,
             metrics=Metrics(engine, gate),
             seeds=SeedSource(config.seed),
-            stored=cache(lambda owner: StoredChats(config.max_stored_completions)),
+            stored=cache(lambda _: StoredChats(config.max_stored_completions)),
             created=int(time.time()),
         )
 
