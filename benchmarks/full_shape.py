@@ -112,7 +112,7 @@ def decoding_core(model: LoadedModel, *, rows: int, depth: int | None, context: 
 
 def _stretch(runner: ModelRunner, sequences: list[Sequence], more: int) -> None:
     """Pretend that every row is `more` tokens longer; what is attended to there is all zero."""
-    batch = runner._decoding
+    batch = runner.batches.decoding
     assert batch is not None
     batch.cache.offset = batch.cache.offset + more
     caches = [c for c in batch.cache if hasattr(c, "reserve")]

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 
 from mlx_mtp.engine.heartbeat import Heartbeat, Kind
+from mlx_mtp.engine.plan import Plan
 from mlx_mtp.engine.request import RequestOutput
-from mlx_mtp.engine.runner import Launched, ModelRunner
-from mlx_mtp.engine.scheduler import Plan, Scheduler
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.timing import StepTimer
+from mlx_mtp.engine.window import Launched
 from mlx_mtp.speculative.counters import SpeculationCounters
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlx_mtp.engine.runner import Launched
+from mlx_mtp.engine.window import Launched
 
 
 class StepTimer:

@@ -48,7 +48,7 @@ def proposer_for(acceptance: str, references: dict[str, Plain], requests: list[R
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     """The head's KV of a running row is as if written in one go; the driver is run to its end."""
-    batch = driver.runner._decoding
+    batch = driver.runner.batches.decoding
     batch.draft_state.catch_up()
     row = [s.request_id for s in batch.sequences].index(name)
     held = int(batch.cache.offset[row].item())

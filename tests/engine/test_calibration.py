@@ -43,8 +43,8 @@ def test_it_measures_sizes_near_1_and_leaves_the_runner_idle(runner):
     assert {0, 1, 2, 3, 4, 6, 8} == set(table[1])
     assert {0, 1, 3} <= set(table[2])
     assert all(0 < seconds < 10 for row in table.values() for seconds in row.values())
-    assert not runner._prefilling
-    assert not runner._ready
+    assert not runner.batches.prefilling
+    assert not runner.batches.ready
 
 
 @pytest.mark.parametrize("overlap", [True, False])

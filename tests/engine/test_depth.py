@@ -158,7 +158,7 @@ def test_a_long_time_without_drafts_is_made_up_for(tiny_models):
             if number == 18:
                 driver.add(request("c", [7, 8], greedy(90, ignore_eos=True)))
         assert driver.reason("b") == "length"
-        assert driver.runner._decoding.draft_state._late
+        assert driver.runner.batches.decoding.draft_state._late
         check_head_cache(driver, model, name)
 
 

@@ -150,7 +150,7 @@ def test_caches_stand_still_after_the_end(tiny_models, depth):
     seen = 0
     for _ in range(12):
         driver.step()
-        batch = driver.runner._decoding
+        batch = driver.runner.batches.decoding
         names = [] if batch is None else [s.request_id for s in batch.sequences]
         if "short" in names and bool(batch.ended[names.index("short")].item()):
             row = batch.cache.take(mx.array([names.index("short")]))
@@ -375,12 +375,12 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
     for name, length in (("a", 8), ("b", 40)):
         served.engine.submit(request(name, range(2, 40), greedy(length, ignore_eos=True)))
         served.wait_for_tokens(name, 4)
-        assert runners[0]._decoding is not None
+        assert runners[0].batches.decoding is not None
         if name == "b":
             served.engine.cancel(name)
-        wait_until(lambda: runners[0]._decoding is None)
-        assert not runners[0]._ready
-        assert not runners[0]._prefilling
+        wait_until(lambda: runners[0].batches.decoding is None)
+        assert not runners[0].batches.ready
+        assert not runners[0].batches.prefilling
     assert mx.get_cache_memory() == 0
 
 

@@ -113,7 +113,7 @@ PLACES: dict[str, Patch] = {
     "starting the device": before(ModelRunner, "_start"),
     "filing a prefilled row": before(ModelRunner, "_file"),
     "joining": before(Batch, "join"),
-    "reading": before(runner_module, "_results"),
+    "reading": before(runner_module, "row_results"),
     "the device": on_the_device,
 }
 
@@ -154,7 +154,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
     assert 1 <= len(hit) <= 4
     assert driver.core.stats().num_requests_running == 0
     driver.core.rest()
-    assert driver.runner._decoding is None
+    assert driver.runner.batches.decoding is None
 
 
 @pytest.mark.parametrize(

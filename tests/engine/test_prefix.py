@@ -331,7 +331,7 @@ def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
     """Its copies come from the same computation, and so do those of the chunk behind it."""
     model = tiny_models["qwen3_5"]
     warm = driver(model, 2, min_gain=20)  # nothing is saved after the first chunk
-    original = runner_module._results
+    original = runner_module.row_results
     read = []
 
     def failing(window):
@@ -341,7 +341,7 @@ def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
         return original(window)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "_results", failing)
+        patch.setattr(runner_module, "row_results", failing)
         ask(warm, request("lost", words(17, 60), greedy(5)))
     assert warm.reason("lost") == "error"
     assert len(read) > 1
@@ -384,13 +384,13 @@ def test_the_bytes_that_are_counted_are_those_that_are_held(tiny_models):
     warm = driver(tiny_models["qwen3_next"], 2, prefill_step_size=64)
     ask(warm, request("warm up", words(19, 60), greedy(5)))
     warm.prefixes.tree.clear()
-    warm.runner._decoding = None
+    warm.runner.batches.decoding = None
     gc.collect()
     before = mx.get_active_memory()
     for number in range(5):
         text = [*words(20, 400 - 80 * number), *words(number + 30, 70)]
         ask(warm, request(f"r{number}", text, greedy(4, ignore_eos=True)))
-    warm.runner._decoding = None
+    warm.runner.batches.decoding = None
     gc.collect()
     held = mx.get_active_memory() - before
     assert warm.prefixes.tree.nbytes > 1_500_000

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.plan import Plan, RowResult
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.save_points import MIN_GAIN, NUM_TURNS, save_points, turns
-from mlx_mtp.engine.scheduler import Plan, RowResult, Scheduler
+from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.plan import Plan, RowResult
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.engine.scheduler import Plan, RowResult, Scheduler
+from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams

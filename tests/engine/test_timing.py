@@ -6,8 +6,8 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.runner import Launched
 from mlx_mtp.engine.timing import StepTimer
+from mlx_mtp.engine.window import Launched
 from mlx_mtp.errors import StepError
 from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
 from tests.engine.test_scheduler import sequence
