@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
-Tokens = tuple[int, ...]
+from mlx_mtp.cache.prefix_thinning import spare
 
-NUM_RECENT = 3
-"""So many snapshots at the end of a chain stay whatever their distance."""
+Tokens = tuple[int, ...]
 
 
 class Payload(Protocol):
@@ -277,28 +276,6 @@ class PrefixTree:
             waiting.extend(node.children.values())
             if node.tokens:
                 yield node
-
-
-def spare(ends: Sequence[int], last: int) -> list[int]:
-    """Which snapshots of a chain to forget, so that their distances from its end about double.
-
-    The first and the latest stay. Of the others one goes if the next before it is at most twice as
-    far from the end as the next behind it.
-
-    Args:
-        ends: of those before the last, ascending.
-        last: end of the chain.
-    """
-    dropped: list[int] = []
-    older = list(ends[:-NUM_RECENT])
-    kept = ends[-NUM_RECENT] if older else last
-    while len(older) > 1:
-        end = older.pop()
-        if last - older[-1] <= 2 * (last - kept):
-            dropped.append(end)
-        else:
-            kept = end
-    return dropped
 
 
 def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_mtp.cache.prefix_tree import NUM_RECENT, Node, PrefixTree, common_length, spare
+from mlx_mtp.cache.prefix_thinning import NUM_RECENT, spare
+from mlx_mtp.cache.prefix_tree import Node, PrefixTree, common_length
 
 STATE = 50
 
