@@ -14,6 +14,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.batches import Batches
 from mlx_mtp.engine.faults import step_error
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
@@ -111,7 +112,7 @@ PLACES: dict[str, Patch] = {
     "a row's first state": before(MTPProposer, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),
     "starting the device": before(ModelRunner, "_start"),
-    "filing a prefilled row": before(ModelRunner, "_file"),
+    "filing a prefilled row": before(Batches, "file"),
     "joining": before(Batch, "join"),
     "reading": before(runner_module, "row_results"),
     "the device": on_the_device,
