@@ -38,7 +38,7 @@ def request(
 ) -> Request:
     if grammar is not None:
         sampling = replace(sampling, grammar=grammar.spec)
-    return Request(name, tuple(int(t) for t in prompt), sampling, grammar)
+    return Request(name, tuple(int(t) for t in prompt), sampling, grammar=grammar)
 
 
 @dataclass(frozen=True)
