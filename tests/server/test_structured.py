@@ -26,7 +26,7 @@ from mlx_mtp.server.structured import MAX_CACHED, Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import EOS, FakeEngine, answer, endless
-from tests.server.wire_help import CHAT, WEATHER, ask, chat_body
+from tests.server.wire_help import CHAT, WEATHER, ask, chat_body, events
 
 COMPLETIONS = "/v1/completions"
 PERSON = {
@@ -209,6 +209,25 @@ def test_hostile_grammars_are_refused_while_others_stream(serve: Serve, name: st
         assert client.get("/health").status_code == 200
         again = client.post(CHAT, json=chat_body(**HOSTILE[name]))
         assert again.json() == response.json()
+
+
+def test_others_are_answered_while_a_grammar_takes_its_time(serve: Serve) -> None:
+    """Whole streams, one after the other: what had been buffered before would not be enough."""
+    with serve(FakeEngine(answer([300] * 5))) as client, httpx.Client(timeout=120) as other:
+        statuses: list[int] = []
+
+        def ask_for_it() -> None:
+            hostile = chat_body(**HOSTILE["endless"])
+            statuses.append(other.post(f"{client.base_url}{CHAT}", json=hostile).status_code)
+
+        asking = threading.Thread(target=ask_for_it)
+        asking.start()
+        answered = 0
+        while asking.is_alive():
+            answered += len(events(client)) > 3
+        asking.join()
+        assert statuses == [400]
+        assert answered > 10
 
 
 @pytest.fixture
