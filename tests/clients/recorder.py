@@ -76,11 +76,11 @@ def recording(server_url: str) -> Iterator[Recorder]:
                 self.wfile.flush()
             self.close_connection = True
 
-        do_GET = do_POST = do_HEAD = do_PUT = do_DELETE = do_OPTIONS = forward
-
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
+        setattr(Handler, f"do_{method}", Handler.forward)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     proxy.daemon_threads = True
     recorder = Recorder(f"http://127.0.0.1:{proxy.server_port}")

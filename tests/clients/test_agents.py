@@ -19,7 +19,6 @@ from tests.clients.recorder import Exchange, Recorder, recording
 from tests.harness import MEASURED
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer
-
 from tests.test_server_process import Server
 
 pytestmark = pytest.mark.full
