@@ -136,9 +136,10 @@ class Tokenizer:
         try:
             size = len(text.encode())
             if limit is not None and self._most_bytes and size > limit * self._most_bytes:
+                least = -(-size // self._most_bytes)
                 raise ContextLengthError(
-                    f"The prompt has {size} bytes; even in this model's longest tokens that is "
-                    f"more than its context of {limit} tokens."
+                    f"The prompt is too long: at least {least} tokens > {limit - 1} maximum. This "
+                    f"model's maximum context length is {limit} tokens."
                 )
             # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
             (encoding,) = self._backend.encode_batch_fast(
