@@ -14,7 +14,7 @@ from tests.clients.npm import HERE, environment
 
 FOLDER = HERE / "agents"
 VERSIONS: Mapping[str, str] = json.loads((FOLDER / "package.json").read_text())["dependencies"]
-RUN_SECONDS = 540
+RUN_SECONDS = 1200
 
 
 @dataclass(frozen=True)

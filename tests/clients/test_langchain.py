@@ -13,18 +13,18 @@ import pytest
 pytest.importorskip("langchain_tests", reason="langchain-tests is in the extra `clients`")
 pytest.importorskip("langchain_openai", reason="langchain-openai is in the extra `clients`")
 
-from langchain_core.language_models import BaseChatModel  # noqa: E402
-from langchain_openai import ChatOpenAI  # noqa: E402
-from langchain_tests.integration_tests import ChatModelIntegrationTests  # noqa: E402
-from langchain_tests.unit_tests import ChatModelUnitTests  # noqa: E402
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
 
-from mlx_mtp.engine.request import Request  # noqa: E402
-from mlx_mtp.server.tokenizer import Tokenizer  # noqa: E402
-from tests.clients.conftest import MODEL  # noqa: E402
-from tests.server import conftest as scripted  # noqa: E402
-from tests.server.conftest import Serve  # noqa: E402
-from tests.server.fake_engine import FakeEngine, Output, answer  # noqa: E402
-from tests.test_server_process import Server  # noqa: E402
+from mlx_mtp.engine.request import Request
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.clients.conftest import MODEL
+from tests.server import conftest as scripted
+from tests.server.conftest import Serve
+from tests.server.fake_engine import FakeEngine, Output, answer
+from tests.test_server_process import Server
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 
@@ -38,6 +38,12 @@ TOO_SMALL = {
 }
 """What the bundled model, of 12.6M parameters, can't do. A scripted engine does it below."""
 
+
+def customer(name: str) -> dict[str, Any]:
+    arguments = {"customer_name": name, "description": "a company"}
+    return {"name": "unicode_customer", "arguments": arguments}
+
+
 SCRIPTS = (
     ("magic_function(3)", {"name": "magic_function", "arguments": {"input": 3}}),
     ("magic_function_no_args()", {"name": "magic_function_no_args", "arguments": {}}),
@@ -46,13 +52,8 @@ SCRIPTS = (
         "San Francisco, CA?",
         {"name": "get_weather", "arguments": {"location": "San Francisco, CA"}},
     ),
-    (
-        "你好啊集团",
-        {
-            "name": "unicode_customer",
-            "arguments": {"customer_name": "你好啊集团", "description": "科技公司"},
-        },
-    ),
+    ("你好啊集团", customer("你好啊集团")),
+    ("こんにちは株式会社", customer("こんにちは株式会社")),
     ("joke about cats", '{"setup": "Why do cats nap?", "punchline": "For the mews."}'),
 )
 """What a prompt has in it, and what a clever model says to it."""

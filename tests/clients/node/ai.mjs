@@ -1,7 +1,10 @@
 // The Vercel AI SDK, through its OpenAI-compatible provider and through OpenAI's own (responses).
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, jsonSchema, Output, stepCountIs, streamText, tool as aiTool } from "ai";
+import {
+  generateObject, generateText, jsonSchema, Output, stepCountIs, streamObject, streamText,
+  tool as aiTool,
+} from "ai";
 import { z } from "zod";
 import {
   allCities, answer, assert, model, openaiURL, question, run, tool, toolSchema,
@@ -56,6 +59,9 @@ function checksFor(chat) {
       Reading.parse(whole.output);
       const stream = streamText({ ...common, prompt: question, output });
       Reading.parse(await stream.output);
+      const asked = { ...common, prompt: question, schema: Reading };
+      Reading.parse((await generateObject(asked)).object);
+      Reading.parse(await streamObject(asked).object);
     },
   };
 }
