@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,8 +33,9 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, auth_token="none", max_retries=0)
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, auth_token="none", max_retries=0) as client:
+        yield client
 
 
 def weather(city: str) -> dict[str, Any]:
@@ -112,8 +114,11 @@ def test_keys(serve: Serve, tokenizer: Tokenizer) -> None:
     with serve(saying(tokenizer, "Yes."), api_key="right") as served:
         url = str(served.base_url)
         for key in ({"auth_token": "right"}, {"api_key": "right"}):
-            message = anthropic.Anthropic(base_url=url, **key).messages.create(**fields)
-            assert message.content[0].text == "Yes."
+            with anthropic.Anthropic(base_url=url, **key) as client:
+                assert client.messages.create(**fields).content[0].text == "Yes."
         for key in ({"auth_token": "wrong"}, {"api_key": "wrong"}):
-            with pytest.raises(anthropic.AuthenticationError):
-                anthropic.Anthropic(base_url=url, **key).messages.create(**fields)
+            with (
+                anthropic.Anthropic(base_url=url, **key) as client,
+                pytest.raises(anthropic.AuthenticationError),
+            ):
+                client.messages.create(**fields)

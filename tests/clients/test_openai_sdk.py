@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -30,8 +30,9 @@ class Reading(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return server.client
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client as client:
+        yield client
 
 
 @asynccontextmanager
