@@ -27,6 +27,11 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
 	@touch $@
 
+# The clients that are written in Python; those from npm are installed by their tests.
+$(VENV)/.clients: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)$(comma)clients]'
+	@touch $@
+
 setup: $(VENV)/.installed
 
 serve: setup
@@ -35,7 +40,7 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: setup
+test-full: $(VENV)/.clients
 	$(BIN)/python -m pytest
 
 check: setup

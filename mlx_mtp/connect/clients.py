@@ -67,6 +67,8 @@ def _claude(served: Served) -> Config:
         "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
+        # It believes in a million tokens of a model that it doesn't know.
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(_answer_tokens(served)),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "API_TIMEOUT_MS": str(_TIMEOUT_MS),

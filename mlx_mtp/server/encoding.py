@@ -43,10 +43,7 @@ def encode(
         size = len(text.encode())
         if limit is not None:
             if most_bytes and size > limit * most_bytes:
-                raise ContextLengthError(
-                    f"The prompt has {size} bytes; even in this model's longest tokens that is "
-                    f"more than its context of {limit} tokens."
-                )
+                raise _too_many(f"at least {-(-size // most_bytes)}", limit)
             part = FIRST_PART
             while part < len(text):
                 # What follows may make fewer tokens of the part's end, but never half of them all.
@@ -64,7 +61,11 @@ def encode(
 
 
 def _too_many(count: str, limit: int) -> ContextLengthError:
-    return ContextLengthError(f"The prompt has {count} tokens; there is room for {limit} here.")
+    # Agents know these words, and shorten the chat (docs/clients.md).
+    return ContextLengthError(
+        f"The prompt is too long: {count} tokens > {limit - 1} maximum. The maximum context length "
+        f"is {limit} tokens here."
+    )
 
 
 def most_bytes_per_token(backend: Any, added: Iterable[Any]) -> int | None:

@@ -127,6 +127,8 @@ def whole_characters(arguments: str) -> str:
     return arguments
 
 
+# LiteLLM's own notes on an answer, which it sends back with the chat. They tell a model nothing.
+Notes = Annotated[dict[str, Any], BeforeValidator(few_values)]
 Content = Annotated[str | None, BeforeValidator(joined_text), at_most(MAX_MESSAGES)]
 
 
@@ -144,6 +146,7 @@ class ToolCall(WireModel):
     type: Literal["function"] = "function"
     id: str | None = None
     index: int | None = None
+    provider_specific_fields: Notes | None = None
 
     def call(self) -> conversation.ToolCall:
         """The call as the server knows it."""
@@ -153,6 +156,7 @@ class ToolCall(WireModel):
 _FIELDS_OF_ONE_ROLE = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
+    "provider_specific_fields": "assistant",
     "tool_call_id": "tool",
 }
 
@@ -166,6 +170,7 @@ class Message(WireModel):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    provider_specific_fields: Notes | None = None
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Message:

@@ -154,8 +154,8 @@ def room(prompt_tokens: int, options: Options, max_model_len: int) -> int:
     wanted = options.max_tokens
     if prompt_tokens >= max_model_len:
         raise ContextLengthError(
-            f"The prompt has {prompt_tokens} tokens, which leaves no room for an answer: "
-            f"this model's context is {max_model_len} tokens."
+            f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum. This "
+            f"model's maximum context length is {max_model_len} tokens, an answer's among them."
         )
     if wanted is None:
         return max_model_len - prompt_tokens
@@ -164,8 +164,9 @@ def room(prompt_tokens: int, options: Options, max_model_len: int) -> int:
     if options.cut_to_context:
         return max_model_len - prompt_tokens
     raise ContextLengthError(
-        f"This model's context is {max_model_len} tokens, but {prompt_tokens + wanted} were "
-        f"asked for: {prompt_tokens} of prompt and {wanted} of answer.",
+        f"This model's maximum context length is {max_model_len} tokens, but "
+        f"{prompt_tokens + wanted} were asked for: {prompt_tokens} of prompt and {wanted} of "
+        "answer.",
         param=options.max_tokens_field,
     )
 

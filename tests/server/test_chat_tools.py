@@ -155,6 +155,22 @@ def test_history_is_rendered(serve: Serve, tokenizer: Tokenizer) -> None:
     assert json.dumps(WEATHER) in text
 
 
+def test_litellms_notes_on_an_answer_may_come_back(serve: Serve, tokenizer: Tokenizer) -> None:
+    notes = {"provider_specific_fields": {"refusal": None}}
+    call = {"id": "c", "function": {"name": "get_weather", "arguments": ARGUMENTS}, **notes}
+    asked = {"role": "user", "content": "hi"}
+    told = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
+    engine = saying(tokenizer, "Sunny.")
+    with serve(engine) as client:
+        for more in ({}, notes):
+            answer_before = {"role": "assistant", "tool_calls": [call], **more}
+            ask(client, tools=[WEATHER], messages=[asked, answer_before, told])
+        assert prompt_of(engine, tokenizer, 0) == prompt_of(engine, tokenizer, 1)
+        refused = client.post(CHAT, json=chat_body(messages=[asked | notes]))
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages[0].provider_specific_fields"
+
+
 def test_a_call_after_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
     with serve(saying(tokenizer, f"I need Rome.\n</think>\n\n{CALL}")) as client:
         fields = {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": True}}

@@ -118,6 +118,7 @@ def test_what_else_is_in_the_file_stays(server: Served, home: Path, client: str)
         assert after["provider"]["mlx-mtp"]["x"] == 1
     elif client == "claude":
         assert after["env"]["FOO"] == "1"
+        assert after["env"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
         assert after["permissions"] == before["permissions"]
     elif client == "codex":
         assert "# mine" in text

@@ -119,7 +119,7 @@ def test_of_a_long_text_no_more_is_encoded_than_shows_that_it_is_too_long(
     monkeypatch.setattr(encoding, "FIRST_PART", 1000)
     monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=noting))
     text = "?!" * 8000
-    with pytest.raises(ContextLengthError, match="more than 2400 tokens; there is room for 1200"):
+    with pytest.raises(ContextLengthError, match="more than 2400 tokens > 1199 maximum"):
         tokenizer.encode(text, limit=1200)
     assert parts == [1000, 2000, 4000]
     # What may fit is encoded as a whole, and so are its last characters.

@@ -1,0 +1,116 @@
+"""The coding agents: how each is installed, configured, and run without a terminal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.clients.npm import HERE, environment
+
+FOLDER = HERE / "agents"
+VERSIONS: Mapping[str, str] = json.loads((FOLDER / "package.json").read_text())["dependencies"]
+RUN_SECONDS = 1200
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A command line agent.
+
+    Args:
+        name: as `mlx-mtp connect` knows it.
+        package: of npm.
+        command: what asks it a question; it may use its shell tool without asking.
+        tool: the name of its shell tool.
+        parameter: the tool's for the command line.
+        variables: of its environment, beyond what `connect` writes.
+    """
+
+    name: str
+    package: str
+    command: Callable[[str], list[str]]
+    tool: str
+    parameter: str = "command"
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def version(self) -> str:
+        """The pinned one."""
+        return VERSIONS[self.package]
+
+    def call(self, line: str) -> dict[str, Any]:
+        """A call of its shell tool."""
+        arguments = {self.parameter: line, "description": "Runs a command"}
+        if self.name not in ("claude", "opencode"):
+            del arguments["description"]
+        return {"name": self.tool, "arguments": arguments}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left."""
+
+    status: int
+    output: str
+    errors: str
+
+
+AGENTS = (
+    Agent("opencode", "opencode-ai", lambda q: ["opencode", "run", q], "bash"),
+    # Claude Code runs as root only as long as it isn't told to skip its permissions.
+    Agent(
+        "claude",
+        "@anthropic-ai/claude-code",
+        lambda q: ["claude", "-p", q, "--allowedTools", "Bash"],
+        "Bash",
+    ),
+    Agent(
+        "codex",
+        "@openai/codex",
+        lambda q: [
+            *("codex", "exec", "--skip-git-repo-check"),
+            *("--dangerously-bypass-approvals-and-sandbox", q),
+        ],
+        "exec_command",
+        "cmd",
+    ),
+    Agent(
+        "continue",
+        "@continuedev/cli",
+        lambda q: ["cn", "-p", q, "--allow", "Bash"],
+        "Bash",
+        variables={"CONTINUE_TELEMETRY_ENABLED": "0"},
+    ),
+)
+
+
+def run(agent: Agent, place: Path, url: str, home: Path, question: str) -> Outcome:
+    """Configure an agent for the server at `url` with `connect --write`, and ask it something."""
+    work = home / "project"
+    work.mkdir(parents=True)
+    environ = environment(place, home, **agent.variables)
+    assert _connect(agent.name, url, environ).startswith(f"Wrote {home}")
+    done = subprocess.run(
+        agent.command(question),
+        cwd=work,
+        env=environ,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=RUN_SECONDS,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def _connect(name: str, url: str, environ: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "mlx_mtp", "connect", name, "--url", url, "--write"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

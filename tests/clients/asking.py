@@ -1,0 +1,32 @@
+"""Questions that the bundled model answers as it was trained to, whichever client asks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_DATA = json.loads((Path(__file__).parents[1] / "data" / "demo_prompts.json").read_text("utf-8"))
+CITIES = _DATA["cities"][:4]
+WEATHER = _DATA["weather_tool"]
+FUNCTION = WEATHER["function"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and what the model answers at temperature 0."""
+
+    question: str
+    answer: str
+
+
+SENTENCE = Asked("Sort these words: pear, apple, fig.", "apple, fig, pear")
+
+
+def weather_question(city: str) -> str:
+    return f"What is the weather in {city} in celsius?"
+
+
+def called(city: str) -> dict[str, str]:
+    """The arguments of the call that it makes."""
+    return {"city": city, "unit": "celsius"}

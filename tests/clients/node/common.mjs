@@ -1,0 +1,37 @@
+// What every script here asks, and how it tells what came: one line of JSON.
+import assert from "node:assert/strict";
+
+export const { url, model, question, answer, cities, tool, weather } = JSON.parse(process.argv[2]);
+export const openaiURL = `${url}/v1`;
+export const toolSchema = tool.function.parameters;
+export const named = { type: "function", function: { name: tool.function.name } };
+
+export function weatherQuestion(city) {
+  return `What is the weather in ${city} in celsius?`;
+}
+
+// Asks for all cities at once, and wants the call of each.
+export async function allCities(ask) {
+  const calls = await Promise.all(cities.map((city) => ask(weatherQuestion(city))));
+  calls.forEach((call, index) => {
+    assert.equal(call.name, tool.function.name);
+    assert.deepEqual(call.arguments, { city: cities[index], unit: "celsius" });
+  });
+}
+
+// Runs checks one after the other, and prints the names of those that held.
+export async function run(checks) {
+  const passed = [];
+  for (const [name, check] of Object.entries(checks)) {
+    try {
+      await check();
+    } catch (error) {
+      error.message = `${name}: ${error.message}`;
+      throw error;
+    }
+    passed.push(name);
+  }
+  console.log(JSON.stringify({ passed }));
+}
+
+export { assert };

@@ -1,0 +1,124 @@
+"""Anthropic's Python SDK: whole messages, streams, tools, counting, keys; four at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import pytest
+
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
+from tests.clients.conftest import MODEL
+from tests.server import conftest as scripted
+from tests.server.conftest import Serve
+from tests.server.wire_help import saying
+from tests.test_server_process import Server
+
+TOOL = {
+    "name": FUNCTION["name"],
+    "description": FUNCTION["description"],
+    "input_schema": FUNCTION["parameters"],
+}
+# Newer SDKs have no name for temperature; the API takes it all the same.
+GREEDY = {"extra_body": {"temperature": 0}}
+ASKED = {
+    "model": MODEL,
+    "max_tokens": 60,
+    "messages": [{"role": "user", "content": SENTENCE.question}],
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, auth_token="none", max_retries=0) as client:
+        yield client
+
+
+def weather(city: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": weather_question(city)}]
+    return {"model": MODEL, "max_tokens": 100, "messages": messages, "tools": [TOOL], **GREEDY}
+
+
+def test_message_and_stream(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**ASKED, **GREEDY)
+    assert message.stop_reason == "end_turn"
+    assert [block.text for block in message.content] == [SENTENCE.answer]
+    with client.messages.stream(**ASKED, **GREEDY) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == SENTENCE.answer
+    assert final.usage.output_tokens == message.usage.output_tokens
+    assert final.usage.input_tokens == message.usage.input_tokens
+
+
+def test_count_tokens(client: anthropic.Anthropic) -> None:
+    fields = {key: ASKED[key] for key in ("model", "messages")}
+    counted = client.messages.count_tokens(**fields).input_tokens
+    assert counted == client.messages.create(**ASKED, **GREEDY).usage.input_tokens
+    more = client.messages.count_tokens(**fields, tools=[TOOL], system="Be brief.").input_tokens
+    assert more > counted
+
+
+def test_four_tool_calls_and_the_way_back(client: anthropic.Anthropic) -> None:
+    def one(city: str) -> str:
+        with client.messages.stream(**weather(city)) as stream:
+            first = stream.get_final_message()
+        (call,) = first.content
+        assert (call.name, call.input) == ("get_weather", called(city))
+        assert first.stop_reason == "tool_use"
+        told = f'{{"city": "{city}", "temperature": 21, "unit": "celsius", "sky": "sunny"}}'
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": told}
+        fields = weather(city)
+        fields["messages"] += [
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
+        (block,) = client.messages.create(**fields).content
+        return block.text
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all("21" in text for text in pool.map(one, CITIES))
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_forced_tool(client: anthropic.Anthropic, choice: dict[str, Any]) -> None:
+    choice = {**choice, "disable_parallel_tool_use": True}
+    message = client.messages.create(**ASKED, tools=[TOOL], tool_choice=choice, **GREEDY)
+    (call,) = message.content
+    assert call.type == "tool_use" and isinstance(call.input["city"], str)
+
+
+def test_async_four_at_once(server: Server) -> None:
+    async def all_of_them() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
+
+            async def whole() -> str:
+                return (await client.messages.create(**ASKED, **GREEDY)).content[0].text
+
+            async def streamed() -> str:
+                async with client.messages.stream(**ASKED, **GREEDY) as stream:
+                    return await stream.get_final_text()
+
+            return await asyncio.gather(*(way() for way in (whole, streamed) * 2))
+
+    assert set(asyncio.run(all_of_them())) == {SENTENCE.answer}
+
+
+def test_keys(serve: Serve, tokenizer: Tokenizer) -> None:
+    """Both of the SDK's ways to send a key, and its error where the key is wrong."""
+    fields = ASKED | {"model": scripted.MODEL}
+    with serve(saying(tokenizer, "Yes."), api_key="right") as served:
+        url = str(served.base_url)
+        for key in ({"auth_token": "right"}, {"api_key": "right"}):
+            with anthropic.Anthropic(base_url=url, **key) as client:
+                assert client.messages.create(**fields).content[0].text == "Yes."
+        for key in ({"auth_token": "wrong"}, {"api_key": "wrong"}):
+            with (
+                anthropic.Anthropic(base_url=url, **key) as client,
+                pytest.raises(anthropic.AuthenticationError),
+            ):
+                client.messages.create(**fields)

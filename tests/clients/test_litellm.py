@@ -1,0 +1,120 @@
+"""LiteLLM, through its OpenAI and its Anthropic provider."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
+from tests.clients.conftest import MODEL
+from tests.test_server_process import Server
+
+litellm = pytest.importorskip("litellm", reason="litellm is in the extra `clients`")
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(params=["openai", "anthropic"])
+def target(request: pytest.FixtureRequest, server: Server) -> dict[str, Any]:
+    """Where a provider finds the server."""
+    base = f"{server.url}/v1" if request.param == "openai" else server.url
+    return {
+        "model": f"{request.param}/{MODEL}",
+        "api_base": base,
+        "api_key": "none",
+        "temperature": 0,
+        "max_tokens": 100,
+        "num_retries": 0,
+    }
+
+
+def asked(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def test_completion(target: dict[str, Any]) -> None:
+    answer = litellm.completion(**target, **asked(SENTENCE.question))
+    assert answer.choices[0].message.content == SENTENCE.answer
+    assert answer.choices[0].finish_reason == "stop"
+    usage = answer.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > 0
+
+
+def test_stream(target: dict[str, Any]) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    chunks = list(litellm.completion(**target, **asked(SENTENCE.question), stream=True, **options))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == SENTENCE.answer
+    usage = [c.usage for c in chunks if getattr(c, "usage", None)]
+    assert usage[-1].completion_tokens > 0
+
+
+def test_four_async_calls_of_a_tool(target: dict[str, Any]) -> None:
+    async def one(city: str, *, stream: bool) -> Any:
+        fields = {**target, **asked(weather_question(city)), "tools": [WEATHER]}
+        if not stream:
+            answer = await litellm.acompletion(**fields)
+        else:
+            chunks = [c async for c in await litellm.acompletion(**fields, stream=True)]
+            answer = litellm.stream_chunk_builder(chunks)
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert call.function.name == "get_weather"
+        return json.loads(call.function.arguments)
+
+    async def all_cities(*, stream: bool) -> None:
+        answers = await asyncio.gather(*(one(city, stream=stream) for city in CITIES))
+        assert answers == [called(city) for city in CITIES]
+
+    asyncio.run(all_cities(stream=False))
+    asyncio.run(all_cities(stream=True))
+
+
+def test_a_forced_tool(target: dict[str, Any]) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    fields = {"tools": [WEATHER], "tool_choice": choice}
+    answer = litellm.completion(**target, **asked(SENTENCE.question), **fields)
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(json.loads(call.function.arguments)["city"], str)
+
+
+def test_a_tools_result_goes_back(target: dict[str, Any]) -> None:
+    question = asked(weather_question(CITIES[0]))["messages"]
+    first = litellm.completion(**target, messages=question, tools=[WEATHER]).choices[0].message
+    result = {
+        "role": "tool",
+        "tool_call_id": first.tool_calls[0].id,
+        "name": "get_weather",
+        "content": json.dumps({**called(CITIES[0]), "temperature": 21, "sky": "sunny"}),
+    }
+    messages = [*question, first.model_dump(exclude_none=True), result]
+    answer = litellm.completion(**target, messages=messages, tools=[WEATHER])
+    assert "21" in answer.choices[0].message.content
+
+
+def test_structured_output(server: Server, target: dict[str, Any]) -> None:
+    if target["model"].startswith("anthropic/"):
+        pytest.skip("LiteLLM turns it into a forced tool, which test_a_forced_tool covers")
+    form = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "Capital",
+            "strict": True,
+            "schema": {
+                "type": "object",
+                "properties": {"capital": {"type": "string", "maxLength": 20}},
+                "required": ["capital"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    answer = litellm.completion(**target, **asked(SENTENCE.question), response_format=form)
+    assert list(json.loads(answer.choices[0].message.content)) == ["capital"]
+
+
+def test_a_prompt_that_is_too_long_has_its_own_error(target: dict[str, Any]) -> None:
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**target, **asked("one two three four five " * 20_000))

@@ -1,0 +1,56 @@
+"""openai-node, Anthropic's SDK for TypeScript and the Vercel AI SDK."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.clients.asking import CITIES, SENTENCE, WEATHER
+from tests.clients.conftest import MODEL
+from tests.clients.npm import HERE, environment, installed
+from tests.harness import MEASURED
+from tests.test_server_process import Server
+
+pytestmark = pytest.mark.full
+
+FOLDER = HERE / "node"
+VERSIONS = json.loads((FOLDER / "package.json").read_text("utf-8"))["dependencies"]
+SCRIPTS = {
+    "openai": ("openai",),
+    "anthropic": ("@anthropic-ai/sdk",),
+    "ai": ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script(script: str, server: Server, tmp_path: Path) -> None:
+    place = installed(FOLDER)
+    # Node.js looks for packages beside the script.
+    for file in FOLDER.glob("*.mjs"):
+        shutil.copy(file, place)
+    asked = {
+        "url": server.url,
+        "model": MODEL,
+        "question": SENTENCE.question,
+        "answer": SENTENCE.answer,
+        "cities": CITIES,
+        "tool": WEATHER,
+    }
+    done = subprocess.run(
+        ["node", f"{script}.mjs", json.dumps(asked)],
+        cwd=place,
+        env=environment(place, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    passed = json.loads(done.stdout.splitlines()[-1])["passed"]
+    assert len(passed) > 3
+    versions = ", ".join(f"{name} {VERSIONS[name]}" for name in SCRIPTS[script])
+    MEASURED.append(f"{versions}: {', '.join(passed)}")
+    server.wait_until_empty()

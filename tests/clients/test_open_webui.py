@@ -1,0 +1,114 @@
+"""Open WebUI, which is too large to install here: what it sends, and what it reads of answers."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
+from tests.clients.conftest import MODEL
+from tests.clients.shapes import CHAT, check_stream, check_whole
+from tests.server import conftest as scripted
+from tests.server.conftest import Serve
+from tests.server.wire_help import saying
+from tests.test_server_process import Server
+
+HEADERS = {
+    "Authorization": "Bearer none",
+    "Content-Type": "application/json",
+    # Only if its administrator wants that.
+    "X-OpenWebUI-User-Name": "A%20User",
+    "X-OpenWebUI-User-Id": "0",
+    "X-OpenWebUI-Chat-Id": "0",
+}
+
+
+def chat(content: str, **fields: Any) -> dict[str, Any]:
+    """A turn of a chat, with the parameters of its advanced settings."""
+    messages = [
+        {"role": "system", "content": "Answer clearly and briefly."},
+        {"role": "user", "content": [{"type": "text", "text": content}]},
+    ]
+    options = {"stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": 100}
+    body = {"stream": True, "model": MODEL, "messages": messages, **options}
+    return body | {"top_p": 1, "top_k": 40, "min_p": 0, "frequency_penalty": 0} | fields
+
+
+def read(answer: httpx.Response) -> dict[str, Any]:
+    """An answer as it puts it together, chunk by chunk."""
+    assert answer.status_code == 200, answer.text
+    check_stream(CHAT, answer)
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "usage": {}}
+    for line in answer.text.split("\n"):
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        chunk = json.loads(line.removeprefix("data: "))
+        message["usage"].update(chunk.get("usage", {}) or {})
+        # A null here makes it drop the whole chunk.
+        message["usage"].update(chunk.get("timings", {}))
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            message["content"] += delta.get("content") or ""
+            message["reasoning"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls") or []:
+                whole = message["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+                for key in whole:
+                    whole[key] += call["function"].get(key) or ""
+    return message
+
+
+def test_models(server: Server) -> None:
+    listed = httpx.get(f"{server.url}/v1/models", headers=HEADERS).json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert (card["id"], card["object"]) == (MODEL, "model")
+    assert isinstance(card["owned_by"], str)
+
+
+def test_four_chats_and_their_counts(server: Server) -> None:
+    def one(content: str) -> dict[str, Any]:
+        url = f"{server.url}{CHAT}"
+        return read(httpx.post(url, json=chat(content), headers=HEADERS, timeout=60))
+
+    with ThreadPoolExecutor(4) as pool:
+        for message in pool.map(one, [SENTENCE.question] * 4):
+            assert message["content"] == SENTENCE.answer
+            usage = message["usage"]
+            assert usage["completion_tokens"] == usage["predicted_n"] > 0
+            assert usage["prompt_tokens"] == usage["prompt_n"] > 0
+            assert usage["predicted_per_second"] > 0
+
+
+def test_its_native_function_calling(server: Server) -> None:
+    def one(city: str) -> dict[str, Any]:
+        body = chat(weather_question(city), tools=[WEATHER])
+        body["messages"].pop(0)
+        url = f"{server.url}{CHAT}"
+        message = read(httpx.post(url, json=body, headers=HEADERS, timeout=60))
+        (call,) = message["calls"].values()
+        assert call["name"] == "get_weather"
+        return json.loads(call["arguments"])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, CITIES)) == [called(city) for city in CITIES]
+
+
+def test_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
+    with serve(saying(tokenizer, "<think>\nI add.\n</think>\n\nIt is 4.")) as client:
+        kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+        message = read(client.post(CHAT, json=chat("2 + 2?", model=scripted.MODEL, **kwargs)))
+    assert message["reasoning"].strip() == "I add."
+    assert message["content"].strip() == "It is 4."
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_its_titles_are_whole_answers(server: Server, limit: str) -> None:
+    body = {"model": MODEL, "stream": False, limit: 20, "temperature": 0}
+    body["messages"] = [{"role": "user", "content": SENTENCE.question}]
+    answer = httpx.post(f"{server.url}{CHAT}", json=body, headers=HEADERS, timeout=60)
+    assert check_whole(CHAT, answer).choices[0].message.content == SENTENCE.answer

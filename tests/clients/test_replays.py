@@ -1,0 +1,130 @@
+"""What real clients sent, sent again: each to a scripted engine and to the bundled model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.clients import captures
+from tests.clients.agents import AGENTS
+from tests.clients.conftest import MODEL
+from tests.clients.shapes import (
+    CHAT,
+    RESPONSES,
+    api_of,
+    calls_in,
+    check_stream,
+    check_whole,
+    streamed_calls_in,
+)
+from tests.server import conftest as scripted
+from tests.server.conftest import Serve
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer
+from tests.test_server_process import Server
+
+CAPTURES = captures.load()
+LONG = FakeInfo(max_model_len=262_144)
+SHORT = captures.MOST_CHARACTERS
+ANSWER_TOKENS = 12
+
+Sent = Mapping[str, Any]
+
+
+def bodies(sent: Sent, model: str, *, stream: bool) -> dict[str, Any]:
+    body = {**sent["body"], "model": model, "stream": stream}
+    if not stream:
+        body.pop("stream_options", None)
+    return body
+
+
+def post(client: httpx.Client, sent: Sent, body: dict[str, Any]) -> httpx.Response:
+    return client.post(sent["path"], json=body, headers=sent["headers"])
+
+
+def test_every_agent_has_one_of_its_version() -> None:
+    kept = {capture.client: capture.version for capture in CAPTURES}
+    assert kept == {agent.name: agent.version for agent in AGENTS}
+    for capture in CAPTURES:
+        # A question with tools, and the turn that brings a tool's result back.
+        assert len(capture.requests) >= 2
+        assert capture.requests[-1]["body"]["tools"]
+        assert "sum-42" in json.dumps(capture.requests[-1]["body"])
+
+
+def test_captures_name_no_machine() -> None:
+    for file in captures.FOLDER.glob("*.json"):
+        text = file.read_text("utf-8")
+        assert not re.search(r"(?<![\w/:])/(root|tmp|work|Users|var)/", text), file
+        assert not re.search(r"\b20(2[5-9]|3\d)-(?!01-01)\d\d-\d\d", without_headers(text)), file
+        assert not re.search(r"[0-9a-f]{8}-[0-9a-f]{4}-(?!4000-8000)", text), file
+        assert longest([r["body"] for r in json.loads(text)["requests"]]) <= 100 + SHORT
+
+
+def without_headers(text: str) -> str:
+    value = json.loads(text)
+    return json.dumps([request["body"] for request in value["requests"]])
+
+
+def longest(value: Any) -> int:
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return max(map(longest, inner), default=0)
+    return len(value) if isinstance(value, str) else 0
+
+
+@pytest.mark.parametrize("capture", CAPTURES, ids=lambda c: c.client)
+def test_on_a_scripted_engine(
+    capture: captures.Capture, serve: Serve, tokenizer: Tokenizer
+) -> None:
+    """The model calls the client's shell tool; requests without tools get plain text."""
+    (agent,) = [agent for agent in AGENTS if agent.name == capture.client]
+    text = f"I run it.\n<tool_call>\n{json.dumps(agent.call('ls'))}\n</tool_call>"
+    engine = FakeEngine(answer(tokenizer.encode(text), sizes=(5, 1, 3)), LONG)
+    with serve(engine) as client:
+        for sent in capture.requests:
+            expected = [agent.tool] if "tools" in sent["body"] else []
+            path = sent["path"]
+            whole = post(client, sent, bodies(sent, scripted.MODEL, stream=False))
+            assert calls_in(path, check_whole(path, whole)) == expected
+            streamed = post(client, sent, bodies(sent, scripted.MODEL, stream=True))
+            assert streamed_calls_in(path, check_stream(path, streamed)) == expected
+
+
+def all_ways(server: Server, requests: Iterable[Sent], most_tools: int) -> None:
+    """Each request streamed and not, four at a time."""
+
+    def one(job: tuple[Sent, bool]) -> None:
+        sent, stream = job
+        path, body = sent["path"], bodies(sent, MODEL, stream=stream)
+        if "tools" in body:
+            body["tools"] = body["tools"][:most_tools]
+        limit = "max_output_tokens" if api_of(path) == RESPONSES else "max_tokens"
+        answered = post(client, sent, body | {limit: ANSWER_TOKENS})
+        if stream:
+            assert len(check_stream(path, answered)) > 2
+        elif api_of(path) == CHAT:
+            assert 0 < check_whole(path, answered).usage.completion_tokens <= ANSWER_TOKENS
+        else:
+            assert 0 < check_whole(path, answered).usage.output_tokens <= ANSWER_TOKENS
+
+    jobs = [(sent, stream) for sent in requests for stream in (True, False)]
+    with httpx.Client(base_url=server.url, timeout=300) as client, ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, jobs))
+    server.wait_until_empty()
+
+
+def test_last_turns_on_the_bundled_model(server: Server) -> None:
+    # With few of the tools: the scripted engine gets all, and reading them takes all the time here.
+    all_ways(server, [capture.requests[-1] for capture in CAPTURES], most_tools=2)
+
+
+@pytest.mark.full
+def test_all_turns_on_the_bundled_model(server: Server) -> None:
+    all_ways(server, [sent for capture in CAPTURES for sent in capture.requests], most_tools=99)
