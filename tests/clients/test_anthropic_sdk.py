@@ -43,6 +43,11 @@ def weather(city: str) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 100, "messages": messages, "tools": [TOOL], **GREEDY}
 
 
+def prompt_tokens(message: anthropic.types.Message) -> int:
+    """All of them, from the prefix cache or not."""
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
 def test_message_and_stream(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**ASKED, **GREEDY)
     assert message.stop_reason == "end_turn"
@@ -52,13 +57,13 @@ def test_message_and_stream(client: anthropic.Anthropic) -> None:
         final = stream.get_final_message()
     assert text == SENTENCE.answer
     assert final.usage.output_tokens == message.usage.output_tokens
-    assert final.usage.input_tokens == message.usage.input_tokens
+    assert prompt_tokens(final) == prompt_tokens(message)
 
 
 def test_count_tokens(client: anthropic.Anthropic) -> None:
     fields = {key: ASKED[key] for key in ("model", "messages")}
     counted = client.messages.count_tokens(**fields).input_tokens
-    assert counted == client.messages.create(**ASKED, **GREEDY).usage.input_tokens
+    assert counted == prompt_tokens(client.messages.create(**ASKED, **GREEDY))
     more = client.messages.count_tokens(**fields, tools=[TOOL], system="Be brief.").input_tokens
     assert more > counted
 
@@ -111,7 +116,7 @@ def test_async_four_at_once(server: Server) -> None:
 def test_keys(serve: Serve, tokenizer: Tokenizer) -> None:
     """Both of the SDK's ways to send a key, and its error where the key is wrong."""
     fields = ASKED | {"model": scripted.MODEL}
-    with serve(saying(tokenizer, "Yes."), api_key="right") as served:
+    with serve(saying(tokenizer, "Yes."), api_keys=("right",)) as served:
         url = str(served.base_url)
         for key in ({"auth_token": "right"}, {"api_key": "right"}):
             with anthropic.Anthropic(base_url=url, **key) as client:
