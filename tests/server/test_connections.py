@@ -18,6 +18,9 @@ from tests.server.test_metrics import samples
 from tests.server.test_reliability import Valve, wait_until
 from tests.server.test_stream import CHAT, chat_body, post, stream
 
+POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
 
 def connect(client: Served, receive_buffer: int | None = None) -> socket.socket:
     raw = socket.socket()
@@ -30,7 +33,7 @@ def connect(client: Served, receive_buffer: int | None = None) -> socket.socket:
 
 def ask(raw: socket.socket, **fields: object) -> None:
     payload = json.dumps(chat_body(**fields)).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"{POST}Content-Length: {len(payload)}\r\n\r\n"
     raw.sendall(head.encode() + payload)
 
 
@@ -116,7 +119,7 @@ def test_a_reader_that_is_slow_but_reads_gets_all(serve: Serve) -> None:
 def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
     engine = FakeEngine(answer([300]))
     with serve(engine, body_timeout=0.5) as client, connect(client) as raw:
-        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+        raw.sendall(f"{POST}Content-Length: 1000\r\n\r\n".encode())
         with contextlib.suppress(OSError):
             for _ in range(20):
                 raw.sendall(b" ")
@@ -130,7 +133,9 @@ def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
     assert len(engine.submitted) == 1
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /heal", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: b"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /heal", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: b"]
+)
 def test_a_head_that_does_not_come_ends_the_connection(serve: Serve, sent: bytes) -> None:
     with serve(FakeEngine(answer([300])), head_timeout=0.3) as client, connect(client) as raw:
         for byte in sent:
@@ -148,8 +153,8 @@ def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
 
 def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve: Serve) -> None:
     engine = FakeEngine(answer([300]))
-    with serve(engine, api_key="k", head_timeout=0.5) as client, connect(client) as raw:
-        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n".encode())
+    with serve(engine, api_keys=("k",), head_timeout=0.5) as client, connect(client) as raw:
+        raw.sendall(f"{POST}Content-Length: 9999\r\n\r\n".encode())
         assert raw.recv(12) == b"HTTP/1.1 401"
         drip(raw)
 
@@ -158,7 +163,7 @@ def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
     with serve(FakeEngine(answer([300])), head_timeout=1.0) as client, connect(client) as raw:
         began, count = time.monotonic(), 0
         while time.monotonic() - began < 2.0:
-            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+            raw.sendall((GET + b"\r\n") * 3)
             got = b""
             while got.count(b'{"status":"ok"}') < 3:
                 piece = raw.recv(1 << 16)
@@ -195,7 +200,7 @@ def test_idle_connections_make_room_for_new_ones(serve: Serve) -> None:
         assert len(client.server.server_state.connections) <= 65
         # Those that have been idle for longest are the ones that go.
         assert rest_of(crowd[0]) == b""
-        crowd[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        crowd[-1].sendall(GET + b"\r\n")
         assert crowd[-1].recv(12) == b"HTTP/1.1 200"
 
 
@@ -207,7 +212,7 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
     ):
         for _ in range(65):
             raw = stack.enter_context(connect(client))
-            raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n".encode())
+            raw.sendall(f"{POST}Content-Length: 9\r\n\r\n".encode())
         wait_until(
             lambda: (
                 all(c._busy for c in client.server.server_state.connections)

@@ -91,7 +91,7 @@ def test_a_full_queue_is_told_before_the_body_is_read(serve: Serve) -> None:
     with serve(engine, max_queue=0) as client, ThreadPoolExecutor(1) as pool:
         job = pool.submit(client.post, CHAT, json=chat_body())
         assert engine.wait_for(lambda: len(engine.submitted) == 1)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         with socket.create_connection(client.address) as raw:
             raw.settimeout(30)
             raw.sendall(head.encode())

@@ -100,7 +100,9 @@ def test_encoding_lets_other_threads_run_and_changes_nothing(tokenizer: Tokenize
 def test_what_fits_in_the_longest_tokens_is_encoded(tokenizer: Tokenizer) -> None:
     most = max(len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size))
     assert tokenizer._most_bytes == most
-    with pytest.raises(ContextLengthError, match=f" {len(tokenizer.encode('x' * most * 3))} tokens > 2 "):
+    with pytest.raises(
+        ContextLengthError, match=f" {len(tokenizer.encode('x' * most * 3))} tokens > 2 "
+    ):
         tokenizer.encode("x" * most * 3, limit=3)
     assert len(tokenizer.encode("xyz", limit=3)) <= 3
     with pytest.raises(ContextLengthError, match="3 tokens"):
