@@ -52,11 +52,6 @@ class PrefixDisk:
             node.key = header.key
         self._store.found.clear()
 
-    def usage(self) -> tuple[int, int]:
-        """See `Disk`."""
-        stats = self._store.stats()
-        return stats.num_nodes, stats.nbytes
-
     def holds(self, node: Node) -> bool:
         """See `Disk`."""
         return self._store.holds(_key(node))

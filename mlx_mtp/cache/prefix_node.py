@@ -72,6 +72,36 @@ class Node:
             at += 1
         return found
 
+    def walk(self, tokens: Tokens) -> tuple[Node, int]:
+        """Follow tokens from its end: the last node that any is in, and how many are in nodes."""
+        node, at = self, 0
+        while at < len(tokens):
+            child = node.children.get(tokens[at])
+            if child is None:
+                break
+            node = child
+            common = common_length(node.tokens, tokens, at)
+            at += common
+            if common < len(node.tokens):
+                break
+        return node, at
+
+    def last_in_memory(self) -> Node:
+        """The nearest node up the path whose KV is in memory, or the root."""
+        node = self
+        while node.kv is None and node.parent is not None:
+            node = node.parent
+        return node
+
+    def more_in_memory(self) -> bool:
+        """The KV of a child is, and needs this node's."""
+        return any(child.kv is not None for child in self.children.values())
+
+    def cut_off(self) -> None:
+        """Take it out of its tree, with what hangs on it; nothing of that is in memory."""
+        if self.parent is not None and self.parent.children.get(self.tokens[0]) is self:
+            del self.parent.children[self.tokens[0]]
+
 
 class Disk(Protocol):
     """Keeps nodes' KV and snapshots beyond memory. Nothing that goes wrong there is raised here."""
@@ -99,9 +129,6 @@ class Disk(Protocol):
 
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut in two, and is in memory."""
-
-    def usage(self) -> tuple[int, int]:
-        """Files, and their bytes."""
 
     def touch(self, node: Node) -> None:
         """The node's snapshot was used."""

@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from mlx_mtp.cache.prefix_node import Disk, Node, Payload, SplitPayload, Tokens, common_length
-
-NUM_RECENT = 3
-"""So many snapshots at the end of a chain stay whatever their distance."""
+from mlx_mtp.cache.prefix_node import Disk, Node, Payload, SplitPayload, Tokens
+from mlx_mtp.cache.prefix_thinning import spare
 
 
 class PrefixTree:
@@ -81,10 +79,6 @@ class PrefixTree:
         finally:
             for each in reversed(path):
                 self.unpin(each)
-
-    def disk_usage(self) -> tuple[int, int]:
-        """Files on the disk, and their bytes."""
-        return (0, 0) if self._disk is None else self._disk.usage()
 
     def touch(self, node: Node) -> None:
         """The entry is used."""
@@ -150,7 +144,7 @@ class PrefixTree:
             node.lasting |= lasting
             return True
         # The KV that the entry hangs on must not make room for it; a snapshot there may.
-        self._anchor = anchor = _last_in_memory(node)
+        self._anchor = anchor = node.last_in_memory()
         fits = self._make_room(snapshot.nbytes + (0 if kv is None else kv.nbytes))
         self._anchor = None
         if not fits:
@@ -172,7 +166,7 @@ class PrefixTree:
 
     def graft(self, parent: Node, tokens: Tokens) -> Node:
         """The node that so many tokens after another lead to; what is new of it is on the disk."""
-        node, at = self._walk(parent, tokens)
+        node, at = parent.walk(tokens)
         end = parent.end + at
         if node.end > end:
             node = self._split(node, end)
@@ -185,7 +179,7 @@ class PrefixTree:
         """Forget the nodes that were on the disk alone and have gone from there."""
         for node in list(self.nodes()):
             if node.kv is None and not self._kept(node):
-                self._cut(node)
+                node.cut_off()
         self._roots = {salt: root for salt, root in self._roots.items() if root.children}
 
     def remove(self, node: Node) -> None:
@@ -201,29 +195,14 @@ class PrefixTree:
             self._forget(node)
 
     def _find(self, salt: str, tokens: Tokens) -> tuple[Node | None, int]:
-        """As `_walk` from a salt's root; None for a salt that has nothing."""
+        """As `Node.walk` from a salt's root; None for a salt that has nothing."""
         root = self._roots.get(salt)
-        return (None, 0) if root is None else self._walk(root, tokens)
-
-    @staticmethod
-    def _walk(node: Node, tokens: Tokens) -> tuple[Node, int]:
-        """Follow tokens from a node: the last one that any is in, and how many are in the tree."""
-        at = 0
-        while at < len(tokens):
-            child = node.children.get(tokens[at])
-            if child is None:
-                break
-            node = child
-            common = common_length(node.tokens, tokens, at)
-            at += common
-            if common < len(node.tokens):
-                break
-        return node, at
+        return (None, 0) if root is None else root.walk(tokens)
 
     @staticmethod
     def _covered(node: Node | None, at: int) -> int:
         """How many of the tokens that a walk found are in memory."""
-        return 0 if node is None else min(_last_in_memory(node).end, at)
+        return 0 if node is None else min(node.last_in_memory().end, at)
 
     def _on_disk(self, node: Node) -> bool:
         return self._disk is not None and bool(node.tokens) and self._disk.holds_snapshot(node)
@@ -239,7 +218,7 @@ class PrefixTree:
             if each.kv is None:
                 for lost in each.under():
                     self._disk.drop(lost)
-                self._cut(each)
+                each.cut_off()
                 return False
             self.nbytes += each.kv.nbytes
         node.snapshot = self._disk.read_snapshot(node)
@@ -308,7 +287,7 @@ class PrefixTree:
 
     def _prune(self, node: Node) -> None:
         """Drop the KV that no entry in memory needs any more, from a node upwards."""
-        while not (node.pins or node.snapshot is not None or _any_in_memory(node)):
+        while not (node.pins or node.snapshot is not None or node.more_in_memory()):
             if node is self._anchor:
                 return
             parent = node.parent
@@ -320,15 +299,8 @@ class PrefixTree:
                 self.nbytes -= node.kv.nbytes
                 node.kv = None
             if not self._kept(node):
-                self._cut(node)
+                node.cut_off()
             node = parent
-
-    @staticmethod
-    def _cut(node: Node) -> None:
-        """Take a node out, and what hangs on it; nothing of that is in memory."""
-        parent = node.parent
-        if parent is not None and parent.children.get(node.tokens[0]) is node:
-            del parent.children[node.tokens[0]]
 
     def _thin(self, node: Node) -> None:
         """Forget the snapshots that a chain can do without, now that it has grown to a node."""
@@ -346,36 +318,3 @@ class PrefixTree:
             waiting.extend(node.children.values())
             if node.tokens:
                 yield node
-
-
-def spare(ends: Sequence[int], last: int) -> list[int]:
-    """Which snapshots of a chain to forget, so that their distances from its end about double.
-
-    The first and the latest stay. Of the others one goes if the next before it is at most twice as
-    far from the end as the next behind it.
-
-    Args:
-        ends: of those before the last, ascending.
-        last: end of the chain.
-    """
-    dropped: list[int] = []
-    older = list(ends[:-NUM_RECENT])
-    kept = ends[-NUM_RECENT] if older else last
-    while len(older) > 1:
-        end = older.pop()
-        if last - older[-1] <= 2 * (last - kept):
-            dropped.append(end)
-        else:
-            kept = end
-    return dropped
-
-
-def _last_in_memory(node: Node) -> Node:
-    """The nearest node up the path whose KV is in memory, or the root."""
-    while node.kv is None and node.parent is not None:
-        node = node.parent
-    return node
-
-
-def _any_in_memory(node: Node) -> bool:
-    return any(child.kv is not None for child in node.children.values())

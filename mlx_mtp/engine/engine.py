@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -204,8 +204,13 @@ class Engine:
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, as of the last step."""
-        return self._stats
+        """Counters and gauges, as of the last step; those of the disk, as of now."""
+        stats = self._stats
+        if self._store is None:
+            return stats
+        disk = self._store.stats()
+        prefixes = replace(stats.prefix_cache, num_files=disk.num_nodes, file_nbytes=disk.nbytes)
+        return replace(stats, prefix_cache=prefixes)
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len

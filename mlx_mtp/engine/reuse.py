@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import replace
 
 from mlx_mtp.cache.prefix_node import Node, common_length
 from mlx_mtp.cache.prefix_tree import PrefixTree
@@ -96,7 +95,4 @@ class PrefixReuse:
 
     def stats(self) -> PrefixCacheStats:
         """What it has found, and what it takes."""
-        tree = self.tree
-        stats = PrefixCacheStats(self.num_queries, self.num_hits, tree.nbytes, len(tree))
-        num_files, file_nbytes = tree.disk_usage()
-        return replace(stats, num_files=num_files, file_nbytes=file_nbytes)
+        return PrefixCacheStats(self.num_queries, self.num_hits, self.tree.nbytes, len(self.tree))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_mtp.cache.prefix_node import Node, common_length
-from mlx_mtp.cache.prefix_tree import NUM_RECENT, PrefixTree, spare
+from mlx_mtp.cache.prefix_thinning import NUM_RECENT, spare
+from mlx_mtp.cache.prefix_tree import PrefixTree
 
 STATE = 50
 
@@ -301,9 +302,6 @@ class FakeDisk:
 
     def drop_snapshot(self, node: Node) -> None:
         self.snapshots.pop(self.key(node), None)
-
-    def usage(self) -> tuple[int, int]:
-        return len(self.kv), sum(kv.nbytes for kv in self.kv.values())
 
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
