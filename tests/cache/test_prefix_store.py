@@ -184,6 +184,21 @@ def test_the_engine_never_waits_for_the_disk(
     assert put(store, (), (19,))
 
 
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, go_on = _hold_writes(monkeypatch)
+    monkeypatch.setattr(prefix_writer, "_ABANDON_SECONDS", 0.1)
+    store = open_store()
+    put(store, (), (0,))
+    assert began.wait(PATIENCE)
+    store.close(0.1)
+    assert "hangs" in caplog.text
+    assert not store.holds(key_of(0))
+    assert store.read(key_of(0)) is None
+    go_on.set()
+
+
 def test_bounded_in_bytes_the_least_recently_used_goes_first(
     open_store: Open, folder: Path
 ) -> None:

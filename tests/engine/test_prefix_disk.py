@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from mlx_mtp.cache import prefix_folder
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import prefix_store
+from mlx_mtp.engine.build import build_engine, prefix_store
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import UsageError
 from tests.engine.cases import EOS, SAMPLED, STEP
@@ -324,3 +325,53 @@ def test_when_the_disk_is_full_of_files_what_stays_is_whole(tiny_models, ties, s
     later.prefixes.clear()
     later.prefixes.tree.sweep()
     assert len(list(later.prefixes.tree.nodes())) <= later.store.stats().num_nodes
+
+
+def test_an_engine_that_stops_leaves_a_whole_directory(demo_model, tmp_path):
+    """What its last answers left is written when `stop` returns, and the directory is free."""
+    config = EngineConfig(num_draft_tokens=2, prefix_cache_size=ROOM)
+    prompt, reused = words(90, 40), []
+    for name in ("first", "second"):
+        store = prefix_store(demo_model, config, "float32", tmp_path / "own", 1 << 30)
+        engine = build_engine(demo_model, config, 4096, (EOS,), store=store)
+        done = threading.Event()
+
+        def deliver(outputs, done=done):
+            reused.extend(o.num_reused_tokens for o in outputs if o.token_ids)
+            if any(o.finish_reason for o in outputs):
+                done.set()
+
+        engine.start(deliver)
+        try:
+            engine.submit(request(name, prompt, greedy(1, ignore_eos=True)))
+            assert done.wait(PATIENCE)
+        finally:
+            assert engine.stop(PATIENCE)
+        assert engine.stats().prefix_cache.num_files >= 2
+    assert reused == [0, 40]
+
+
+def test_the_death_of_the_engines_thread_leaves_the_disk_as_it_is(demo_model, tmp_path):
+    config = EngineConfig(num_draft_tokens=2, prefix_cache_size=ROOM)
+    store = prefix_store(demo_model, config, "float32", tmp_path / "own", 1 << 30)
+    engine = build_engine(demo_model, config, 4096, (EOS,), store=store)
+    reused, failures, done = [], [], threading.Semaphore(0)
+
+    def deliver(outputs):
+        reused.extend(o.num_reused_tokens for o in outputs if o.token_ids)
+        failures.extend(o for o in outputs if o.error)
+        if any(o.finish_reason for o in outputs):
+            done.release()
+        if any(o.request_id == "deadly" and not o.error for o in outputs):
+            raise SystemError("killed by a test")
+
+    engine.start(deliver)
+    try:
+        for name in ("before", "deadly", "after"):
+            engine.submit(request(name, words(91, 40), greedy(2 if name == "deadly" else 1)))
+            assert done.acquire(timeout=PATIENCE)
+        assert engine.stats().num_restarts == 1
+    finally:
+        assert engine.stop(PATIENCE)
+    assert reused[0] == 0
+    assert reused[-1] == 40
