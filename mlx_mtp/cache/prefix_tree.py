@@ -142,6 +142,8 @@ class PrefixTree:
         if kv is None and node.snapshot is not None:
             self.touch(node)
             node.lasting |= lasting
+            if self._disk is not None:
+                self._disk.keep(node)
             return True
         # The KV that the entry hangs on must not make room for it; a snapshot there may.
         self._anchor = anchor = node.last_in_memory()

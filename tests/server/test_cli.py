@@ -192,7 +192,7 @@ def test_streams_are_not_held_back_by_nagles_algorithm() -> None:
 def test_help_and_mistakes_load_nothing_heavy() -> None:
     code = """
 import sys
-from mlx_mtp.banner import banner as told
+from mlx_mtp import cli
 for argv in (["--version"], ["serve", "--help"], ["serve", "--port", "x"]):
     try:
         cli.main(argv, {})
