@@ -65,4 +65,6 @@ def _prefixes(engine: EngineInfo) -> str:
             f", in {engine.kv_cache_quantization} bits: what is computed from them may differ in "
             "the last digit"
         )
+    if engine.prefix_cache_dir is not None:
+        told += f"; up to {engine.prefix_cache_dir_size / 1e9:.2f} GB in {engine.prefix_cache_dir}"
     return told

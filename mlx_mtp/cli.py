@@ -24,11 +24,18 @@ from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError, UsageError
 from mlx_mtp.flags import add_flags, characters, resolve
-from mlx_mtp.options import ANSWER_TOKENS, BUNDLED_NAME, GENERATE_FLAGS, SERVE_FLAGS
+from mlx_mtp.options import (
+    ANSWER_TOKENS,
+    BUNDLED_NAME,
+    GENERATE_FLAGS,
+    PREFIX_CACHE_DIR_SIZE,
+    SERVE_FLAGS,
+)
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 from mlx_mtp.selftest.arguments import add_selftest
 
 if TYPE_CHECKING:
+    from mlx_mtp.cache.prefix_store import PrefixStore
     from mlx_mtp.engine.engine import Engine
     from mlx_mtp.engine.memory_plan import MemoryPlan
     from mlx_mtp.models.loaded import LoadedModel
@@ -88,6 +95,7 @@ def serve(options: argparse.Namespace) -> int:
 
     _set_up_logging(options.log_level)
     _read_draft_vocab(options, may_draft=options.enable_mtp)
+    _check_prefix_cache_dir(options)
     info = backend.prepare()
 
     from mlx_mtp.server.app import STOP_SECONDS, create_app
@@ -104,16 +112,22 @@ def serve(options: argparse.Namespace) -> int:
             calibration_seconds=options.calibration_seconds,
             kv_cache_quantization=_bits(options.kv_cache_quantization),
         )
-        plans: list[MemoryPlan] = []
+        plans: list[tuple[MemoryPlan, PrefixStore | None]] = []
+
+        def plan(model: LoadedModel) -> None:
+            # Before the weights are read: what can't fit should not be learnt by swapping, nor
+            # after a long load that a directory can't be used.
+            memory = _plan_memory(model, options, limits)
+            plans.append((memory, _open_prefix_store(model, options, limits, memory)))
+
         loaded, tokenizer = _load(
             options,
             enable_mtp=options.enable_mtp,
-            # Before the weights are read: what can't fit should not be learnt by swapping.
-            before_reading=lambda model: plans.append(_plan_memory(model, options, limits)),
+            before_reading=plan,
         )
-        (memory,) = plans
+        ((memory, store),) = plans
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
-        engine = _engine(loaded, tokenizer, options, limits, memory)
+        engine = _engine(loaded, tokenizer, options, limits, memory, store)
         config = ServerConfig(
             model_name=options.served_model_name or _model_name(options.model),
             host=options.host,
@@ -241,6 +255,34 @@ def _plan_memory(
     return plan
 
 
+def _check_prefix_cache_dir(options: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, before anything is loaded."""
+    flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
+    if options.prefix_cache_dir is None:
+        if options.prefix_cache_dir_size is not None:
+            raise UsageError(f"{of_size} is for {flag}, which is not given.")
+    elif options.prefix_cache_size == 0:
+        raise UsageError(
+            f"{flag} keeps on the disk what the prefix cache has, and --prefix-cache-size 0 turns "
+            "that off: leave one of them out."
+        )
+    elif options.prefix_cache_dir_size == 0:
+        raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")
+
+
+def _open_prefix_store(
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig, memory: MemoryPlan
+) -> PrefixStore | None:
+    from mlx_mtp.engine.build import prefix_store
+
+    if options.prefix_cache_dir is None:
+        return None
+    config = replace(config, prefix_cache_size=memory.prefix_cache)
+    size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
+    path = Path(options.prefix_cache_dir).expanduser()
+    return prefix_store(model, config, options.dtype, path, size)
+
+
 def _read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
     """Read the file, if one is given: what is wrong with it should not be learnt after a load."""
     from mlx_mtp.server.draft_vocab import FLAG, read_wanted
@@ -268,6 +310,7 @@ def _engine(
     options: argparse.Namespace,
     config: EngineConfig,
     memory: MemoryPlan | None = None,
+    store: PrefixStore | None = None,
 ) -> Engine:
     import platformdirs
 
@@ -282,6 +325,7 @@ def _engine(
         cache_dir=cache_dir,
         draft_ids=_draft_ids(loaded, tokenizer, options.mtp_draft_vocab),
         memory=memory,
+        store=store,
     )
 
 

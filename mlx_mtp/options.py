@@ -27,6 +27,8 @@ from mlx_mtp.flags import (
 BUNDLED_NAME = "mlx-mtp-demo"
 ANSWER_TOKENS = 512
 """Most tokens that `generate` asks for by itself."""
+PREFIX_CACHE_DIR_SIZE = 16 * 10**9
+"""Bytes of files that `--prefix-cache-dir` holds by itself."""
 _INT64 = 1 << 63
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -124,6 +126,21 @@ SERVE_FLAGS = (
         "--prefix-cache-size",
         "memory for the prefixes of earlier prompts and answers, as 8GB or 512MB; 0 keeps none "
         "(default: a quarter of what the weights leave, at most 8GB)",
+        size,
+        None,
+        "SIZE",
+    ),
+    Flag(
+        "--prefix-cache-dir",
+        "a directory of its own where they are kept on the disk as well, in clear, so that they "
+        "survive a restart (default: nowhere)",
+        text,
+        None,
+        "DIR",
+    ),
+    Flag(
+        "--prefix-cache-dir-size",
+        "most that the files there take (default: 16GB)",
         size,
         None,
         "SIZE",

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import prefix_cache
 from mlx_mtp.engine.core import EngineCore
@@ -138,6 +139,7 @@ class Driver:
         model: its head drafts unless another proposer is given.
         stop_ids: ends every request that doesn't ignore it; ends a message in prompts.
         min_gain: of the prefix cache, which `config.prefix_cache_size` turns on.
+        store: of that on the disk.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Driver:
         proposer: Proposer | None = None,
         depth: DepthPolicy | None = None,
         min_gain: int = 4,
+        store: PrefixStore | None = None,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
@@ -159,7 +162,7 @@ class Driver:
         self.stop_ids = stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
-        self.prefixes = prefix_cache(config)
+        self.prefixes = prefix_cache(config, store)
         self.reuse = None
         if self.prefixes is not None:
             step = config.prefill_step_size

@@ -84,6 +84,7 @@ class PrefixStore:
         lock_seconds: how long to wait for another server to leave the directory.
 
     Attributes:
+        path, max_bytes: as given.
         found: headers of the nodes that were there at the start, parents before children.
 
     Raises:
@@ -100,6 +101,8 @@ class PrefixStore:
         retry_seconds: float = 60.0,
         lock_seconds: float = 3.0,
     ) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
         self._fingerprint = fingerprint
         self._folder = PrefixFolder(path, lock_seconds)
         self._index = PrefixIndex()
@@ -164,11 +167,18 @@ class PrefixStore:
         return True
 
     def read(self, key: str) -> StoredNode | None:
-        """Read a node; None if it isn't (fully) on the disk or doesn't fit.
+        """Read a node; None if it isn't here or doesn't fit.
 
-        One that doesn't fit is removed, with all that builds on it. Takes as long as the disk does.
+        One that still waits to be written is given back from the queue. One that doesn't fit is
+        removed, with all that builds on it. Takes as long as the disk does.
         """
-        if self._closed or key not in self:
+        if self._closed:
+            return None
+        waiting = self._writer.waiting(key)
+        if waiting is not None:
+            header, host = waiting
+            return StoredNode(header, {name: to_mlx(array) for name, array in host.items()})
+        if key not in self:
             return None
         try:
             with self._folder.open(key) as file:
@@ -200,9 +210,20 @@ class PrefixStore:
             self._writer.remove(self._writer.pending_under([key, *self._index.under(key)]))
 
     def __contains__(self, key: object) -> bool:
-        """On the disk (`read` would find it)."""
+        """On the disk."""
         with self._writer.lock:
             return key in self._index
+
+    def holds(self, key: str) -> bool:
+        """On the disk or on its way there (`read` would find it)."""
+        with self._writer.lock:
+            return not self._closed and self._known(key)
+
+    def size(self, key: str) -> int:
+        """Bytes of a node, as a file or waiting to be one; 0 if it is neither."""
+        with self._writer.lock:
+            entry = self._index.get(key)
+            return self._writer.pending_nbytes(key) if entry is None else entry.nbytes
 
     def stats(self) -> StoreStats:
         """Gauges and counters now."""
@@ -225,8 +246,10 @@ class PrefixStore:
         """Write what is queued, for so long at most, and leave the directory to others."""
         if not self._closed:
             self._closed = True
-            self._writer.close(seconds)
-            self._folder.close()
+            if self._writer.close(seconds):
+                self._folder.close()
+            else:
+                logger.warning("The disk of %s hangs; it is left as it is.", self._folder.path)
 
     def _known(self, key: str) -> bool:
         return key in self._index or self._writer.pending(key)

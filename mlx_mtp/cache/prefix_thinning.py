@@ -1,4 +1,4 @@
-"""Which states of a growing conversation are not worth their memory any more. Policy alone."""
+"""Which snapshots a chain of prefixes can do without."""
 
 from __future__ import annotations
 

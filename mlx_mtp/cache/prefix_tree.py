@@ -6,113 +6,90 @@ their end, the snapshot, and a match ends only there.
 
 An entry is a snapshot with the KV of the path to it. The least recently used goes first. Where
 others lie beyond it, the snapshot alone goes: they need the KV.
+
+With a disk, what goes from memory stays in the tree while the disk has it, and is read back when it
+is wanted. Memory and disk each forget what they have used least.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
+from mlx_mtp.cache.prefix_node import Disk, Node, Payload, SplitPayload, Tokens
 from mlx_mtp.cache.prefix_thinning import spare
-
-Tokens = tuple[int, ...]
-
-
-class Payload(Protocol):
-    """Something that takes memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """How much."""
-
-
-class SplitPayload(Payload, Protocol):
-    """What belongs to a run of tokens, and can be cut where a branch leaves it."""
-
-    def split(self, at: int) -> tuple[SplitPayload, SplitPayload]:
-        """The part of the first `at` tokens and that of the rest, sharing no memory."""
-
-
-class Node:
-    """A segment of tokens.
-
-    Attributes:
-        parent: the segment before; None for a root.
-        start: tokens before this segment.
-        tokens: its own; only a root has none.
-        kv: of these tokens.
-        snapshot: the states after the last of them; None where no match can end.
-        lasting: its snapshot is not thinned.
-        children: by their first token.
-        pins: while above 0 nothing of the node is forgotten.
-    """
-
-    def __init__(self, parent: Node | None, start: int, tokens: Tokens, kv: SplitPayload | None):
-        self.parent = parent
-        self.start = start
-        self.tokens = tokens
-        self.kv = kv
-        self.snapshot: Payload | None = None
-        self.lasting = False
-        self.children: dict[int, Node] = {}
-        self.pins = 0
-
-    @property
-    def end(self) -> int:
-        """Tokens up to its end."""
-        return self.start + len(self.tokens)
-
-    def path(self) -> list[Node]:
-        """The segments from the first one to this."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.tokens:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
 
 
 class PrefixTree:
     """All prefixes.
 
     Args:
-        limit: bytes that they may take together.
+        limit: bytes that they may take together, in memory.
+        disk: keeps them beyond memory; None: what is forgotten is lost.
 
     Attributes:
-        nbytes: what they take.
+        nbytes: what they take in memory.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, disk: Disk | None = None) -> None:
         self.limit = limit
         self.nbytes = 0
+        self._disk = disk
         self._roots: dict[str, Node] = {}
         self._anchor: Node | None = None
-        # Nodes with a snapshot, the least recently used first.
+        # Nodes with a snapshot in memory, the least recently used first.
         self._entries: OrderedDict[Node, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Entries."""
+        """Entries in memory."""
         return len(self._entries)
 
-    def match(self, salt: str, tokens: Tokens) -> Node | None:
-        """The end of the longest entry that is a prefix of the tokens, or all of them."""
-        node, covered = self._walk(salt, tokens)
+    def match(self, salt: str, tokens: Tokens, *, in_memory: bool = False) -> Node | None:
+        """The end of the longest entry that is a prefix of the tokens, or all of them.
+
+        Args:
+            salt: whose.
+            tokens: of a prompt.
+            in_memory: leave out what would have to be loaded.
+        """
+        node, covered = self._find(salt, tokens)
         if node is not None and node.end > covered:
             node = node.parent
         while node is not None and node.snapshot is None:
+            if not in_memory and self._on_disk(node):
+                break
             node = node.parent
         return node
+
+    def load(self, node: Node) -> bool:
+        """Read an entry that is on the disk alone, and the path to it.
+
+        Returns:
+            False if it has no room in memory now, or can't be read: then it is gone from the tree,
+            with all that lies beyond what is missing.
+        """
+        assert self._disk is not None and node.snapshot is None
+        path = node.path()
+        absent = [n for n in path if n.kv is None]
+        more = sum(map(self._disk.nbytes, absent)) + self._disk.snapshot_nbytes(node)
+        for each in path:
+            self.pin(each)
+        try:
+            return self._make_room(more) and self._read(node, absent)
+        finally:
+            for each in reversed(path):
+                self.unpin(each)
 
     def touch(self, node: Node) -> None:
         """The entry is used."""
         if node in self._entries:
             self._entries.move_to_end(node)
+        if self._disk is not None:
+            self._disk.touch(node)
 
     def covered(self, salt: str, tokens: Tokens) -> int:
-        """For how many of the first tokens there is KV."""
-        return self._walk(salt, tokens)[1]
+        """For how many of the first tokens there is KV in memory."""
+        return self._covered(*self._find(salt, tokens))
 
     def pin(self, node: Node) -> None:
         """Keep an entry until it is unpinned as often."""
@@ -149,68 +126,128 @@ class PrefixTree:
             False if it was not kept: it has no room, or the KV before `start` has gone.
         """
         assert tokens and (kv is None) == (start == len(tokens))
-        node, covered = self._walk(salt, tokens)
-        if covered < start:
+        node, at = self._find(salt, tokens)
+        held = self._covered(node, at)
+        if held < start:
             return False
-        if covered == len(tokens):
+        if held == len(tokens):
             kv = None
-        elif covered > start:
+        elif held > start:
             assert kv is not None
-            kv = kv.split(covered - start)[1]
+            kv = kv.split(held - start)[1]
         if node is None:
-            node = self._roots[salt] = Node(None, 0, (), None)
-        elif node.end > covered:
-            node = self._split(node, covered)
+            node = self.root(salt)
+        elif node.end > at:
+            node = self._split(node, at)
         if kv is None and node.snapshot is not None:
             self.touch(node)
             node.lasting |= lasting
+            if self._disk is not None:
+                self._disk.keep(node)
             return True
         # The KV that the entry hangs on must not make room for it; a snapshot there may.
-        self._anchor = node
+        self._anchor = anchor = node.last_in_memory()
         fits = self._make_room(snapshot.nbytes + (0 if kv is None else kv.nbytes))
         self._anchor = None
         if not fits:
-            self._prune(node)
+            self._prune(anchor)
             return False
         node = self._attach(node, tokens, kv, snapshot)
-        node.lasting = lasting
+        node.lasting |= lasting
+        if self._disk is not None:
+            self._disk.keep(node)
         self._thin(node)
         return True
 
+    def root(self, salt: str) -> Node:
+        """The empty prefix of a salt."""
+        if salt not in self._roots:
+            self._roots[salt] = Node(None, 0, (), None)
+            self._roots[salt].key = salt
+        return self._roots[salt]
+
+    def graft(self, parent: Node, tokens: Tokens) -> Node:
+        """The node that so many tokens after another lead to; what is new of it is on the disk."""
+        node, at = parent.walk(tokens)
+        end = parent.end + at
+        if node.end > end:
+            node = self._split(node, end)
+        if at < len(tokens):
+            child = node.children[tokens[at]] = Node(node, end, tokens[at:], None)
+            node = child
+        return node
+
+    def sweep(self) -> None:
+        """Forget the nodes that were on the disk alone and have gone from there."""
+        for node in list(self.nodes()):
+            if node.kv is None and not self._kept(node):
+                node.cut_off()
+        self._roots = {salt: root for salt, root in self._roots.items() if root.children}
+
     def remove(self, node: Node) -> None:
         """Forget an entry, because it can't be used."""
+        if self._disk is not None:
+            self._disk.drop_snapshot(node)
         if node.snapshot is not None:
             self._forget(node)
 
     def clear(self) -> None:
-        """Forget all entries but those that are pinned."""
+        """Forget all entries but those that are pinned; what is on the disk stays there."""
         for node in [n for n in self._entries if not n.pins]:
             self._forget(node)
 
-    def _walk(self, salt: str, tokens: Tokens) -> tuple[Node | None, int]:
-        """Follow the tokens: the last node that any of them is in, and how many are in the tree.
+    def _find(self, salt: str, tokens: Tokens) -> tuple[Node | None, int]:
+        """As `Node.walk` from a salt's root; None for a salt that has nothing."""
+        root = self._roots.get(salt)
+        return (None, 0) if root is None else root.walk(tokens)
 
-        None for a salt that has nothing.
-        """
-        node, at = self._roots.get(salt), 0
-        while node is not None and at < len(tokens):
-            child = node.children.get(tokens[at])
-            if child is None:
-                break
-            node = child
-            at += common_length(node.tokens, tokens, at)
-            if at < node.end:
-                break
-        return node, at
+    @staticmethod
+    def _covered(node: Node | None, at: int) -> int:
+        """How many of the tokens that a walk found are in memory."""
+        return 0 if node is None else min(node.last_in_memory().end, at)
+
+    def _on_disk(self, node: Node) -> bool:
+        return self._disk is not None and bool(node.tokens) and self._disk.holds_snapshot(node)
+
+    def _kept(self, node: Node) -> bool:
+        return self._disk is not None and self._disk.holds(node)
+
+    def _read(self, node: Node, absent: Sequence[Node]) -> bool:
+        """Fill the nodes of a path whose KV is not in memory, and the snapshot of the last."""
+        assert self._disk is not None
+        for each in absent:
+            each.kv = self._disk.read(each)
+            if each.kv is None:
+                for lost in each.under():
+                    self._disk.drop(lost)
+                each.cut_off()
+                return False
+            self.nbytes += each.kv.nbytes
+        node.snapshot = self._disk.read_snapshot(node)
+        if node.snapshot is None:
+            self._disk.drop_snapshot(node)
+            return False
+        self.nbytes += node.snapshot.nbytes
+        self._entries[node] = None
+        return True
 
     def _attach(
         self, node: Node, tokens: Tokens, kv: SplitPayload | None, snapshot: Payload
     ) -> Node:
-        if kv is not None:
+        """Hang an entry on a node; nodes before it that were on the disk alone get their KV too."""
+        absent = [n for n in node.path() if n.kv is None]
+        if node.end < len(tokens):
             rest = tokens[node.end :]
-            child = node.children[rest[0]] = Node(node, node.end, rest, kv)
-            self.nbytes += kv.nbytes
+            child = node.children[rest[0]] = Node(node, node.end, rest, None)
+            absent.append(child)
             node = child
+        for each in absent:
+            assert kv is not None
+            if each is node:
+                each.kv = kv
+            else:
+                each.kv, kv = kv.split(len(each.tokens))
+            self.nbytes += each.kv.nbytes
         node.snapshot = snapshot
         self.nbytes += snapshot.nbytes
         self._entries[node] = None
@@ -218,14 +255,18 @@ class PrefixTree:
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node in two; it becomes the lower part, and the upper one is returned."""
-        assert node.start < at < node.end and node.kv is not None and node.parent is not None
-        upper_kv, lower_kv = node.kv.split(at - node.start)
-        upper = Node(node.parent, node.start, node.tokens[: at - node.start], upper_kv)
-        self.nbytes += upper_kv.nbytes + lower_kv.nbytes - node.kv.nbytes
+        assert node.start < at < node.end and node.parent is not None
+        upper = Node(node.parent, node.start, node.tokens[: at - node.start], None)
         node.parent.children[node.tokens[0]] = upper
-        node.tokens, node.kv = node.tokens[at - node.start :], lower_kv
+        if node.kv is not None:
+            before = node.kv.nbytes
+            upper.kv, node.kv = node.kv.split(at - node.start)
+            self.nbytes += upper.kv.nbytes + node.kv.nbytes - before
+        node.tokens = node.tokens[at - node.start :]
         node.parent, node.start = upper, at
         upper.children[node.tokens[0]] = node
+        if self._disk is not None and node.kv is not None:
+            self._disk.split(upper, node)
         return upper
 
     def _make_room(self, more: int) -> bool:
@@ -247,26 +288,29 @@ class PrefixTree:
         self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Drop the KV that no entry needs any more, from a node upwards."""
-        while not (node.children or node.pins or node.snapshot is not None):
+        """Drop the KV that no entry in memory needs any more, from a node upwards."""
+        while not (node.pins or node.snapshot is not None or node.more_in_memory()):
             if node is self._anchor:
                 return
             parent = node.parent
             if parent is None:
-                self._roots = {s: root for s, root in self._roots.items() if root is not node}
+                if not node.children:
+                    self._roots = {s: root for s, root in self._roots.items() if root is not node}
                 return
-            assert node.kv is not None
-            self.nbytes -= node.kv.nbytes
-            del parent.children[node.tokens[0]]
+            if node.kv is not None:
+                self.nbytes -= node.kv.nbytes
+                node.kv = None
+            if not self._kept(node):
+                node.cut_off()
             node = parent
 
     def _thin(self, node: Node) -> None:
         """Forget the snapshots that a chain can do without, now that it has grown to a node."""
-        inner = [n for n in node.path()[:-1] if n.snapshot is not None]
+        inner = [n for n in node.path()[:-1] if n.snapshot is not None or self._on_disk(n)]
         chain = {n.end: n for n in inner if len(n.children) == 1 and not (n.pins or n.lasting)}
         for end in spare([n.end for n in inner], node.end):
             if end in chain:
-                self._forget(chain[end])
+                self.remove(chain[end])
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
@@ -276,11 +320,3 @@ class PrefixTree:
             waiting.extend(node.children.values())
             if node.tokens:
                 yield node
-
-
-def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:
-    """How many tokens `one` has in common with `other` from its place `at` on."""
-    most = min(len(one), len(other) - at)
-    if one[:most] == other[at : at + most]:
-        return most
-    return bisect_left(range(most), 1, key=lambda n: one[: n + 1] != other[at : at + n + 1])

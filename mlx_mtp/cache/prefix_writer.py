@@ -16,6 +16,10 @@ from mlx_mtp.cache.prefix_index import Entry, PrefixIndex
 logger = logging.getLogger(__name__)
 
 
+_ABANDON_SECONDS = 5.0
+"""What a write of 4 MiB that has begun may still take when the store is closed."""
+
+
 class _AbandonedError(Exception):
     """The store was closed before the write was done."""
 
@@ -70,6 +74,17 @@ class PrefixWriter:
     def pending(self, key: str) -> bool:
         """The node waits to be written, or is being written."""
         return key in self._pending
+
+    def pending_nbytes(self, key: str) -> int:
+        """Bytes of the node's arrays if it waits to be written, else 0."""
+        job = self._pending.get(key)
+        return 0 if job is None else job.nbytes
+
+    def waiting(self, key: str) -> tuple[NodeHeader, Mapping[str, HostArray]] | None:
+        """A node that waits to be written, or is being written."""
+        with self.lock:
+            job = self._pending.get(key)
+        return None if job is None else (job.header, job.arrays)
 
     def has_room(self, nbytes: int) -> bool:
         """A node of so many bytes would be taken now; if not, it counts as dropped."""
@@ -139,8 +154,12 @@ class PrefixWriter:
                 error.strerror or error,
             )
 
-    def close(self, seconds: float) -> None:
-        """Finish what is queued, for so long at most, and end the thread."""
+    def close(self, seconds: float) -> bool:
+        """Finish what is queued, for so long at most, and end the thread.
+
+        Returns:
+            It has ended; False: the disk hangs, and the thread is left to the process's end.
+        """
         with self.lock:
             self._closing = True
             self.lock.notify_all()
@@ -148,7 +167,8 @@ class PrefixWriter:
         with self.lock:
             self._abandon = True
             self.lock.notify_all()
-        self._thread.join()
+        self._thread.join(_ABANDON_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
+import mlx.core as mx
+
+from mlx_mtp import __version__
+from mlx_mtp.cache.prefix_keys import fingerprint as prefix_fingerprint
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.costs import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
@@ -37,6 +44,7 @@ def build_engine(
     cache_dir: Path | None = None,
     draft_ids: Sequence[int] | None = None,
     memory: MemoryPlan | None = None,
+    store: PrefixStore | None = None,
 ) -> Engine:
     """Put an engine together. It speculates if the model was loaded with its head.
 
@@ -50,6 +58,8 @@ def build_engine(
         cache_dir: where measured step costs are kept between runs; None: nowhere.
         draft_ids: the only tokens that the head may draft, in any order; None: all.
         memory: how the memory is shared out; None: it is not watched.
+        store: of `prefix_store`, where the prefix cache is kept on the disk as well; the engine
+            closes it when it is stopped.
 
     Raises:
         UsageError: a limit is out of range, or `draft_ids` are wrong or not for a head.
@@ -71,8 +81,8 @@ def build_engine(
     if depth is None and num_draft_tokens == "auto":
         costs = StepCosts(MAX_DRAFT_TOKENS)
         mark = fingerprint(model, None if draft_head is None else draft_head.ids.size)
-        store = CostStore(cache_dir, mark) if cache_dir is not None else None
-        depth, keeper = DepthController(costs), CostKeeper(costs, store)
+        kept = CostStore(cache_dir, mark) if cache_dir is not None else None
+        depth, keeper = DepthController(costs), CostKeeper(costs, kept)
     elif depth is None:
         assert isinstance(num_draft_tokens, int)
         depth = FixedDepth(num_draft_tokens)
@@ -86,8 +96,10 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         prefix_cache_size=config.prefix_cache_size,
         kv_cache_quantization=config.kv_cache_quantization,
+        prefix_cache_dir=None if store is None else store.path,
+        prefix_cache_dir_size=0 if store is None else store.max_bytes,
     )
-    prefixes = prefix_cache(config)
+    prefixes = prefix_cache(config, store)
     return Engine(
         info,
         config,
@@ -96,11 +108,51 @@ def build_engine(
         keeper,
         prefixes=None if prefixes is None else prefixes.tree,
         memory=None if memory is None else memory.admission(),
+        store=store,
     )
 
 
-def prefix_cache(config: EngineConfig) -> PrefixCache | None:
-    """The prefix cache that a config asks for, empty.
+def prefix_store(
+    model: LoadedModel, config: EngineConfig, dtype: str, path: Path, max_bytes: int
+) -> PrefixStore:
+    """Open a directory of prefixes; what is there of another model or setting is removed.
+
+    Args:
+        model: whose they are; its weights need not have been read yet.
+        config: of the engine.
+        dtype: that it is loaded with.
+        path: of the directory.
+        max_bytes: of all files.
+
+    Raises:
+        UsageError: the directory can't be used, or there would be no cache to keep in it.
+    """
+    if not config.prefix_cache_size:
+        raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
+    device = mx.device_info()
+    try:
+        mark = prefix_fingerprint(
+            model.config,
+            model.path.glob("*.safetensors"),
+            head=model.head_source,
+            kv_bits=config.kv_cache_quantization,
+            dtype=dtype,
+            prefill_step_size=config.prefill_step_size,
+            device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
+            platform=[platform.system(), platform.machine()],
+            mlx=metadata.version("mlx"),
+            version=__version__,
+        )
+    except OSError as error:
+        raise UsageError(
+            f"--prefix-cache-dir needs to know the model's files, but {error.filename} can't be "
+            f"read: {error.strerror}."
+        ) from None
+    return PrefixStore(path, mark, max_bytes)
+
+
+def prefix_cache(config: EngineConfig, store: PrefixStore | None = None) -> PrefixCache | None:
+    """The prefix cache that a config asks for, with what its store has.
 
     Raises:
         UsageError: its size or its bits are out of range.
@@ -110,7 +162,7 @@ def prefix_cache(config: EngineConfig) -> PrefixCache | None:
         raise UsageError(f"prefix_cache_size is {size}; it must be 0 or more bytes.")
     if bits not in (None, 4, 8):
         raise UsageError(f"kv_cache_quantization is {bits!r}; it must be None, 8 or 4.")
-    return PrefixCache(size, bits) if size else None
+    return PrefixCache(size, bits, store) if size else None
 
 
 def plan_for(

@@ -7,10 +7,12 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.admission import Admission
@@ -50,6 +52,8 @@ class EngineInfo:
         max_num_seqs: rows that are computed at once.
         prefix_cache_size: bytes that the prefix cache may take; 0: there is none.
         kv_cache_quantization: bits of the KV in it; None: as it is.
+        prefix_cache_dir: where it is kept on the disk as well; None: nowhere.
+        prefix_cache_dir_size: bytes that the files may take.
     """
 
     vocab_size: int
@@ -61,6 +65,8 @@ class EngineInfo:
     max_num_seqs: int
     prefix_cache_size: int = 0
     kv_cache_quantization: int | None = None
+    prefix_cache_dir: Path | None = None
+    prefix_cache_dir_size: int = 0
 
 
 class Engine:
@@ -79,6 +85,7 @@ class Engine:
         heartbeat: tells whether a step hangs.
         prefixes: the runner's prefix cache, where prompts are looked up; None without one.
         memory: which rows there is memory for; None: for any.
+        store: of the prefixes on the disk; it is closed when the thread has been stopped.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Engine:
         heartbeat: Heartbeat | None = None,
         prefixes: PrefixTree | None = None,
         memory: Admission | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self.info = info
         self._config = config
@@ -101,6 +109,7 @@ class Engine:
         self._restarts = RestartBudget()
         self._prefixes = prefixes
         self._memory = memory
+        self._store = store
         self._inbox: list[Sequence | str] = []
         self._wake = threading.Condition()
         self._started = False
@@ -145,6 +154,8 @@ class Engine:
     def stop(self, timeout: float | None = None) -> bool:
         """End the thread after the step it is in; requests that are left end with an error.
 
+        Then the prefixes that wait to be written are, for some seconds at most.
+
         Args:
             timeout: seconds to wait for that; None: as long as it takes.
 
@@ -161,7 +172,10 @@ class Engine:
                 thread.join(timeout)
             # A thread that died may have started another meanwhile.
             if thread is self._thread:
-                return not thread.is_alive()
+                break
+        if not thread.is_alive() and self._store is not None:
+            self._store.close()
+        return not thread.is_alive()
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -190,8 +204,13 @@ class Engine:
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, as of the last step."""
-        return self._stats
+        """Counters and gauges, as of the last step; those of the disk, as of now."""
+        stats = self._stats
+        if self._store is None:
+            return stats
+        disk = self._store.stats()
+        prefixes = replace(stats.prefix_cache, num_files=disk.num_nodes, file_nbytes=disk.nbytes)
+        return replace(stats, prefix_cache=prefixes)
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_mtp.cache.prefix_disk import PrefixDisk
+from mlx_mtp.cache.prefix_node import Node
 from mlx_mtp.cache.prefix_state import Segment, Snapshot, restore, take_segment, take_snapshot
-from mlx_mtp.cache.prefix_tree import Node, PrefixTree
+from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
+
+_SWEEP_EVERY = 64
+"""After so many prefixes, nodes are forgotten whose files the disk has had no room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +49,18 @@ class PrefixCache:
     Args:
         limit: bytes that it may take.
         bits: of stored KV, 8 or 4; None: as it is.
+        store: keeps them on the disk as well, and what is there already is found; its nodes are of
+            these bits. None: memory alone.
     """
 
-    def __init__(self, limit: int, bits: int | None = None) -> None:
-        self.tree = PrefixTree(limit)
+    def __init__(
+        self, limit: int, bits: int | None = None, store: PrefixStore | None = None
+    ) -> None:
+        disk = None if store is None else PrefixDisk(store)
+        self.tree = PrefixTree(limit, disk)
+        if disk is not None:
+            disk.fill(self.tree)
+        self._num_kept = 0
         self._bits = bits
         self._ends: list[Save] = []
         self._measured = False
@@ -94,7 +108,7 @@ class PrefixCache:
                 self._ends += [] if save is None else [save]
 
     def clear(self) -> None:
-        """Give the memory back, but for what is about to be restored."""
+        """Give the memory back, but for what is about to be restored. The disk keeps its own."""
         self._ends.clear()
         self.tree.clear()
 
@@ -141,6 +155,9 @@ class PrefixCache:
         kept = self.tree.insert(
             sequence.salt, save.tokens, start, segment, snapshot, lasting=lasting
         )
+        self._num_kept += kept
+        if self._num_kept % _SWEEP_EVERY == 0:
+            self.tree.sweep()
         if not self._measured and segment is not None:
             self._measured = True
             per_token = segment.nbytes / (segment.end - segment.start) / 1e3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from mlx_mtp.cache.prefix_tree import Node, PrefixTree, common_length
+from mlx_mtp.cache.prefix_node import Node, common_length
+from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.save_points import MIN_GAIN, save_points, turns
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import PrefixCacheStats
@@ -41,8 +42,15 @@ class PrefixReuse:
         self._num_seen = 0
 
     def find(self, sequence: Sequence) -> Node | None:
-        """The longest prefix of its prompt."""
-        return self.tree.match(sequence.salt, sequence.prompt)
+        """The longest prefix of its prompt, in memory: what is on the disk alone is read."""
+        salt, prompt = sequence.salt, sequence.prompt
+        node = self.tree.match(salt, prompt)
+        while node is not None and node.snapshot is None and not self.tree.load(node):
+            before, node = node, self.tree.match(salt, prompt)
+            if node is before:
+                # There is no room for it now.
+                return self.tree.match(salt, prompt, in_memory=True)
+        return node
 
     def held_back(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
         """It should wait for one of these prompts, which are being computed."""
@@ -53,7 +61,7 @@ class PrefixReuse:
             if not leader.finished and point in leader.save_points:
                 return True
             sequence.awaited = None
-        node = self.find(sequence)
+        node = self.tree.match(sequence.salt, sequence.prompt)
         found = 0 if node is None else node.end
         for leader in prefilling:
             assert leader.number is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from mlx_mtp.cache.prefix_tree import Node
+from mlx_mtp.cache.prefix_keys import root_key
+from mlx_mtp.cache.prefix_node import Node
 from mlx_mtp.engine.request import Request
 from mlx_mtp.sampling.constraint import Constraint
 from mlx_mtp.speculative.depth import Row
@@ -44,6 +45,7 @@ class Sequence:
         first_turn: where the first message of its prompt ends, which is mostly the system's.
         num_copied: length of the prefix that was copied to be saved and is not in the cache yet; 0
             if there is none.
+        salt: whose prefixes it may use: the `root_key` of its salt.
         number: its place in the queue, once it has been considered.
         awaited: a prompt ahead of it, and the save point of that which it waits for.
     """
@@ -64,6 +66,7 @@ class Sequence:
         self.save_points: list[int] = []
         self.first_turn: int | None = None
         self.num_copied = 0
+        self.salt = root_key(request.cache_salt or None)
         self.number: int | None = None
         self.awaited: tuple[Sequence, int] | None = None
         self.num_cached = 0
@@ -94,11 +97,6 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens that it has emitted."""
         return len(self.output)
-
-    @property
-    def salt(self) -> str:
-        """Whose prefixes it may use."""
-        return self.request.cache_salt
 
     @property
     def num_uncomputed(self) -> int:

@@ -15,12 +15,16 @@ class PrefixCacheStats:
         hits: those that were found and not computed.
         nbytes: that it takes.
         num_entries: prefixes in it that a prompt can go on from.
+        num_files: on the disk.
+        file_nbytes: that these take.
     """
 
     queries: int = 0
     hits: int = 0
     nbytes: int = 0
     num_entries: int = 0
+    num_files: int = 0
+    file_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

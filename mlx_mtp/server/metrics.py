@@ -51,6 +51,8 @@ class EngineCollector(Collector):
         yield _gauge(
             "prefix_cache_entries", "Prefixes that a prompt can go on from.", prefixes.num_entries
         )
+        yield _gauge("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files)
+        yield _gauge("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes)
         yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)
         yield _counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens)
         yield _counter(

@@ -173,12 +173,30 @@ def test_the_engine_never_waits_for_the_disk(
     assert 1 <= sum(taken) <= 4
     assert store.stats().num_dropped == 19 - sum(taken)
     assert store.stats().queued_bytes <= 10_000
-    # What is on its way can't be read yet, and isn't lost by that.
-    assert store.read(key_of(1)) is None
+    # What is on its way is read from the queue.
+    check_whole(store.read(key_of(1)), (1,))
+    assert key_of(1) not in store
+    assert store.holds(key_of(1))
+    assert store.size(key_of(1)) >= 2048
     go_on.set()
     assert store.flush(PATIENCE)
     check_whole(store.read(key_of(1)), (1,))
     assert put(store, (), (19,))
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, go_on = _hold_writes(monkeypatch)
+    monkeypatch.setattr(prefix_writer, "_ABANDON_SECONDS", 0.1)
+    store = open_store()
+    put(store, (), (0,))
+    assert began.wait(PATIENCE)
+    store.close(0.1)
+    assert "hangs" in caplog.text
+    assert not store.holds(key_of(0))
+    assert store.read(key_of(0)) is None
+    go_on.set()
 
 
 def test_bounded_in_bytes_the_least_recently_used_goes_first(

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mlx_mtp.cache.prefix_node import Node, common_length
 from mlx_mtp.cache.prefix_thinning import NUM_RECENT, spare
-from mlx_mtp.cache.prefix_tree import Node, PrefixTree, common_length
+from mlx_mtp.cache.prefix_tree import PrefixTree
 
 STATE = 50
 
@@ -50,23 +51,28 @@ def found(tree: PrefixTree, tokens, salt: str = "") -> int:
     return 0 if node is None else node.end
 
 
-def check_integrity(tree: PrefixTree) -> None:
+def check_integrity(tree: PrefixTree, disk: FakeDisk | None = None) -> None:
     """Every byte is counted once, every node is needed, and holds what its place says."""
     nodes = list(tree.nodes())
     total = 0
     for node in nodes:
         whole = tuple(t for n in node.path() for t in n.tokens)
         assert node.end == len(whole)
-        assert node.kv.tokens == node.tokens
         assert node.parent.children[node.tokens[0]] is node
+        if disk is not None and node.kv is None:
+            assert node.snapshot is None
+            assert not any(child.kv is not None for child in node.children.values())
+            continue
+        assert node.kv.tokens == node.tokens
         total += node.kv.nbytes
         if node.snapshot is not None:
             assert node.snapshot.tokens == whole
             total += node.snapshot.nbytes
-        assert node.snapshot is not None or node.children or node.pins, "nobody needs this"
+        needed = any(child.kv is not None for child in node.children.values())
+        assert node.snapshot is not None or needed or node.pins, "nobody needs this"
     assert total == tree.nbytes <= tree.limit
     assert len(tree) == sum(n.snapshot is not None for n in nodes)
-    if not nodes:
+    if not nodes and disk is None:
         assert not tree._roots
 
 
@@ -239,6 +245,65 @@ def test_common_length(one, other, at):
     assert common_length(tuple(one), tuple(other), at) == expected
 
 
+def path_of(node: Node) -> tuple[int, ...]:
+    return tuple(t for n in node.path() for t in n.tokens)
+
+
+class FakeDisk:
+    """Holds what it is given, and forgets or breaks what a test says."""
+
+    def __init__(self) -> None:
+        self.kv: dict[tuple[str, tuple[int, ...]], FakeKV] = {}
+        self.snapshots: dict[tuple[str, tuple[int, ...]], FakeState] = {}
+        self.broken = False
+
+    @staticmethod
+    def key(node: Node) -> tuple[str, tuple[int, ...]]:
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        return root.key, path_of(node)
+
+    def holds(self, node: Node) -> bool:
+        return self.key(node) in self.kv
+
+    def holds_snapshot(self, node: Node) -> bool:
+        return self.key(node) in self.snapshots
+
+    def nbytes(self, node: Node) -> int:
+        return self.kv[self.key(node)].nbytes if self.holds(node) else 0
+
+    def snapshot_nbytes(self, node: Node) -> int:
+        return STATE
+
+    def read(self, node: Node) -> FakeKV | None:
+        kv = None if self.broken else self.kv.get(self.key(node))
+        # The file may begin before the node does.
+        return kv and FakeKV(kv.tokens[-len(node.tokens) :])
+
+    def read_snapshot(self, node: Node) -> FakeState | None:
+        return None if self.broken else self.snapshots.get(self.key(node))
+
+    def keep(self, node: Node) -> None:
+        for each in node.path():
+            self.kv.setdefault(self.key(each), each.kv)
+        self.snapshots[self.key(node)] = node.snapshot
+
+    def split(self, upper: Node, lower: Node) -> None:
+        if self.holds(lower):
+            self.kv |= {self.key(upper): upper.kv, self.key(lower): lower.kv}
+
+    def touch(self, node: Node) -> None:
+        pass
+
+    def drop(self, node: Node) -> None:
+        self.kv.pop(self.key(node), None)
+        self.snapshots.pop(self.key(node), None)
+
+    def drop_snapshot(self, node: Node) -> None:
+        self.snapshots.pop(self.key(node), None)
+
+
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
@@ -299,5 +364,85 @@ class Life(RuleBasedStateMachine):
             assert node in list(self.tree.nodes())
 
 
+class LifeWithDisk(Life):
+    """The same, with a disk that loses files of its own accord, and a tree that is cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = FakeDisk()
+        self.tree = PrefixTree(260, self.disk)
+
+    @rule(tokens=tokens, salt=st.sampled_from("ab"), pin=st.booleans())
+    def look_up(self, tokens: list[int], salt: str, pin: bool) -> None:
+        tokens = tuple(tokens)
+        node = self.tree.match(salt, tokens)
+        best = max(
+            (path_of(n) for n in self.usable(salt) if tokens[: n.end] == path_of(n)),
+            key=len,
+            default=(),
+        )
+        assert (() if node is None else path_of(node)) == best
+        if node is None or (node.snapshot is None and not self.tree.load(node)):
+            again = self.tree.match(salt, tokens, in_memory=True)
+            assert again is None or again.snapshot.tokens == path_of(again)
+            return
+        assert node.snapshot.tokens == best
+        assert tuple(t for n in node.path() for t in n.kv.tokens) == best
+        self.tree.touch(node)
+        if pin and len(self.pinned) < 2:
+            self.tree.pin(node)
+            self.pinned.append(node)
+
+    def usable(self, salt: str) -> list[Node]:
+        return [
+            n
+            for n in self.tree.nodes()
+            if self.root_of(n) is self.tree._roots.get(salt)
+            and (n.snapshot is not None or self.disk.holds_snapshot(n))
+        ]
+
+    @rule(number=st.integers(0, 99), snapshot=st.booleans())
+    def lose(self, number: int, snapshot: bool) -> None:
+        """A file goes, with those that build on it; or a snapshot alone."""
+        if self.disk.kv:
+            salt, gone = sorted(self.disk.kv)[number % len(self.disk.kv)]
+            if not snapshot:
+                for files in (self.disk.kv, self.disk.snapshots):
+                    for key in [k for k in files if k[0] == salt and k[1][: len(gone)] == gone]:
+                        del files[key]
+            self.disk.snapshots.pop((salt, gone), None)
+
+    @rule(tokens=tokens, salt=st.sampled_from("ab"))
+    def cannot_read(self, tokens: list[int], salt: str) -> None:
+        """What hangs on an entry that can't be read is not found again."""
+        node = self.tree.match(salt, tuple(tokens))
+        if node is not None and node.snapshot is None:
+            self.disk.broken = True
+            roomy = not self.pinned
+            assert not self.tree.load(node)
+            self.disk.broken = False
+            assert not roomy or self.tree.match(salt, tuple(tokens)) is not node
+
+    @rule()
+    def clear(self) -> None:
+        """Memory goes; what the disk has is found as before."""
+        kept = {(s, p) for s, p in self.disk.snapshots if self.tree.match(s, p)}
+        self.tree.clear()
+        assert all(path_of(self.tree.match(s, p)) == p for s, p in kept)
+        assert self.pinned or self.tree.nbytes == 0
+
+    @rule()
+    def sweep(self) -> None:
+        self.tree.sweep()
+        assert all(n.kv is not None or self.disk.holds(n) for n in self.tree.nodes())
+        assert all(root.children for root in self.tree._roots.values())
+
+    @invariant()
+    def whole(self) -> None:
+        check_integrity(self.tree, self.disk)
+
+
+LifeWithDisk.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLifeWithDisk = pytest.mark.timeout(300)(LifeWithDisk.TestCase)
 Life.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestLife = pytest.mark.timeout(300)(Life.TestCase)

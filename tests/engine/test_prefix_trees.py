@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
 from tests.engine.cases import EOS, SAMPLED
@@ -74,9 +77,12 @@ def words(text: int, count: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(text).integers(1, 40, count)]
 
 
-def play(model, turns: list[Turn], shape: dict, ties: Ties) -> Driver:
+def play(
+    model, turns: list[Turn], shape: dict, ties: Ties, store: PrefixStore | None = None
+) -> Driver:
     """Ask the turns as they come, and hold every answer against plain decoding's."""
-    warm = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=EngineConfig(**shape))
+    config = EngineConfig(**shape)
+    warm = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, store=store)
     asked: list[Request] = []
     left: set[str] = set()
 
@@ -113,7 +119,21 @@ def play(model, turns: list[Turn], shape: dict, ties: Ties) -> Driver:
     return warm
 
 
-def hold(models, count: int) -> None:
+def play_twice(model, turns: list[Turn], shape: dict, ties: Ties, max_bytes: int) -> Driver:
+    """The same with a directory; then again, after a restart."""
+    with TemporaryDirectory() as folder:
+        for _ in range(2):
+            store = PrefixStore(Path(folder) / "prefixes", "f" * 64, max_bytes)
+            try:
+                warm = play(model, turns, shape, ties, store)
+                assert store.flush(30)
+                assert store.stats().nbytes <= max_bytes
+            finally:
+                store.close()
+    return warm
+
+
+def hold(models, count: int, *, disk: bool = False) -> None:
     ties = Ties()
     totals = {"trees": 0, "queries": 0, "hits": 0}
 
@@ -124,9 +144,17 @@ def hold(models, count: int) -> None:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(turns=TURNS, shape=SHAPES, family=st.sampled_from(FAMILIES))
-    def check(turns: list[Turn], shape: dict, family: str) -> None:
-        warm = play(models[family], turns, shape, ties)
+    @given(
+        turns=TURNS,
+        shape=SHAPES,
+        family=st.sampled_from(FAMILIES),
+        max_bytes=st.sampled_from([300_000, 1 << 30]),
+    )
+    def check(turns: list[Turn], shape: dict, family: str, max_bytes: int) -> None:
+        if disk:
+            warm = play_twice(models[family], turns, shape, ties, max_bytes)
+        else:
+            warm = play(models[family], turns, shape, ties)
         totals["trees"] += 1
         totals["queries"] += warm.reuse.num_queries
         totals["hits"] += warm.reuse.num_hits
@@ -140,6 +168,12 @@ def hold(models, count: int) -> None:
 
 def test_20_trees_of_conversations(tiny_models):
     hold(tiny_models, 20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_50_trees_of_conversations_with_a_disk_and_a_restart(tiny_models):
+    hold(tiny_models, 50, disk=True)
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.stats import EngineStats
@@ -28,6 +29,8 @@ class FakeInfo:
     max_num_seqs: int = 32
     prefix_cache_size: int = 8 * 10**9
     kv_cache_quantization: int | None = None
+    prefix_cache_dir: Path | None = None
+    prefix_cache_dir_size: int = 0
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

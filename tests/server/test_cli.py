@@ -26,6 +26,7 @@ from mlx_mtp.banner import banner as told
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, size
+from mlx_mtp.models import loader
 from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.parsing.answer import PlainParser
@@ -301,6 +302,38 @@ def test_the_banner_tells_what_is_kept() -> None:
         kv_cache_quantization=4
     )
     assert "prefixes none are kept (--prefix-cache-size is 0)" in banner(prefix_cache_size=0)
+    kept = banner(prefix_cache_dir=Path("/p"), prefix_cache_dir_size=16 * 10**9)
+    assert "are kept; up to 16.00 GB in /p\n" in kept
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--prefix-cache-dir", "DIR", "--prefix-cache-size", "0"), "leave one of them out"),
+        (("--prefix-cache-dir", "DIR", "--prefix-cache-dir-size", "0"), "leaves no room"),
+        (("--prefix-cache-dir-size", "1GB"), "--prefix-cache-dir, which is not given"),
+        (("--prefix-cache-dir", "FILE"), "--prefix-cache-dir .* can't be used"),
+        (("--prefix-cache-dir", "LINK"), "is a symbolic link"),
+        (("--prefix-cache-dir", "OPEN"), "can be written by others"),
+    ],
+)
+def test_a_prefix_cache_dir_that_makes_no_sense_is_refused_before_the_weights_are_read(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    told: str,
+) -> None:
+    (tmp_path / "DIR").mkdir(mode=0o700)
+    (tmp_path / "FILE").touch()
+    (tmp_path / "LINK").symlink_to(tmp_path / "DIR")
+    (tmp_path / "OPEN").mkdir()
+    (tmp_path / "OPEN").chmod(0o777)
+    monkeypatch.setattr(loader.mx, "eval", lambda *_: pytest.fail("the weights are read"))
+    named = [str(tmp_path / f) if (tmp_path / f).exists() else f for f in flags]
+    assert cli.main(["serve", "--port", "0", *named], {}) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert list((tmp_path / "DIR").iterdir()) == []
 
 
 @pytest.mark.parametrize(
