@@ -154,7 +154,7 @@ class HarmonyParser:
                 # The call is complete; what may follow is white space.
                 self._kind = "text"
                 rest = text[number:].lstrip()
-                if rest:
+                if rest and not self.done:
                     events.append(Text(rest, self._at + len(text) - len(rest)))
                 return
             try:

@@ -80,6 +80,10 @@ PIECES = st.sampled_from(
 )
 
 
+def test_after_the_last_call_nothing_is_told() -> None:
+    same_however_cut(maker(max_calls=1), "<|channel|> to=functions.f<|message|>{}<|message|>", [])
+
+
 @steady
 @given(st.lists(PIECES, max_size=20).map("".join), places)
 def test_what_comes_out_does_not_depend_on_the_pieces(text: str, at: list[int]) -> None:
