@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, cli, terminal
+from mlx_mtp import __version__, cli, parts, terminal
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.banner import banner as told
 from mlx_mtp.config import ServerConfig
@@ -160,7 +160,7 @@ def test_errors_are_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str
 def test_a_port_in_use_is_told_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(parts, "load", lambda *_, **__: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "--port", port], {}) == 2
@@ -219,7 +219,7 @@ def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("flags", "parts"),
+    ("flags", "words"),
     [
         (["--memory-limit", "40MB"], ("weights take 45.4 MB", "40.0 MB (--memory-limit)")),
         (["--memory-limit", "70MB"], ("leave 24.6 MB", "--prefill-step-size")),
@@ -230,11 +230,11 @@ def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.Monke
     ],
 )
 def test_serve_refuses_what_cannot_fit_with_numbers(
-    flags: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    flags: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", "--port", "0", *flags], {}) == 2
     error = capsys.readouterr().err
-    assert all(part in error for part in parts), error
+    assert all(word in error for word in words), error
 
 
 @pytest.mark.parametrize(
@@ -422,8 +422,8 @@ def test_generate_goes_without_a_head_unless_one_was_asked_for(
             raise MissingHeadError("there is no head")
         return SimpleNamespace(generation_config={}), object()
 
-    monkeypatch.setattr(cli, "_load", load)
-    monkeypatch.setattr(cli, "_engine", lambda *_, **__: None)
+    monkeypatch.setattr(parts, "load", load)
+    monkeypatch.setattr(parts, "engine", lambda *_, **__: None)
     monkeypatch.setattr("mlx_mtp.terminal.stream_answer", lambda *_: 0)
     assert cli.main(["generate", "hi"], {}) == 0
     assert asked == [True, False]

@@ -1,0 +1,150 @@
+"""The parts that `serve` and `generate` put together, made from the command line's options.
+
+Everything heavy is imported when it is needed: see `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.errors import UsageError
+from mlx_mtp.options import PREFIX_CACHE_DIR_SIZE
+
+if TYPE_CHECKING:
+    from mlx_mtp.cache.prefix_store import PrefixStore
+    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.engine.memory_plan import MemoryPlan
+    from mlx_mtp.models.loaded import LoadedModel
+    from mlx_mtp.server.tokenizer import Tokenizer
+
+
+def load(
+    options: argparse.Namespace,
+    *,
+    enable_mtp: bool,
+    before_reading: Callable[[LoadedModel], None] = lambda _: None,
+) -> tuple[LoadedModel, Tokenizer]:
+    """The model and its tokenizer; `before_reading` sees the model before its weights are read."""
+    from mlx_mtp.models.hub import resolve_model
+    from mlx_mtp.models.loader import load_model
+    from mlx_mtp.server.tokenizer import Tokenizer
+
+    path = resolve_model(options.model)
+    loaded = load_model(
+        path, enable_mtp=enable_mtp, dtype=options.dtype, before_reading=before_reading
+    )
+    return loaded, Tokenizer.load(path)
+
+
+def plan_memory(
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
+) -> MemoryPlan:
+    """How the memory will be shared out, before any weight is read."""
+    from mlx_mtp.engine.build import plan_for
+    from mlx_mtp.engine.memory_plan import MemoryLimit, machine_memory, wire_memory
+
+    limit = machine_memory()
+    if options.memory_limit is not None:
+        limit = MemoryLimit(options.memory_limit, "--memory-limit")
+    wanted = options.mtp_draft_vocab
+    num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
+    plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
+    wire_memory(limit)
+    return plan
+
+
+def check_prefix_cache_dir(options: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, before anything is loaded."""
+    flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
+    if options.prefix_cache_dir is None:
+        if options.prefix_cache_dir_size is not None:
+            raise UsageError(f"{of_size} is for {flag}, which is not given.")
+    elif options.prefix_cache_size == 0:
+        raise UsageError(
+            f"{flag} keeps on the disk what the prefix cache has, and --prefix-cache-size 0 turns "
+            "that off: leave one of them out."
+        )
+    elif options.prefix_cache_dir_size == 0:
+        raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")
+
+
+def open_prefix_store(
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig, memory: MemoryPlan
+) -> PrefixStore | None:
+    """The prefix cache on disk, if one is wanted."""
+    from mlx_mtp.engine.build import prefix_store
+
+    if options.prefix_cache_dir is None:
+        return None
+    config = replace(config, prefix_cache_size=memory.prefix_cache)
+    size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
+    path = Path(options.prefix_cache_dir).expanduser()
+    return prefix_store(model, config, options.dtype, path, size)
+
+
+def read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
+    """Read the file, if one is given: what is wrong with it should not be learnt after a load."""
+    from mlx_mtp.server.draft_vocab import FLAG, read_wanted
+
+    if options.mtp_draft_vocab is None:
+        return
+    if not may_draft:
+        raise UsageError(f"{FLAG} is for the MTP head's drafts, and MTP is off: add --enable-mtp.")
+    options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
+
+
+def draft_ids(
+    loaded: LoadedModel, tokenizer: Tokenizer, wanted: int | tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """The draft vocabulary that --mtp-draft-vocab asks for; None: all tokens."""
+    from mlx_mtp.server.draft_vocab import draft_vocabulary
+
+    if wanted is None:
+        return None
+    return draft_vocabulary(wanted, tokenizer, min(tokenizer.vocab_size, loaded.vocab_size))
+
+
+def engine(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    options: argparse.Namespace,
+    config: EngineConfig,
+    memory: MemoryPlan | None = None,
+    store: PrefixStore | None = None,
+) -> Engine:
+    """An engine that has not begun."""
+    import platformdirs
+
+    from mlx_mtp.engine.build import build_engine
+
+    cache_dir = Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp"))
+    return build_engine(
+        loaded,
+        config,
+        tokenizer.vocab_size,
+        tokenizer.eos_token_ids,
+        cache_dir=cache_dir,
+        draft_ids=draft_ids(loaded, tokenizer, options.mtp_draft_vocab),
+        memory=memory,
+        store=store,
+    )
+
+
+def engine_config(options: argparse.Namespace, **limits: Any) -> EngineConfig:
+    """With what both commands have flags for."""
+    return EngineConfig(
+        num_draft_tokens=options.mtp_num_draft_tokens,
+        max_model_len=options.max_model_len,
+        prefill_step_size=options.prefill_step_size,
+        **limits,
+    )
+
+
+def bits(quantization: str) -> int | None:
+    """Of --kv-cache-quantization; None: nothing is quantized."""
+    return None if quantization == "none" else int(quantization)
