@@ -45,14 +45,15 @@ def prompts(tokenizer: Tokenizer, count: int | None = None) -> list[list[int]]:
     return [tokenizer.encode(p["prompt"]) for p in DATA["prompts"][:count]]
 
 
-def test_200_prompts_of_32_tokens_equal_plain_decoding(demo_model, tokenizer):
-    wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts(tokenizer, 200))]
+@pytest.mark.parametrize("count", [80, pytest.param(200, marks=pytest.mark.full)])
+def test_prompts_of_32_tokens_equal_plain_decoding(demo_model, tokenizer, count):
+    wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts(tokenizer, count))]
     got = drive(demo_model, wanted).run()
     ties = Ties()
     for each in wanted:
         reference = plain(demo_model, each, VOCAB, EOS)
         ties.check(f"demo prompt {each.request_id}", got[each.request_id], reference)
-    ties.report("bundled model, 200 prompts, k = 3")
+    ties.report(f"bundled model, {count} prompts, k = 3")
 
 
 @pytest.fixture(scope="module")

@@ -301,14 +301,16 @@ class Engine:
 
     def _loop(self, core: EngineCore) -> None:
         while True:
-            # Published from here alone: other threads must not walk the scheduler's queues.
-            self._stats = core.stats().after(self._earlier)
             self._heartbeat.end()
             self._take_inbox(core, wait=core.idle)
             if self._stopping:
                 return
             self._heartbeat.turn()
-            self._send(core.step())
+            outputs = core.step()
+            # Published from here alone: other threads must not walk the scheduler's queues. And
+            # before the outputs: who has an answer finds it counted.
+            self._stats = core.stats().after(self._earlier)
+            self._send(outputs)
             if core.idle:
                 core.rest()
             if self._keeper is not None:

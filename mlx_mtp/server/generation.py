@@ -59,7 +59,8 @@ class Generation:
         timeout: float = 0.0,
     ) -> None:
         prompts = [request.prompt_token_ids for request in requests[::num_choices]]
-        self.prompt_tokens = sum(map(len, prompts))
+        self._lengths = [len(prompt) for prompt in prompts]
+        self.prompt_tokens = sum(self._lengths)
         self.choices = {request.request_id: make_choice(i) for i, request in enumerate(requests)}
         self._metrics = metrics
         self._timeout = timeout
@@ -170,9 +171,15 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that none of their choices had to compute."""
+        """Tokens of the prompts that none of their choices had to compute.
+
+        Never the last one, which the answer's first token is drawn from: clients take a prompt of
+        no tokens for a fault.
+        """
         reused, n = list(self._reused.values()), self._num_choices
-        return sum(min(reused[i : i + n]) for i in range(0, len(reused), n))
+        return sum(
+            min(*reused[i * n : i * n + n], length - 1) for i, length in enumerate(self._lengths)
+        )
 
     def timings(self) -> dict[str, Any]:
         """The times, in llama.cpp's form.
