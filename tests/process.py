@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import httpx
 import openai
@@ -24,7 +25,7 @@ class Server:
     url: str
     process: subprocess.Popen[str]
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -79,6 +80,7 @@ def running(*flags: str, code: str | None = None) -> Iterator[Server]:
     server = start(*flags, code=code)
     with server.process as process:  # Waits, and closes its pipe.
         try:
-            yield server
+            with server.client:
+                yield server
         finally:
             process.kill()

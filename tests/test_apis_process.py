@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.process import Server, start
+from tests.process import Server, running
 
 MODEL = "mlx-mtp-demo"
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
@@ -25,10 +24,8 @@ THOUGHT = "Is 498 even or odd?"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = start("--enable-mtp", "--mtp-num-draft-tokens", "3", "--dtype", "float32")
-    yield running
-    with running.process as process:
-        process.send_signal(signal.SIGINT)
+    with running("--enable-mtp", "--mtp-num-draft-tokens", "3", "--dtype", "float32") as server:
+        yield server
 
 
 def question(city: str) -> str:

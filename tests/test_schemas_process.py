@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +16,7 @@ from mlx_mtp.sampling.params import MAX_LOGIT_BIAS
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.engine.test_json_schemas import MAX_TOKENS, SCHEMAS, push
 from tests.harness import MEASURED
-from tests.test_server_process import Server, start
+from tests.process import Server, running
 
 QUIET = ("--dtype", "float32", "--log-level", "warning")
 
@@ -25,11 +24,8 @@ QUIET = ("--dtype", "float32", "--log-level", "warning")
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
     depth = ("--enable-mtp", "--mtp-num-draft-tokens", "3")
-    started = {"on": start(*depth, *QUIET), "off": start(*QUIET)}
-    yield started
-    for server in started.values():
-        with server.process as process:
-            process.send_signal(signal.SIGINT)
+    with running(*depth, *QUIET) as first, running(*QUIET) as second:
+        yield {"on": first, "off": second}
 
 
 def bias() -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,18 +9,15 @@ import httpx
 import openai
 import pytest
 
-from tests.process import Server, start
+from tests.process import Server, running
 from tests.test_server_process import QUESTIONS, STORY, ask, stream
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
     """One that follows costs, with little time to measure them first, and one without MTP."""
-    started = {"auto": start("--enable-mtp", "--calibration-seconds", "0.5"), "off": start()}
-    yield started
-    for server in started.values():
-        with server.process as process:
-            process.send_signal(signal.SIGINT)
+    with running("--enable-mtp", "--calibration-seconds", "0.5") as first, running() as second:
+        yield {"auto": first, "off": second}
 
 
 def timings(server: Server, **body: object) -> dict[str, float]:

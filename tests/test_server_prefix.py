@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.process import Server, start
+from tests.process import Server, running
 
 MODEL = "mlx-mtp-demo"
 SYSTEM = "You are an agent. " + " ".join(f"Rule {i}: be kind to the fox." for i in range(40))
@@ -19,10 +18,10 @@ TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "objec
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = start("--enable-mtp", "--mtp-num-draft-tokens", "2", "--prefix-cache-size", "200MB")
-    yield running
-    with running.process as process:
-        process.send_signal(signal.SIGINT)
+    with running(
+        "--enable-mtp", "--mtp-num-draft-tokens", "2", "--prefix-cache-size", "200MB"
+    ) as server:
+        yield server
 
 
 def post(server: Server, path: str, **body: Any) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.process import Server, start
+from tests.process import Server, running
 
 STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
 QUESTIONS = (
@@ -23,11 +22,8 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
     """One with MTP at depth 3 and one without."""
-    started = {"on": start("--enable-mtp", "--mtp-num-draft-tokens", "3"), "off": start()}
-    yield started
-    for server in started.values():
-        with server.process as process:  # waits, and closes its pipe
-            process.send_signal(signal.SIGINT)
+    with running("--enable-mtp", "--mtp-num-draft-tokens", "3") as first, running() as second:
+        yield {"on": first, "off": second}
 
 
 def ask(server: Server, question: str, **options: object) -> str:

@@ -116,10 +116,10 @@ class Context:
                 param="model",
             )
 
-    def sampling(self, options: Options, num_prompts: int = 1) -> SamplingParams:
+    def sampling(self, options: Options) -> SamplingParams:
         """Check the options' numbers, and choose a seed if there is none."""
         info = self.engine.info
-        check_choices(options.n, num_prompts, self.config.max_choices)
+        check_choices(options.n, options.num_prompts, self.config.max_choices)
         check_num_draft_tokens(options.num_draft_tokens, mtp_enabled=info.mtp_enabled)
         seed = self.seeds.next() if options.seed is None else options.seed
         return sampling_params(options, self.defaults, seed, info.vocab_size)

@@ -253,16 +253,17 @@ def form_of_choice(value: object) -> str | None:
     return FORM + kind if isinstance(kind, str) else None
 
 
+FORMS_OF_CHOICE = Discriminator(
+    form_of_choice,
+    custom_error_type=UNSUPPORTED,
+    custom_error_message='must be "auto", "none", "required", or an object of type "function" '
+    'or "allowed_tools"',
+)
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[FunctionChoice, Tag(FORM + "function")]
     | Annotated[AllowedToolsChoice, Tag(FORM + "allowed_tools")],
-    Discriminator(
-        form_of_choice,
-        custom_error_type=UNSUPPORTED,
-        custom_error_message='must be "auto", "none", "required", or an object of type "function" '
-        'or "allowed_tools"',
-    ),
+    FORMS_OF_CHOICE,
 ]
 
 

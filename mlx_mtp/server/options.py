@@ -14,6 +14,7 @@ class Options:
         max_tokens: most tokens of each choice; None: as many as there is room for.
         max_tokens_field: what the API calls it.
         cut_to_context: where there is no room for `max_tokens`, fewer will do.
+        num_prompts: that are answered.
         n: choices for each prompt.
         stop: strings that end a choice.
         stop_token_ids: token ids that do.
@@ -36,6 +37,7 @@ class Options:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    num_prompts: int = 1
     n: int = 1
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()

@@ -1,20 +1,28 @@
-"""The last step of every route that generates: a whole answer, or a stream."""
+"""What every route that generates begins and ends with: what is asked, and the answer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.anthropic.wire import MessagesRequest
+from mlx_mtp.server.body import read_body
 from mlx_mtp.server.clients import key_of
 from mlx_mtp.server.context import Context, OpenGeneration
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.guard import visit_of
 from mlx_mtp.server.openai.stored import StoredChats
+from mlx_mtp.server.options import Options
+from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
 from mlx_mtp.server.whole import assemble
+from mlx_mtp.server.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.writer import Writer
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
 
 
 def context_of(request: Request) -> Context:
@@ -31,13 +39,21 @@ def stored_of(request: Request) -> StoredChats:
     return context.stored(key_of(request.scope) if context.config.api_keys else "")
 
 
-def reserve(request: Request, num_sequences: int) -> None:
-    """Take places for a request's sequences, before any work is done for them.
+async def asked(request: Request, kind: type[Body]) -> tuple[Body, Options, SamplingParams]:
+    """Read and check what is asked for, and take places for its sequences.
 
     Raises:
-        QueueFullError: there are not so many.
+        RequestError: it can't be answered as it is.
+        QueueFullError: there are not so many places.
     """
-    visit_of(request.scope).ticket.reserve(num_sequences)
+    context = context_of(request)
+    body = await read_body(request, kind, context.config.max_body_bytes)
+    context.check_model(body.model)
+    options = body.options()
+    params = context.sampling(options)
+    # Before any work is done for them.
+    visit_of(request.scope).ticket.reserve(options.n * options.num_prompts)
+    return body, options, params
 
 
 async def respond(

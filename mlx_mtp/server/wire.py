@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
@@ -279,6 +280,10 @@ class CompletionRequest(GenerateRequest):
         if self.best_of not in (None, 1, self.n):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self
+
+    def options(self) -> Options:
+        """The numbers, as the server knows them."""
+        return replace(super().options(), num_prompts=len(self.prompts))
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,17 +14,15 @@ from benchmarks.concurrency import contenders
 from mlx_mtp import cli
 from mlx_mtp.bench.tables import NOTHING
 from tests.bench.test_commands import table_of
-from tests.process import Server, start
+from tests.process import Server, running
 
 FEW = ("--rounds", "1", "--max-tokens", "16", "--seed", "3")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    started = start("--enable-mtp", "--mtp-num-draft-tokens", "3", "--api-key", "k")
-    yield started
-    with started.process as process:
-        process.send_signal(signal.SIGINT)
+    with running("--enable-mtp", "--mtp-num-draft-tokens", "3", "--api-key", "k") as server:
+        yield server
 
 
 def test_latency(server, capsys, tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
 
+from tests.process import Server, running
 from tests.server.conftest import serve, tokenizer
-from tests.test_server_process import Server, start
 
 __all__ = ["serve", "tokenizer"]
 
@@ -19,7 +18,5 @@ MODEL = "mlx-mtp-demo"
 def server() -> Iterator[Server]:
     """With float32, for the whole session."""
     flags = ("--enable-mtp", "--mtp-num-draft-tokens", "3", "--dtype", "float32")
-    running = start(*flags)
-    yield running
-    with running.process as process:
-        process.send_signal(signal.SIGINT)
+    with running(*flags) as server:
+        yield server

@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from mlx_mtp.errors import UnsupportedParameterError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.body import read_body
 from mlx_mtp.server.context import Context, answer_id
 from mlx_mtp.server.openai.answers import ChatWriter, Head, OpenAIWriter, TextWriter
 from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
-from mlx_mtp.server.respond import context_of, reserve, respond, stored_of
+from mlx_mtp.server.respond import asked, context_of, respond, stored_of
 from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
 
 W = TypeVar("W", bound=OpenAIWriter)
@@ -24,11 +23,7 @@ W = TypeVar("W", bound=OpenAIWriter)
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     context = context_of(request)
-    body = await read_body(request, ChatRequest, context.config.max_body_bytes)
-    context.check_model(body.model)
-    options = body.options()
-    params = context.sampling(options)
-    reserve(request, options.n)
+    body, options, params = await asked(request, ChatRequest)
     writer = _writer(ChatWriter, context, body, params, answer_id("chatcmpl"))
     storing = await _storing(writer, request, body) if body.store else writer
     generation = await context.chat(writer.request_id, body.conversation(), options, params)
@@ -38,11 +33,7 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     context = context_of(request)
-    body = await read_body(request, CompletionRequest, context.config.max_body_bytes)
-    context.check_model(body.model)
-    options = body.options()
-    params = context.sampling(options, num_prompts=len(body.prompts))
-    reserve(request, options.n * len(body.prompts))
+    body, options, params = await asked(request, CompletionRequest)
     writer = _writer(TextWriter, context, body, params, answer_id("cmpl"))
     generation = await context.complete(
         writer.request_id, body.prompts, options, params, body.guided()

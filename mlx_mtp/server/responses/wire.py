@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     FailFast,
     Field,
     Tag,
@@ -20,13 +19,12 @@ from mlx_mtp.server import conversation
 from mlx_mtp.server.conversation import Conversation, Message
 from mlx_mtp.server.messages import (
     FORM,
+    FORMS_OF_CHOICE,
     MAX_MESSAGES,
     MAX_TOOLS,
-    UNSUPPORTED,
     WireModel,
     at_most,
     few_values,
-    form_of_choice,
     refusal,
 )
 from mlx_mtp.server.options import Options
@@ -89,12 +87,7 @@ ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[NamedTool, Tag(FORM + "function")]
     | Annotated[AllowedTools, Tag(FORM + "allowed_tools")],
-    Discriminator(
-        form_of_choice,
-        custom_error_type=UNSUPPORTED,
-        custom_error_message='must be "auto", "none", "required", or an object of type "function" '
-        'or "allowed_tools"',
-    ),
+    FORMS_OF_CHOICE,
 ]
 
 
