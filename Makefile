@@ -16,7 +16,7 @@ help:
 	@echo "make serve      set up and serve the bundled model (PORT=8000 MODEL= ARGS=)"
 	@echo "make test       set up and run the quick tests"
 	@echo "make test-full  the long matrix, the real clients and the soak"
-	@echo "make check      format, lint, types, direction of imports"
+	@echo "make check      format, lint, types, direction of imports, every test can be imported"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the speed table of docs/benchmarks.md on this machine (ARGS=)"
 
@@ -48,6 +48,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --collect-only -qq >/dev/null
 
 format: setup
 	$(BIN)/ruff format .

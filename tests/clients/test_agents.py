@@ -17,9 +17,9 @@ from tests.clients.agents import AGENTS, FOLDER, Agent, Outcome, run
 from tests.clients.npm import installed
 from tests.clients.recorder import Exchange, Recorder, recording
 from tests.harness import MEASURED
+from tests.process import Server
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer
-from tests.test_server_process import Server
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 

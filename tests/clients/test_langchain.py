@@ -21,10 +21,10 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients.conftest import MODEL
+from tests.process import Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, Output, answer
-from tests.test_server_process import Server
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
 from tests.clients.conftest import MODEL
-from tests.test_server_process import Server
+from tests.process import Server
 
 litellm = pytest.importorskip("litellm", reason="litellm is in the extra `clients`")
 

@@ -13,7 +13,7 @@ from tests.clients.asking import CITIES, SENTENCE, WEATHER
 from tests.clients.conftest import MODEL
 from tests.clients.npm import HERE, environment, installed
 from tests.harness import MEASURED
-from tests.test_server_process import Server
+from tests.process import Server
 
 pytestmark = pytest.mark.full
 

@@ -13,10 +13,10 @@ from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
 from tests.clients.conftest import MODEL
 from tests.clients.shapes import CHAT, check_stream, check_whole
+from tests.process import Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
 from tests.server.wire_help import saying
-from tests.test_server_process import Server
 
 HEADERS = {
     "Authorization": "Bearer none",

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, WEATHER, called, weather_question
 from tests.clients.conftest import MODEL
-from tests.test_server_process import Server
+from tests.process import Server
 
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": SENTENCE.question}]}

@@ -24,10 +24,10 @@ from tests.clients.shapes import (
     check_whole,
     streamed_calls_in,
 )
+from tests.process import Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
-from tests.test_server_process import Server
 
 CAPTURES = captures.load()
 LONG = FakeInfo(max_model_len=262_144)

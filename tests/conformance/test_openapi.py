@@ -14,7 +14,7 @@ from tests.conformance.runner import HERE, MODEL
 from tests.conformance.sources import directory
 from tests.conformance.suites import OPENAPI
 from tests.harness import MEASURED
-from tests.test_server_process import Server, start
+from tests.process import Server, running
 
 SECONDS = 90
 PATHS = (
@@ -37,10 +37,8 @@ CHECKS = "not_a_server_error,response_schema_conformance,content_type_conformanc
 @pytest.fixture(scope="module")
 def server():
     # A log of each request would fill the pipe, which nobody reads.
-    running = start("--enable-mtp", "--dtype", "float32", "--log-level", "warning")
-    yield running
-    with running.process as process:
-        process.terminate()
+    with running("--enable-mtp", "--dtype", "float32", "--log-level", "warning") as server:
+        yield server
 
 
 def run(server: Server, folder: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
