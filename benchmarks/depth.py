@@ -5,7 +5,7 @@ round, each with a fresh set of requests and the costs and acceptance it has lea
 that a machine that slows down slows them all. A second table does the same with a head whose
 weights are random, so that no draft is right.
 
-    python -m benchmarks.depth [--rounds 7] [--rows 1 4 16] [--max-tokens 128] [--json FILE]
+    python -m benchmarks.depth [--rounds 7] [--rows 1 4 16] [--depths 0 1 2 3 4] ...
 
 On a machine that others use too, `OPENBLAS_NUM_THREADS=1` takes most of the noise away.
 """
@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--depths", nargs="+", default=["0", "1", "2", "3", "4"])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write every speed here")
     given = parser.parse_args()
@@ -113,7 +114,7 @@ def main() -> None:
     spoil(spoiled)
     everything: dict[str, dict[int, Speeds]] = {}
     for title, model, depths in (
-        ("the model's own head", good, ("0", "1", "2", "3", "4", "auto")),
+        ("the model's own head", good, (*given.depths, "auto")),
         ("a head of random weights", spoiled, ("0", "1", "auto")),
     ):
         found = {
