@@ -24,8 +24,8 @@ class EngineConfig:
         max_model_len: most tokens of prompt and answer together; None: what the model allows.
         prefill_step_size: most tokens, padding included, that one prefill chunk computes.
         overlap: launch step i+1 before the tokens of step i are read.
-        calibration_seconds: how long "auto" may measure steps before the first request is served,
-            where no earlier run has; 0 doesn't, and leaves it to be learned in use.
+        calibration_seconds: how long "auto" may measure steps before the first request is served;
+            0 doesn't, and leaves it to be learned in use, or to what an earlier run measured.
         prefix_cache_size: bytes that the prefixes of earlier prompts and answers may take; 0 keeps
             none.
         kv_cache_quantization: bits that their KV is stored with, 8 or 4; None: as it is. What runs

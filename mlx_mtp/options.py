@@ -162,7 +162,7 @@ SERVE_FLAGS = (
     ),
     Flag(
         "--calibration-seconds",
-        "time to measure step costs before the first request, where no run has; 0 doesn't",
+        "most time to measure step costs before the first request; 0 doesn't",
         at_least(0.0),
         2.0,
         "X",

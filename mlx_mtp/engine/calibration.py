@@ -26,6 +26,8 @@ _CELLS = (
     *((4, depth) for depth in (2, 5, 8)),
 )
 """(rows, depth), the most telling first: time may run out. The others are inferred from these."""
+_CHECKED = frozenset(_CELLS[:4])
+"""Measured at every start, even if they are known: an earlier run's machine may have been busy."""
 _PROMPT_TOKENS = 8
 _STEPS = 6
 """Timed steps of a cell; the first compiles kernels and isn't used."""
@@ -60,7 +62,7 @@ def calibrate(
     The server's counters and rates of acceptance so stay untouched.
 
     Args:
-        costs: takes in what is measured.
+        costs: takes in what is measured; what it knows already is measured again in part.
         config: `calibration_seconds` and the limits.
         runner: idle, and idle again afterwards.
         stopping: asked after each step; ends it.
@@ -73,7 +75,12 @@ def calibrate(
     def over() -> bool:
         return stopping() or clock() > deadline
 
+    table = costs.table()
+    # A size that lacks a depth is measured whole: only what ran side by side can be compared.
+    partial = {size for size, depth in _CELLS if depth not in table.get(size, ())}
     for size, depth in _CELLS:
+        if not (size in partial or (size, depth) in _CHECKED):
+            continue
         if over() or (
             size <= config.max_num_seqs and not _measure(core, recorder, size, depth, over)
         ):

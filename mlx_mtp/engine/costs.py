@@ -51,7 +51,7 @@ class CostKeeper:
     def begin(
         self, config: EngineConfig, runner: ModelRunner, *, stopping: Callable[[], bool]
     ) -> None:
-        """Load what an earlier run measured; else measure, if the config gives time for it.
+        """Load what an earlier run measured; measure what is missing, if there is time for it.
 
         Args:
             config: the engine's.
@@ -62,7 +62,7 @@ class CostKeeper:
         if self._saved:
             self._costs.load(self._saved)
             logger.info("Step costs of an earlier run: %s", _described(self._saved))
-        elif config.calibration_seconds > 0:
+        if config.calibration_seconds > 0:
             began = self._clock()
             calibrate(self._costs, config, runner, stopping=stopping)
             logger.info(

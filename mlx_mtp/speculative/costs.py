@@ -20,7 +20,7 @@ _RECENT = 64
 """Readings further apart than so many steps are not compared: too much may have changed."""
 _LARGEST_SURPRISE = math.log(2.0)
 _MOST_TRUST = 8.0
-_STORED_TRUST = 2.0
+_STORED_TRUST = 1.0
 """Of a cell from an earlier run."""
 _FORGETTING = 0.998
 """What a reading leaves of the trust in the other depths of its batch size."""

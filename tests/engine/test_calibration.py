@@ -47,6 +47,20 @@ def test_it_measures_sizes_near_1_and_leaves_the_runner_idle(runner):
     assert not runner.batches.ready
 
 
+def test_what_an_earlier_run_measured_is_checked_in_part(runner):
+    known = {1: dict.fromkeys((0, 2, 3, 4, 6, 8), 1.0) | {1: 1000.0}, 4: {0: 1.0, 1: 1.0}}
+    costs = StepCosts(K)
+    costs.load(known)
+    before = costs.relative(1)[1]
+    calibrate(costs, EngineConfig(calibration_seconds=60.0), runner, stopping=never)
+    assert costs.relative(1)[1] < 0.8 * before
+    table = costs.table()
+    # One row is known but checked, four rows lack depths, and of two nothing is known.
+    assert table[1][8] == pytest.approx(table[1][6])
+    assert {0, 1, 2, 3, 5, 8} == set(table[4])
+    assert {0, 1, 3} == set(table[2])
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_its_time_is_bounded(runner, overlap):
     """By a clock that moves a tenth of a second each time it is read."""
@@ -113,7 +127,7 @@ class Served:
         return tuple(self.tokens[wanted.request_id])
 
 
-def test_an_engine_measures_once_and_counts_nothing_of_it(tiny_models, tmp_path, caplog):
+def test_an_engine_measures_and_counts_nothing_of_it(tiny_models, tmp_path, caplog):
     caplog.set_level("INFO", "mlx_mtp")
     model = tiny_models["qwen3_next"]
     wanted = request("r", [5, 6, 7], greedy(25, ignore_eos=True))
@@ -126,8 +140,8 @@ def test_an_engine_measures_once_and_counts_nothing_of_it(tiny_models, tmp_path,
         assert (stats.prompt_tokens, stats.generation_tokens) == (3, 25)
         assert stats.num_draft_tokens < 8 * 25
         served.engine.stop()
-        said = "measured in" if number == 0 else "of an earlier run"
-        assert f"Step costs {said}" in caplog.text
+        assert "Step costs measured in" in caplog.text
+        assert ("Step costs of an earlier run" in caplog.text) == (number == 1)
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["seconds"]["1"]
 
