@@ -18,11 +18,11 @@ from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.openai.wire import CompletionRequest
 from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
 from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.protocols import EngineInfoLike, EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import CompletionRequest
 
 _PATIENCE = 1.0
 """Seconds of silence after which the engine's health is looked at."""

@@ -15,11 +15,11 @@ from mlx_mtp.server.context import Context, OpenGeneration
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.guard import visit_of
 from mlx_mtp.server.openai.stored import StoredChats
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.options import Options
 from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
 from mlx_mtp.server.whole import assemble
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.writer import Writer
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)

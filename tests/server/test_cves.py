@@ -26,10 +26,10 @@ from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, Unsupporte
 from mlx_mtp.models.hub import _FILES, BUNDLED_MODEL, resolve_model
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.http_protocol import MAX_HEADER_BYTES, MAX_HEADERS
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.token_routes import DetokenizeRequest, TokenizeRequest
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 from tests.server.raw_http import error_of, exchange, request_bytes

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError
 from mlx_mtp.server import body as body_module
+from mlx_mtp.server.openai.wire import ChatRequest
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import ChatRequest
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
 

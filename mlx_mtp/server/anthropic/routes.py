@@ -8,8 +8,8 @@ from starlette.responses import JSONResponse, Response
 from mlx_mtp.server.anthropic.answers import MessageWriter
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.body import read_body
+from mlx_mtp.server.fields import MAX_PROMPT_IDS
 from mlx_mtp.server.respond import asked, context_of, respond
-from mlx_mtp.server.wire import MAX_PROMPT_IDS
 from mlx_mtp.server.writer import new_id
 
 

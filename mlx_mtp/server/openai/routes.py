@@ -14,8 +14,8 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.context import Context, answer_id
 from mlx_mtp.server.openai.answers import ChatWriter, Head, OpenAIWriter, TextWriter
 from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.respond import asked, context_of, respond, stored_of
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
 
 W = TypeVar("W", bound=OpenAIWriter)
 
