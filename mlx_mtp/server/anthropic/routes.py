@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.anthropic.answers import MessageWriter
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
+from mlx_mtp.server.anthropic.writer import MessageWriter
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.fields import MAX_PROMPT_IDS
 from mlx_mtp.server.respond import admit, context_of, respond

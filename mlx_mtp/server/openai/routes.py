@@ -13,9 +13,9 @@ from mlx_mtp.errors import UnsupportedParameterError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.context import Context, answer_id
-from mlx_mtp.server.openai.answers import ChatWriter, Head, OpenAIWriter, TextWriter
 from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.openai.writer import ChatWriter, Head, OpenAIWriter, TextWriter
 from mlx_mtp.server.respond import admit, context_of, respond, stored_of
 
 W = TypeVar("W", bound=OpenAIWriter)

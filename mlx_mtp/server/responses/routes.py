@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.respond import admit, context_of, respond
-from mlx_mtp.server.responses.answers import Items
+from mlx_mtp.server.responses.output_items import Items
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
 from mlx_mtp.server.responses.writer import ResponseWriter
 

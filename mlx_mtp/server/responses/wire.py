@@ -35,7 +35,7 @@ from mlx_mtp.server.fields import (
 )
 from mlx_mtp.server.openai.messages import FORMS_OF_CHOICE
 from mlx_mtp.server.options import Options
-from mlx_mtp.server.responses.items import Item, as_items, messages_of
+from mlx_mtp.server.responses.input_items import Item, as_items, messages_of
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.thinking import Effort, with_effort
