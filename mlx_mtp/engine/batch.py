@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Many
 
 import mlx.core as mx
 import numpy as np
@@ -41,7 +41,7 @@ class Batch:
 
     def __init__(
         self,
-        sequences: Rows[Sequence],
+        sequences: Many[Sequence],
         cache: BatchCache,
         draft_state: DraftState | None,
         vocab_size: int,
@@ -155,7 +155,7 @@ class Batch:
             yield from self.draft_state.arrays()
 
 
-def _padded(ids: Rows[tuple[int, ...]]) -> np.ndarray:
+def _padded(ids: Many[tuple[int, ...]]) -> np.ndarray:
     out = np.full((len(ids), max(map(len, ids), default=0)), -1, dtype=np.int32)
     for row, values in enumerate(ids):
         out[row, : len(values)] = values

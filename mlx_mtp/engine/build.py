@@ -14,7 +14,7 @@ from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_keys import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
-from mlx_mtp.engine.costs import CostKeeper, fingerprint
+from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
 from mlx_mtp.engine.footprint import footprint
 from mlx_mtp.engine.memory_plan import MemoryLimit, MemoryPlan, plan_memory

@@ -17,7 +17,7 @@ from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.costs import CostKeeper
+from mlx_mtp.engine.cost_keeper import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens

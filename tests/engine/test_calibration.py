@@ -13,7 +13,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.calibration import calibrate
-from mlx_mtp.engine.costs import CostKeeper, fingerprint
+from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.cost_store import CostStore
 from mlx_mtp.speculative.costs import StepCosts

@@ -15,7 +15,7 @@ from mlx_mtp.server.body import read_body
 from mlx_mtp.server.context import Context, answer_id
 from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
-from mlx_mtp.server.openai.writer import ChatWriter, Head, OpenAIWriter, TextWriter
+from mlx_mtp.server.openai.writer import ChatWriter, Envelope, OpenAIWriter, TextWriter
 from mlx_mtp.server.respond import admit, context_of, respond, stored_of
 
 W = TypeVar("W", bound=OpenAIWriter)
@@ -76,7 +76,7 @@ def _writer(
     params: SamplingParams,
     request_id: str,
 ) -> W:
-    head = Head(
+    envelope = Envelope(
         request_id=request_id,
         created=int(time.time()),
         model=context.config.model_name,
@@ -84,7 +84,7 @@ def _writer(
         fingerprint=context.fingerprint,
     )
     return kind(
-        head,
+        envelope,
         context.tokenizer,
         with_logprobs=params.top_logprobs is not None,
         include_usage=body.include_usage,

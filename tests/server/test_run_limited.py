@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.server.time_limit import run_limited
+from mlx_mtp.server.run_limited import run_limited
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, answer
