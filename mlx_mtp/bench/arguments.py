@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
-from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.config import DTYPE_NAMES, MAX_DRAFT_TOKENS
 from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
 from mlx_mtp.options import DRAFT_VOCAB
 
@@ -120,7 +120,7 @@ def _add_offline(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=one_of("auto", "float32", "bfloat16", "float16"),
+        type=one_of("auto", *DTYPE_NAMES),
         default="auto",
         help="compute in auto, float32, bfloat16 or float16 (default: auto)",
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_mtp.backend import physical_memory
 from mlx_mtp.convert.console import size_text
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.footprint import Footprint
@@ -217,7 +218,7 @@ def wire_memory(limit: MemoryLimit) -> None:
 
 
 def _host_memory() -> MemoryLimit:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = physical_memory()
     found = MemoryLimit(total, "of the machine")
     available = _meminfo("MemAvailable")
     if available is not None:

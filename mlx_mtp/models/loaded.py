@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import ModelError
-from mlx_mtp.models.family import Family, lm_logits, output_layer
+from mlx_mtp.models.family import Family, lm_logits, output_layer, text_config
 from mlx_mtp.models.head import MTPHead
 
 _FEW_ROWS = 4
@@ -47,10 +48,9 @@ class LoadedModel:
         return str(self.config["model_type"])
 
     @property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> Mapping[str, Any]:
         """The language model's part of config.json."""
-        nested = self.config.get("text_config")
-        return nested if isinstance(nested, dict) else self.config
+        return text_config(self.config)
 
     @property
     def max_model_len(self) -> int:

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
+from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import (
     CheckpointError,
     MissingHeadError,
@@ -22,7 +23,7 @@ from mlx_mtp.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from mlx_mtp.models.family import Family
+from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import (
     PREFIXES,
@@ -39,7 +40,7 @@ from mlx_mtp.models.head_weights import (
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.registry import family_of
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 # A quantized model is expanded to float32 on the CPU only if it takes less of the memory.
 _DEQUANTIZED_SHARE = 0.5
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
@@ -106,8 +107,7 @@ def _check_no_code(path: Path, config: dict[str, Any]) -> None:
     mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
     model's code is run shall not depend on a library's default.
     """
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
+    for part in (config, text_config(config)):
         if part.get("model_file") is not None:
             raise UnsupportedModelError(
                 f"{path / 'config.json'} names a Python file to be run, as model_file "

@@ -11,6 +11,7 @@ from importlib import metadata
 import mlx.core as mx
 
 from mlx_mtp import __version__
+from mlx_mtp.backend import physical_memory
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models.loaded import LoadedModel
 
@@ -25,7 +26,7 @@ class Machine:
         versions: of this package, mlx, mlx-lm and Python.
         os: name and release.
         device: that mlx computes on, by name.
-        memory: of the device, bytes; None if it can't be known.
+        memory: of the device, bytes.
         backend: "cpu", "metal" or "cuda".
         details: what else there is to know of the backend, in words.
     """
@@ -33,14 +34,14 @@ class Machine:
     versions: dict[str, str]
     os: str
     device: str
-    memory: int | None
+    memory: int
     backend: str
     details: str
 
     @property
     def memory_text(self) -> str:
         """In GiB."""
-        return "memory unknown" if self.memory is None else f"{self.memory / _GIB:.0f} GiB"
+        return f"{self.memory / _GIB:.0f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,13 @@ def describe_machine(details: str) -> Machine:
         details: of the backend, in words.
     """
     info = mx.device_info()
-    memory = info.get("memory_size") or info.get("total_memory") or _host_memory()
+    memory = info.get("memory_size") or info.get("total_memory") or physical_memory()
     versions = {"mlx-mtp": __version__, "mlx": _version("mlx"), "mlx-lm": _version("mlx-lm")}
     return Machine(
         versions=versions | {"Python": platform.python_version()},
         os=platform.platform(),
         device=str(info.get("device_name") or info.get("architecture") or platform.machine()),
-        memory=None if memory is None else int(memory),
+        memory=int(memory),
         backend=gpu.backend() or "cpu",
         details=details,
     )
@@ -116,10 +117,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _host_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
