@@ -13,7 +13,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.guide import DraftSampler, Guide
-from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.sampling.sampler import Drawing, Sampler
 from mlx_mtp.speculative.acceptance import Verdict
 from mlx_mtp.speculative.proposer import DraftState
 
@@ -102,8 +102,7 @@ class Batch:
         """What the proposer keeps for each position, complete; None if that is nothing."""
         return None if self.draft_state is None else self.draft_state.prefix_kv()
 
-    @property
-    def drafter(self) -> Sampler:
+    def make_drafter(self) -> Drawing:
         """Draws the drafts that follow what was settled."""
         return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
 
