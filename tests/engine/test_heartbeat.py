@@ -62,7 +62,6 @@ def test_a_fast_step_that_hangs_is_told_within_five_seconds(beat: Heartbeat, clo
     clock.now += HANG_SECONDS - 0.1
     assert beat.hang() is None
     clock.now += 0.3
-    assert HANG_SECONDS + 0.2 < 5.0
     assert "in a decoding step of 2 rows for 4.2 s, which may take 4.0 s" in (beat.hang() or "")
     beat.end()
     assert beat.hang() is None
