@@ -17,6 +17,7 @@ from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
 from mlx_mtp.engine.footprint import footprint
+from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.memory_plan import MemoryLimit, MemoryPlan, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
@@ -45,6 +46,7 @@ def build_engine(
     draft_ids: Sequence[int] | None = None,
     memory: MemoryPlan | None = None,
     store: PrefixStore | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Engine:
     """Put an engine together. It speculates if the model was loaded with its head.
 
@@ -60,6 +62,7 @@ def build_engine(
         memory: how the memory is shared out; None: it is not watched.
         store: of `prefix_store`, where the prefix cache is kept on the disk as well; the engine
             closes it when it is stopped.
+        heartbeat: tells whether a step hangs; None: with its usual patience.
 
     Raises:
         UsageError: a limit is out of range, or `draft_ids` are wrong or not for a head.
@@ -106,6 +109,7 @@ def build_engine(
         lambda: ModelRunner(model, proposer, vocab_size, prefixes),
         depth,
         keeper,
+        heartbeat,
         prefixes=None if prefixes is None else prefixes.tree,
         memory=None if memory is None else memory.admission(),
         store=store,
