@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
@@ -24,8 +24,6 @@ from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.protocols import EngineInfoLike, EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
 
-_PATIENCE = 1.0
-"""Seconds of silence after which the engine's health is looked at."""
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -73,7 +71,7 @@ def stream_answer(
         engine.submit(request)
         times: list[tuple[float, int]] = []
         while choice.finish_reason is None:
-            at, output = _next(arrived, engine)
+            at, output = next_arrival(arrived, engine)
             for piece in choice.take(output).pieces:
                 assert isinstance(piece, Content), "plain text has no other pieces"
                 print(piece.text, end="", flush=True)
@@ -84,21 +82,6 @@ def stream_answer(
     prompt_tokens = len(request.prompt_token_ids)
     print(summary(choice, prompt_tokens, began, times, engine.info), file=sys.stderr)
     return 0
-
-
-def _next(
-    arrived: queue.SimpleQueue[tuple[float, RequestOutput]], engine: EngineLike
-) -> tuple[float, RequestOutput]:
-    while True:
-        healthy = engine.healthy
-        try:
-            return arrived.get(timeout=_PATIENCE)
-        except queue.Empty:
-            # Asked before the wait: what a dying engine still sent has had the time to come.
-            if not healthy:
-                raise EngineStoppedError(
-                    f"The engine has stopped: {engine.unhealthy_reason}"
-                ) from None
 
 
 def summary(

@@ -15,18 +15,14 @@ from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.bench.runs import Asking
 from mlx_mtp.config import DraftTokens, EngineConfig
+from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 
 Arrived = tuple[float, Sequence[RequestOutput]]
-_PATIENCE = 1.0
-"""Seconds of silence after which the engine's health is looked at."""
-
-
 OFF = "MTP off"
 
 
@@ -160,7 +156,7 @@ class EngineSubject:
             self._engine.submit(request)
         unfinished = set(recorders)
         while unfinished:
-            at, outputs = self._next()
+            at, outputs = next_arrival(self._arrived, self._engine)
             self._observe(outputs)
             for output in outputs:
                 if recorders[output.request_id].take(at, output):
@@ -177,18 +173,6 @@ class EngineSubject:
         )
         ids = self._tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
         return Request(f"bench-{next(self._numbers)}", ids, sampling)
-
-    def _next(self) -> Arrived:
-        while True:
-            healthy = self._engine.healthy
-            try:
-                return self._arrived.get(timeout=_PATIENCE)
-            except queue.Empty:
-                # Asked before the wait: what a dying engine still sent has had the time to come.
-                if not healthy:
-                    raise EngineStoppedError(
-                        f"The engine has stopped: {self._engine.unhealthy_reason}"
-                    ) from None
 
 
 class _Recorder:

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from mlx_mtp import cli
-from mlx_mtp.bench import offline
 from mlx_mtp.bench.answer import Split
 from mlx_mtp.bench.arguments import offline_spelling
 from mlx_mtp.bench.offline import EngineSubject, make_engine
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.bench.runs import Asking
+from mlx_mtp.engine import arrivals
 from mlx_mtp.errors import EngineStoppedError, StepError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def test_a_step_that_fails_ends_the_measurement():
 
 
 def test_an_engine_that_dies_silently_is_noticed(monkeypatch):
-    monkeypatch.setattr(offline, "_PATIENCE", 0.01)
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
 
     def silent(_):
         engine.unhealthy_reason = "it was ill"

@@ -20,10 +20,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, cli, parts, terminal
+from mlx_mtp import __version__, cli, parts
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.banner import banner as told
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine import arrivals
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, size
 from mlx_mtp.models import loader
@@ -382,7 +383,7 @@ def test_generate_takes_the_room_that_there_is(
 def test_generate_ends_when_the_engine_dies_silently(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_PATIENCE", 0.01)
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
     engine = FakeEngine(answer([300]))
 
     def dying() -> None:
