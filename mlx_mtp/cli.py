@@ -24,7 +24,6 @@ from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
 from mlx_mtp.flags import add_flags, characters, resolve
 from mlx_mtp.options import (
-    ANSWER_TOKENS,
     BUNDLED_NAME,
     GENERATE_FLAGS,
     SERVE_FLAGS,
@@ -178,7 +177,7 @@ def generate(options: argparse.Namespace) -> int:
         loaded, tokenizer = parts.load(options, enable_mtp=False)
     # One answer isn't worth a measurement; what a server or other answers measured is used.
     engine = parts.engine(loaded, tokenizer, options, parts.engine_config(options, max_num_seqs=1))
-    return stream_answer(engine, tokenizer, loaded.generation_config, options, ANSWER_TOKENS)
+    return stream_answer(engine, tokenizer, loaded.generation_config, options)
 
 
 def bench(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

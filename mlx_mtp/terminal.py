@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.options import ANSWER_TOKENS
 from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
@@ -43,7 +44,6 @@ def stream_answer(
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
-    most_tokens: int = 512,
 ) -> int:
     """Print an answer as it comes, and its speed on standard error; returns the exit status.
 
@@ -52,12 +52,11 @@ def stream_answer(
         tokenizer: the model's own.
         generation_config: the model's generation_config.json.
         options: the command line's.
-        most_tokens: of the answer, where `options` don't say.
 
     Raises:
         MlxMtpError: the answer can't be given, or the engine died.
     """
-    request, stops = _request(engine, tokenizer, generation_config, options, most_tokens)
+    request, stops = _request(engine, tokenizer, generation_config, options)
     choice = Choice(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
     arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
 
@@ -119,7 +118,6 @@ def _request(
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
-    most_tokens: int,
 ) -> tuple[Request, list[str]]:
     asked = [Message("user", options.prompt)]
     if options.system is not None:
@@ -138,6 +136,6 @@ def _request(
     prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
     (request,) = engine_requests("generate", [prompt], params, wanted, engine.info)
     if body.max_tokens is None:
-        limit = min(request.sampling.max_tokens, most_tokens)
+        limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
     return request, body.stop
