@@ -23,6 +23,7 @@ from mlx_mtp.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from mlx_mtp.models import few_rows
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import (
@@ -93,6 +94,7 @@ def load_model(
         model=found.model,
         family=family,
         head_source=None if head is None else head.source,
+        slow_few_rows=few_rows.are_slow(config),
     )
     loaded.check()
     before_reading(loaded)
