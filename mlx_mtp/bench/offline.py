@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -41,16 +39,6 @@ class ChatTokenizer(Protocol):
         """Token ids of a chat, up to where the answer begins."""
 
 
-@dataclass(frozen=True)
-class _WithoutHead(LoadedModel):
-    """The same weights, decoded plainly."""
-
-    @property
-    def head(self) -> None:
-        """None, whatever was loaded."""
-        return
-
-
 def make_engine(
     model: LoadedModel,
     tokenizer: ChatTokenizer,
@@ -71,8 +59,7 @@ def make_engine(
         draft_ids: the only tokens that may be drafted; None: all.
     """
     if depth == 0:
-        fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        model, draft_ids = _WithoutHead(**fields | {"head_source": None}), None
+        model, draft_ids = model.without_head(), None
     config = EngineConfig(
         num_draft_tokens=depth,
         max_num_seqs=max_num_seqs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,11 @@ class LoadedModel:
     @property
     def head(self) -> MTPHead | None:
         """The MTP head, if it was loaded."""
-        return self.model.get("mtp")
+        return None if self.head_source is None else self.model.get("mtp")
+
+    def without_head(self) -> LoadedModel:
+        """The same weights, to be decoded plainly."""
+        return replace(self, head_source=None)
 
     def make_cache(self, batch_size: int) -> BatchCache:
         """Empty caches for the trunk's layers."""
