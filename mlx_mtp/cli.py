@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
-from mlx_mtp.bench.arguments import add_bench, offline_spelling
+from mlx_mtp.bench.arguments import add_bench
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     # transformers would advise to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     parser = _parser()
-    given = parser.parse_args(offline_spelling(sys.argv[1:] if argv is None else argv))
+    given = parser.parse_args(argv)
     try:
         if given.command == "serve":
             return serve(resolve(given, SERVE_FLAGS, environ))
