@@ -26,25 +26,25 @@ from mlx_mtp import backend
 
 BACKEND = backend.prepare()
 
-import mlx.core as mx  # noqa: E402
-from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig  # noqa: E402
-from mlx_mtp.engine.calibration import calibrate  # noqa: E402
-from mlx_mtp.engine.core import EngineCore  # noqa: E402
-from mlx_mtp.engine.request import Request  # noqa: E402
-from mlx_mtp.engine.runner import ModelRunner  # noqa: E402
-from mlx_mtp.engine.scheduler import Scheduler  # noqa: E402
-from mlx_mtp.engine.sequence import Sequence  # noqa: E402
-from mlx_mtp.models.hub import BUNDLED_MODEL  # noqa: E402
-from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
-from mlx_mtp.models.loader import load_model  # noqa: E402
-from mlx_mtp.sampling.params import SamplingParams  # noqa: E402
-from mlx_mtp.server.tokenizer import Tokenizer  # noqa: E402
-from mlx_mtp.speculative.controller import DepthController  # noqa: E402
-from mlx_mtp.speculative.costs import StepCosts  # noqa: E402
-from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth  # noqa: E402
-from mlx_mtp.speculative.proposer import MTPProposer  # noqa: E402
+from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.engine.calibration import calibrate
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.speculative.controller import DepthController
+from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
+from mlx_mtp.speculative.proposer import MTPProposer
 
 CALIBRATION_SECONDS = 2.0
 STORIES = [
