@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mlx_mtp import backend
 
@@ -151,13 +152,14 @@ def write_alone(path: Path, size: int) -> float:
     return seconds
 
 
-def quantize_alone(path: Path, setting: dict[str, object]) -> float:
+def quantize_alone(path: Path, setting: dict[str, Any]) -> float:
     """Seconds in `mx.quantize` of every matrix; reading them (and FP8's decoding) isn't counted."""
     total = 0.0
     if setting["bits"] == UNQUANTIZED:
         return total
+    tensors: Any = mx.load(str(path))
     with mx.stream(mx.cpu):
-        for name, value in mx.load(str(path)).items():
+        for name, value in tensors.items():
             if value.ndim < 2 or name.endswith("_scale_inv"):
                 continue
             is_fp8 = value.dtype == mx.uint8
@@ -202,9 +204,8 @@ def write_source(path: Path, *, fp8: bool) -> None:
         for dtype, shape in shapes.values():
             values = random.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
             as_bf16 = mx.array(values).astype(mx.bfloat16).view(mx.uint16)
-            file.write(
-                np.array(mx.to_fp8(mx.array(values * 1000)) if dtype == "F8_E4M3" else as_bf16)
-            )
+            stored = mx.to_fp8(mx.array(values * 1000)) if dtype == "F8_E4M3" else as_bf16
+            file.write(np.array(stored).data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -24,6 +24,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.shapes import SHAPES, build
+from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
@@ -99,7 +100,7 @@ def decoding_core(model: LoadedModel, *, rows: int, depth: int | None, context: 
     sequences = []
     for row in range(rows):
         tokens = mx.random.randint(10, model.vocab_size, (_PROMPT,), key=mx.random.key(row))
-        request = Request(str(row), tuple(tokens.tolist()), sampling)
+        request = Request(str(row), tuple(map(int, tokens)), sampling)
         sequences.append(Sequence(request, (), _ENDLESS))
         core.add(sequences[-1])
     while any(s.status is not Status.DECODING for s in sequences):
@@ -115,7 +116,7 @@ def _stretch(runner: ModelRunner, sequences: list[Sequence], more: int) -> None:
     batch = runner.batches.decoding
     assert batch is not None
     batch.cache.offset = batch.cache.offset + more
-    caches = [c for c in batch.cache if hasattr(c, "reserve")]
+    caches = [c for c in batch.cache if isinstance(c, RaggedKVCache)]
     for cache in caches:
         cache.offset = batch.cache.offset
     for sequence in sequences:
@@ -169,7 +170,7 @@ def run(options: argparse.Namespace) -> list[Measured]:
     print(
         f"# {options.shape}, {options.bits} bit: {mx.get_active_memory() / 1e9:.1f} GB", flush=True
     )
-    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment]
+    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
     found: list[Measured] = []
 
     def add(engine: str, rows: int, depth: int, context: int, *values: float) -> None:

@@ -147,7 +147,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.case:
         model = load_model(BUNDLED_MODEL, enable_mtp=True)
-        print(json.dumps(asdict(measure(model, *options.case, options.step))))
+        tokens, rows = options.case
+        print(json.dumps(asdict(measure(model, tokens, rows, options.step))))
         return
     found = []
     for rows in options.rows:

@@ -49,7 +49,8 @@ def ask(client: httpx.Client, chat: Chat, salt: str) -> Answer:
     """Stream an answer of a few tokens."""
     body: dict[str, Any] = {"model": "m", "messages": chat, "max_tokens": 8, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": salt}
-    text, first, usage = "", None, {}
+    text, first = "", None
+    usage: dict[str, Any] = {}
     began = time.perf_counter()
     with client.stream("POST", "/chat/completions", json=body) as response:
         response.raise_for_status()

@@ -33,7 +33,7 @@ TIE = 1e-4  # two candidates closer than this may change places when shapes chan
 
 
 def greedy(max_tokens: int, **more: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
 
 
 def request(

@@ -45,7 +45,7 @@ class Directories:
 
     def run(self, **options: object) -> str:
         """Run the converter; what it printed."""
-        request = Request(str(self.target), str(self.source), **options)  # type: ignore[arg-type]
+        request = Request(str(self.target), str(self.source), **options)
         self._capsys.readouterr()
         add_head(request, Console())
         captured = self._capsys.readouterr()

@@ -44,7 +44,7 @@ def raws_of(convention: str) -> tuple[dict[str, Raw], dict[str, np.ndarray]]:
 
 def add(tmp_path: Path, **options: object) -> dict[str, Raw]:
     target = write_target(tmp_path / "target", LAYOUT)
-    request = Request(str(target), str(tmp_path / "source"), **options)  # type: ignore[arg-type]
+    request = Request(str(target), str(tmp_path / "source"), **options)
     add_head(request, Console())
     tensors, metadata = read_file(target / "mtp.safetensors")
     assert metadata["norm_convention"] == "mlx"

@@ -36,7 +36,7 @@ PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.m
 
 def convert(tmp_path: Path, **options: object) -> tuple[dict[str, Raw], dict[str, str]]:
     """Run the converter; the sidecar's tensors without their prefix, and its metadata."""
-    request = Request(str(tmp_path / "target"), str(tmp_path / "source"), **options)  # type: ignore[arg-type]
+    request = Request(str(tmp_path / "target"), str(tmp_path / "source"), **options)
     add_head(request, Console())
     tensors, metadata = read_file(tmp_path / "target" / "mtp.safetensors")
     assert all(name.startswith("mtp.") for name in tensors)

@@ -158,7 +158,7 @@ def test_the_core_says_what_it_does(tiny_models) -> None:
 
     driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB)
     told: list[tuple[tuple[object, ...], str]] = []
-    driver.core._heartbeat.begin = lambda kind, name: told.append((kind, name))  # type: ignore[method-assign]
+    driver.core._heartbeat.begin = lambda kind, name: told.append((kind, name))
     driver.add(request("a", range(2, 22), greedy(8, ignore_eos=True)))
     driver.run()
     assert isinstance(driver.core, EngineCore)

@@ -27,7 +27,7 @@ TOKENS = mx.array([[5, 9, 2, 33, 17, 60, 4]])
 
 
 def logits_of(path: Path, **options: object) -> np.ndarray:
-    model = load_model(path, enable_mtp=False, **options)  # type: ignore[arg-type]
+    model = load_model(path, enable_mtp=False, **options)
     return np.array(model.model(TOKENS))
 
 

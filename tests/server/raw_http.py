@@ -37,14 +37,14 @@ class _Kept(io.BufferedReader):
 
 def incoming(sock: socket.socket) -> _Kept:
     """A connection's bytes, for several answers in a row."""
-    return _Kept(sock.makefile("rb", buffering=0))  # type: ignore[arg-type]
+    return _Kept(sock.makefile("rb", buffering=0))
 
 
 class Answer:
     """One answer, read to its end."""
 
     def __init__(self, source: _Kept, method: str = "POST") -> None:
-        response = http.client.HTTPResponse(source, method=method)  # type: ignore[arg-type]
+        response = http.client.HTTPResponse(source, method=method)
         response.begin()
         self.status = response.status
         self.headers = {key.lower(): value for key, value in response.getheaders()}

@@ -517,7 +517,7 @@ def test_when_one_sequence_is_refused_the_others_are_cancelled(serve: Serve) -> 
             raise EngineStoppedError("full")
         submit(request)
 
-    engine.submit = second_fails  # type: ignore[method-assign]
+    engine.submit = second_fails
     with serve(engine) as client:
         response = client.post(CHAT, json={"model": MODEL, "messages": HI, "n": 3})
         assert response.status_code == 503

@@ -110,7 +110,7 @@ def test_the_wait_follows_the_rate_of_ends() -> None:
 
 def test_nobody_comes_in_while_it_drains_or_hangs() -> None:
     door = gate()
-    door._engine.hang_reason = "the engine hangs"  # type: ignore[misc]
+    door._engine.hang_reason = "the engine hangs"
     with pytest.raises(EngineHungError, match="the engine hangs") as hung:
         door.check()
     assert hung.value.status == 503

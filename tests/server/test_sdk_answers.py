@@ -104,7 +104,7 @@ def test_chats(sdk: openai.OpenAI, case: str) -> None:
 
 def test_stored_chats(sdk: openai.OpenAI) -> None:
     chats = sdk.chat.completions
-    made = chats.create(model=MODEL, messages=HI, store=True, tools=[WEATHER])  # type: ignore[list-item]
+    made = chats.create(model=MODEL, messages=HI, store=True, tools=[WEATHER])
     for stored in (chats.retrieve(made.id), chats.update(made.id, metadata={"a": "b"})):
         check(stored)
     for listed in chats.list():
