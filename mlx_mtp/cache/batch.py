@@ -27,11 +27,6 @@ class BatchCache:
         self.layers = layers
         self.offset = mx.zeros(batch_size, dtype=mx.int32)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows B."""
-        return self.offset.shape[0]
-
     def begin(self, limit: int, lengths: mx.array | None = None) -> None:
         """Prepare for a window.
 

@@ -25,8 +25,6 @@ class Detokenizer:
         self._held = ""
         self.num_decoded = 0
         """Characters decoded so far, held ones included."""
-        self.num_released = 0
-        """Characters given out so far."""
         self.stop: str | None = None
         """The stop string that was found; nothing more comes out."""
 
@@ -44,7 +42,6 @@ class Detokenizer:
         text = self._release(self._utf8.decode(b"", final=True))
         if not self.stopped:
             text += self._held
-            self.num_released += len(self._held)
             self._held = ""
         return text
 
@@ -62,7 +59,6 @@ class Detokenizer:
             keep = self._possible_stop(text)
             self._held = text[len(text) - keep :]
             text = text[: len(text) - keep]
-        self.num_released += len(text)
         return text
 
     def _stop_in(self, text: str) -> tuple[int, str] | None:
