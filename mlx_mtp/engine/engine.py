@@ -13,13 +13,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.costs import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
@@ -96,7 +96,7 @@ class Engine:
         depth: DepthPolicy,
         keeper: CostKeeper | None = None,
         heartbeat: Heartbeat | None = None,
-        prefixes: PrefixTree | None = None,
+        prefixes: PrefixCache | None = None,
         memory: Admission | None = None,
         store: PrefixStore | None = None,
     ) -> None:
@@ -297,7 +297,7 @@ class Engine:
         if self._prefixes is None:
             return None
         step = self._config.prefill_step_size
-        return PrefixReuse(self._prefixes, frozenset(self.info.eos_token_ids), step)
+        return PrefixReuse(self._prefixes.tree, frozenset(self.info.eos_token_ids), step)
 
     def _loop(self, core: EngineCore) -> None:
         while True:

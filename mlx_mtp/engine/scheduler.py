@@ -152,11 +152,7 @@ class Scheduler:
         rows = [r for r in results if not r.is_prefill and r.error is None]
         if not rows:
             return
-        outcomes = [
-            Outcome(r.sequence.drafting, r.num_draft_tokens, r.num_accepted_tokens, r.finished)
-            for r in rows
-            if r.num_kept
-        ]
+        outcomes = [_outcome(r) for r in rows if r.num_kept]
         depth = rows[0].num_positions - 1
         self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds))
 
@@ -275,6 +271,13 @@ class Scheduler:
             if rows:
                 return PrefillChunk(number, rows)
         return None
+
+
+def _outcome(result: RowResult) -> Outcome:
+    # A row that ends with a recovered token has tried the draft in its place.
+    cut = result.finished and result.num_kept == result.num_accepted_tokens
+    drafts = result.num_draft_tokens, result.num_accepted_tokens
+    return Outcome(result.sequence.drafting, *drafts, cut=cut)
 
 
 def _failed(sequence: Sequence, error: MlxMtpError) -> RequestOutput:

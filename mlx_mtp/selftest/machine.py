@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_mtp import __version__
 from mlx_mtp.kernels import gpu
+from mlx_mtp.machine import physical_memory
 from mlx_mtp.models.loaded import LoadedModel
 
 _GIB = 1 << 30
@@ -69,7 +70,7 @@ def describe_machine(details: str) -> Machine:
         details: of the backend, in words.
     """
     info = mx.device_info()
-    memory = info.get("memory_size") or info.get("total_memory") or _host_memory()
+    memory = info.get("memory_size") or info.get("total_memory") or physical_memory()
     versions = {"mlx-mtp": __version__, "mlx": _version("mlx"), "mlx-lm": _version("mlx-lm")}
     return Machine(
         versions=versions | {"Python": platform.python_version()},
@@ -116,10 +117,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _host_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
