@@ -32,7 +32,8 @@ class _Write:
 
 
 class PrefixWriter:
-    """One thread and its queue. A write that finds no room is dropped; nobody ever waits for one.
+    """One thread and its queue. A write that finds no room is dropped; nobody ever waits for one:
+    the lock is never held while the disk works. This thread alone adds to the index.
 
     Args:
         folder: where to.
@@ -67,16 +68,16 @@ class PrefixWriter:
         self._used: dict[str, int] = {}
         self._complaints: set[int | None] = set()
         self._refused_until = 0.0
-        self._closing = self._abandon = False
+        self._closing = self._abandon = self._busy = False
         self._thread = threading.Thread(target=self._run, name="mlx-mtp-prefix-store", daemon=True)
         self._thread.start()
 
     def pending(self, key: str) -> bool:
-        """The node waits to be written, or is being written."""
+        """The node waits to be written, or is being written. The caller holds the lock."""
         return key in self._pending
 
     def pending_nbytes(self, key: str) -> int:
-        """Bytes of the node's arrays if it waits to be written, else 0."""
+        """Bytes of the node's arrays if it waits to be written, else 0; the caller holds the lock."""
         job = self._pending.get(key)
         return 0 if job is None else job.nbytes
 
@@ -87,7 +88,10 @@ class PrefixWriter:
         return None if job is None else (job.header, job.arrays)
 
     def has_room(self, nbytes: int) -> bool:
-        """A node of so many bytes would be taken now; if not, it counts as dropped."""
+        """A node of so many bytes would be taken now; if not, it counts as dropped.
+
+        The caller holds the lock.
+        """
         room = (
             not self._closing
             and nbytes <= self._max_bytes
@@ -135,12 +139,10 @@ class PrefixWriter:
     def wait(self, seconds: float) -> bool:
         """Wait until all that was asked for is done; False if that takes longer."""
         with self.lock:
-            return self.lock.wait_for(
-                lambda: (
-                    not (self._jobs or self._pending or self._used) or not self._thread.is_alive()
-                ),
-                seconds,
-            )
+            return self.lock.wait_for(lambda: self._idle() or not self._thread.is_alive(), seconds)
+
+    def _idle(self) -> bool:
+        return not (self._jobs or self._pending or self._used or self._busy)
 
     def complain(self, error: OSError, what: str) -> None:
         """Log an error of the disk, once for each kind."""
@@ -177,11 +179,13 @@ class PrefixWriter:
                 used, self._used = self._used, {}
                 job = self._jobs.popleft() if self._jobs else None
                 ending = self._abandon or (self._closing and job is None)
+                self._busy = True
             for key, when in used.items():
                 self._folder.mark_used(key, when)
             if job is not None and not self._abandon:
                 self._do(job)
             with self.lock:
+                self._busy = False
                 self.lock.notify_all()
             if ending:
                 return
@@ -209,8 +213,9 @@ class PrefixWriter:
     def _unlink(self, key: str) -> None:
         """Remove a file, unless its node has been put again meanwhile and is there."""
         with self.lock:
-            if key not in self._index:
-                self._folder.remove(key)
+            if key in self._index:
+                return
+        self._folder.remove(key)
 
     def _write(self, job: _Write) -> None:
         if not self._wanted(job) or time.monotonic() < self._refused_until:
@@ -223,20 +228,22 @@ class PrefixWriter:
         file = UnfinishedFile(self._folder, header.key)
         try:
             file.write(piece for piece in pieces if self._go_on())
-            with self.lock:
-                # Removed or replaced while it was written: then it is not wanted any more.
-                if not self._wanted(job):
-                    file.discard()
-                    return
-                file.publish()
-                entry = Entry(header.key, header.parent, header.root, size, time.time_ns())
-                self._index.add(entry)
-                del self._pending[header.key]
-                self.num_written += 1
+            used = time.time_ns()
+            file.publish(used)
         except BaseException:
             file.discard()
             raise
-        self._folder.sync()
+        with self.lock:
+            wanted = self._wanted(job)
+            if wanted:
+                self._index.add(Entry(header.key, header.parent, header.root, size, used))
+                del self._pending[header.key]
+                self.num_written += 1
+        if wanted:
+            self._folder.sync()
+        else:
+            # Removed or replaced while it was written.
+            self._unlink(header.key)
 
     def _go_on(self) -> bool:
         if self._abandon:
@@ -262,4 +269,4 @@ class PrefixWriter:
                 if entry is None:
                     return False
                 self._index.remove(entry.key)
-                self._folder.remove(entry.key)
+            self._folder.remove(entry.key)
