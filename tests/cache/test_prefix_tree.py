@@ -287,6 +287,25 @@ def test_common_length(one, other, at):
     assert common_length(tuple(one), tuple(other), at) == expected
 
 
+def test_comparing_long_prompts_looks_at_each_token_a_few_times():
+    looked_at = 0
+
+    class Counted(tuple):
+        def __getitem__(self, where):
+            nonlocal looked_at
+            found = tuple(self)[where]
+            looked_at += len(found) if isinstance(where, slice) else 1
+            return found
+
+    length = 100_000
+    tokens = Counted(range(length))
+    for part in (0, 1, length // 2, length - 1):
+        other = (*range(part), -1, *range(part + 1, length))
+        assert common_length(tokens, other) == part
+        assert looked_at < 4 * length
+        looked_at = 0
+
+
 def path_of(node: Node) -> tuple[int, ...]:
     return tuple(t for n in node.path() for t in n.tokens)
 
