@@ -258,9 +258,12 @@ class PrefixWriter:
             return self._pending.get(header.key) is job and has_parent
 
     def _make_room(self, job: _Write, size: int) -> bool:
-        """Remove the least recently used until the file fits; False if it can't."""
+        """Remove the least recently used until the file fits; if it can't, nothing is removed."""
         with self.lock:
             spared = self._index.lineage(job.header.parent) | {job.header.key}
+            entries = (self._index.get(key) for key in spared)
+            if sum(e.nbytes for e in entries if e is not None) + size > self._max_bytes:
+                return False
         while True:
             with self.lock:
                 if self._index.nbytes + size <= self._max_bytes:

@@ -111,6 +111,8 @@ class Engine:
         self._memory = memory
         self._store = store
         self._inbox: list[Sequence | str] = []
+        # Requests that were taken and whose end has not been delivered, in their order.
+        self._open: dict[str, None] = {}
         self._wake = threading.Condition()
         self._started = False
         self._stopping = False
@@ -277,11 +279,13 @@ class Engine:
             elif not self._stopping:
                 self._failure = reason
             notes, self._inbox = self._inbox, []
-        for note in notes:
-            if isinstance(note, Sequence):
-                scheduler.add(note)
+        self._note_open(notes)
+        error = EngineStoppedError(f"Cut short: {reason}.")
         try:
-            self._send(scheduler.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+            # Those too that had just ended: it may have died before that was told.
+            ends = [RequestOutput(n, finish_reason="error", error=error) for n in self._open]
+            self._send(ends)
+            scheduler.fail_all(error)
             if self._keeper is not None:
                 self._keeper.save()
         except Exception:
@@ -321,12 +325,23 @@ class Engine:
             if wait:
                 self._wake.wait_for(lambda: self._inbox or self._stopping)
             notes, self._inbox = self._inbox, []
+        self._note_open(notes)
         for note in notes:
             if isinstance(note, Sequence):
                 core.add(note)
             else:
                 core.cancel(note)
 
+    def _note_open(self, notes: Many[Sequence | str]) -> None:
+        for note in notes:
+            if isinstance(note, Sequence):
+                self._open[note.request_id] = None
+            else:
+                self._open.pop(note, None)
+
     def _send(self, outputs: Many[RequestOutput]) -> None:
         if outputs and self._deliver is not None:
             self._deliver(outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._open.pop(output.request_id, None)

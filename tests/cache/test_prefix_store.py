@@ -234,6 +234,20 @@ def test_bounded_in_bytes_the_least_recently_used_goes_first(
     assert store.stats().nbytes <= 4 * size
 
 
+def test_nothing_goes_for_what_cannot_fit(open_store: Open, folder: Path) -> None:
+    """A conversation that outgrew the directory leaves the others in peace, and keeps its start."""
+    store = open_store(max_bytes=32_000)
+    for first in (1, 2, 3):
+        assert put(store, [], [first])
+    assert put(store, [], [9], nbytes=16_000)
+    assert store.flush(PATIENCE)
+    put(store, [9], [10], nbytes=16_000)
+    assert store.flush(PATIENCE)
+    assert all(key_of(first) in store for first in (1, 2, 3, 9))
+    assert key_of(9, 10) not in store
+    assert store.stats().nbytes == sum(path.stat().st_size for path in files(folder)) <= 32_000
+
+
 def test_recency_survives_a_restart(open_store: Open, folder: Path) -> None:
     size = _file_size(open_store, folder)
     store = open_store(max_bytes=3 * size)

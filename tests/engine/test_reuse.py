@@ -96,11 +96,12 @@ class World:
         self.computed: dict[str, int] = {}
         self.admitted: list[str] = []
 
-    def add(self, name: str, prompt, salt: str = "", max_tokens: int = 2) -> Sequence:
+    def add(
+        self, name: str, prompt, salt: str = "", max_tokens: int = 2, client: str = ""
+    ) -> Sequence:
         sampling = SamplingParams(max_tokens=max_tokens)
-        sequence = Sequence(
-            Request(name, tuple(prompt), sampling, cache_salt=salt), (END,), max_tokens
-        )
+        wanted = Request(name, tuple(prompt), sampling, cache_salt=salt, client=(client,))
+        sequence = Sequence(wanted, (END,), max_tokens)
         self.policy.add(sequence)
         return sequence
 
@@ -141,6 +142,19 @@ class World:
                 return
             self.step()
         raise AssertionError("some request waits for ever")
+
+
+def test_a_burst_that_was_held_back_does_not_go_before_other_clients():
+    world = World(rows=4)
+    for number in range(100):
+        world.add(f"burst {number}", [*[5] * 60, 100 + number], client="burst")
+    for _ in range(3):
+        world.step()
+    world.add("one", [6] * 20, client="other")
+    world.run()
+    burst = [name for name in world.admitted if name != "one"]
+    assert burst == [f"burst {number}" for number in range(100)]
+    assert world.admitted.index("one") < 15
 
 
 def test_requests_that_share_a_prefix_wait_for_the_first():
