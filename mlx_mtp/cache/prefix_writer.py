@@ -77,7 +77,7 @@ class PrefixWriter:
         return key in self._pending
 
     def pending_nbytes(self, key: str) -> int:
-        """Bytes of the node's arrays if it waits to be written, else 0; the caller holds the lock."""
+        """Bytes of its arrays if it waits to be written, else 0. The caller holds the lock."""
         job = self._pending.get(key)
         return 0 if job is None else job.nbytes
 
