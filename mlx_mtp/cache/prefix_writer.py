@@ -34,6 +34,8 @@ class _Write:
 class PrefixWriter:
     """One thread and its queue. A write that finds no room is dropped; nobody ever waits for one.
 
+    The lock is never held while the disk works, so that one that hangs stops this thread alone.
+
     Args:
         folder: where to.
         index: what is there; shared, so guarded by `lock`.
@@ -67,7 +69,7 @@ class PrefixWriter:
         self._used: dict[str, int] = {}
         self._complaints: set[int | None] = set()
         self._refused_until = 0.0
-        self._closing = self._abandon = False
+        self._closing = self._abandon = self._busy = False
         self._thread = threading.Thread(target=self._run, name="mlx-mtp-prefix-store", daemon=True)
         self._thread.start()
 
@@ -137,7 +139,8 @@ class PrefixWriter:
         with self.lock:
             return self.lock.wait_for(
                 lambda: (
-                    not (self._jobs or self._pending or self._used) or not self._thread.is_alive()
+                    not (self._jobs or self._pending or self._used or self._busy)
+                    or not self._thread.is_alive()
                 ),
                 seconds,
             )
@@ -177,11 +180,13 @@ class PrefixWriter:
                 used, self._used = self._used, {}
                 job = self._jobs.popleft() if self._jobs else None
                 ending = self._abandon or (self._closing and job is None)
+                self._busy = True
             for key, when in used.items():
                 self._folder.mark_used(key, when)
             if job is not None and not self._abandon:
                 self._do(job)
             with self.lock:
+                self._busy = False
                 self.lock.notify_all()
             if ending:
                 return
@@ -209,8 +214,9 @@ class PrefixWriter:
     def _unlink(self, key: str) -> None:
         """Remove a file, unless its node has been put again meanwhile and is there."""
         with self.lock:
-            if key not in self._index:
-                self._folder.remove(key)
+            again = key in self._index
+        if not again:
+            self._folder.remove(key)
 
     def _write(self, job: _Write) -> None:
         if not self._wanted(job) or time.monotonic() < self._refused_until:
@@ -223,20 +229,29 @@ class PrefixWriter:
         file = UnfinishedFile(self._folder, header.key)
         try:
             file.write(piece for piece in pieces if self._go_on())
-            with self.lock:
-                # Removed or replaced while it was written: then it is not wanted any more.
-                if not self._wanted(job):
-                    file.discard()
-                    return
-                file.publish()
-                entry = Entry(header.key, header.parent, header.root, size, time.time_ns())
-                self._index.add(entry)
-                del self._pending[header.key]
-                self.num_written += 1
+            # Removed or replaced while it was written: then it is not wanted any more.
+            if not self._wanted(job):
+                file.discard()
+                return
+            file.publish()
+            self._note_written(job, size)
         except BaseException:
             file.discard()
             raise
         self._folder.sync()
+
+    def _note_written(self, job: _Write, size: int) -> None:
+        """A file has got its name. If it was removed just then, that is the queue's next job."""
+        header = job.header
+        with self.lock:
+            latest = self._pending.get(header.key)
+            if latest is None:
+                return
+            entry = Entry(header.key, header.parent, header.root, size, time.time_ns())
+            self._index.add(entry)
+            if latest is job:
+                del self._pending[header.key]
+                self.num_written += 1
 
     def _go_on(self) -> bool:
         if self._abandon:
@@ -265,4 +280,4 @@ class PrefixWriter:
                 if entry is None:
                     return False
                 self._index.remove(entry.key)
-                self._folder.remove(entry.key)
+            self._folder.remove(entry.key)
