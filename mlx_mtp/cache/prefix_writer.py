@@ -32,8 +32,9 @@ class _Write:
 
 
 class PrefixWriter:
-    """One thread and its queue. A write that finds no room is dropped; nobody ever waits for one:
-    the lock is never held while the disk works. This thread alone adds to the index.
+    """One thread and its queue. A write that finds no room is dropped; nobody ever waits for one.
+
+    The lock is never held while the disk works, so that one that hangs stops this thread alone.
 
     Args:
         folder: where to.
@@ -213,9 +214,9 @@ class PrefixWriter:
     def _unlink(self, key: str) -> None:
         """Remove a file, unless its node has been put again meanwhile and is there."""
         with self.lock:
-            if key in self._index:
-                return
-        self._folder.remove(key)
+            again = key in self._index
+        if not again:
+            self._folder.remove(key)
 
     def _write(self, job: _Write) -> None:
         if not self._wanted(job) or time.monotonic() < self._refused_until:
@@ -228,22 +229,29 @@ class PrefixWriter:
         file = UnfinishedFile(self._folder, header.key)
         try:
             file.write(piece for piece in pieces if self._go_on())
+            # Removed or replaced while it was written: then it is not wanted any more.
+            if not self._wanted(job):
+                file.discard()
+                return
             used = time.time_ns()
             file.publish(used)
+            self._note_written(job, size, used)
         except BaseException:
             file.discard()
             raise
+        self._folder.sync()
+
+    def _note_written(self, job: _Write, size: int, used: int) -> None:
+        """A file has got its name. If it was removed just then, that is the queue's next job."""
+        header = job.header
         with self.lock:
-            wanted = self._wanted(job)
-            if wanted:
-                self._index.add(Entry(header.key, header.parent, header.root, size, used))
+            latest = self._pending.get(header.key)
+            if latest is None:
+                return
+            self._index.add(Entry(header.key, header.parent, header.root, size, used))
+            if latest is job:
                 del self._pending[header.key]
                 self.num_written += 1
-        if wanted:
-            self._folder.sync()
-        else:
-            # Removed or replaced while it was written.
-            self._unlink(header.key)
 
     def _go_on(self) -> bool:
         if self._abandon:

@@ -52,6 +52,13 @@ def test_near_turns_are_not_cut_but_the_last():
     assert points_of([5] * (MIN_GAIN - 2) + [END, 5], 0, 4096) == [MIN_GAIN]
 
 
+def test_a_system_prompt_is_saved_however_short_the_question():
+    prompt = [*messages(3000, 10), *[5] * 3]
+    assert points_of(prompt, 0, 512) == [512, 1024, 2048, 3000, 3013]
+    # The next question finds all of it.
+    assert points_of([*messages(3000, 20), 5], 3000, 512) == [3021]
+
+
 def test_long_texts_are_saved_at_doubling_distances_where_chunks_end():
     points = points_of([5] * 10_000, 0, 512)
     assert points == [512, 1024, 2048, 4096, 8192, 10_000]
