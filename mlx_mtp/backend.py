@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib.util
 import logging
-import os
 import platform
 import sys
 import tempfile
@@ -57,11 +56,6 @@ def prepare() -> BackendInfo:
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
     return BackendInfo(device=device, blas=blas, mlx_version=_version("mlx") or "unknown")
-
-
-def physical_memory() -> int:
-    """Bytes of memory that the machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device() -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlx_mtp.cache.prefix_store import PrefixStore
     from mlx_mtp.engine.engine import Engine
     from mlx_mtp.engine.memory_plan import MemoryPlan
+    from mlx_mtp.machine import MemoryLimit
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -36,9 +37,21 @@ def load(
 
     path = resolve_model(options.model)
     loaded = load_model(
-        path, enable_mtp=enable_mtp, dtype=options.dtype, before_reading=before_reading
+        path,
+        enable_mtp=enable_mtp,
+        dtype=options.dtype,
+        memory=memory_limit(options).nbytes,
+        before_reading=before_reading,
     )
     return loaded, Tokenizer.load(path)
+
+
+def memory_limit(options: argparse.Namespace) -> MemoryLimit:
+    """What may be used: what --memory-limit says, or what the machine has."""
+    from mlx_mtp.machine import MemoryLimit, machine_memory
+
+    given = getattr(options, "memory_limit", None)
+    return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
 
 
 def plan_memory(
@@ -46,11 +59,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """How the memory will be shared out, before any weight is read."""
     from mlx_mtp.engine.build import plan_for
-    from mlx_mtp.engine.memory_plan import MemoryLimit, machine_memory, wire_memory
+    from mlx_mtp.machine import wire_memory
 
-    limit = machine_memory()
-    if options.memory_limit is not None:
-        limit = MemoryLimit(options.memory_limit, "--memory-limit")
+    limit = memory_limit(options)
     wanted = options.mtp_draft_vocab
     num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
     plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+_LEAST_HEAP = 64
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._children: dict[str, set[str]] = {}
+        # (used, key) of every leaf, and of some that were one or were used since.
+        self._oldest: list[tuple[int, str]] = []
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -54,6 +59,7 @@ class PrefixIndex:
         self._entries[entry.key] = entry
         self._children.setdefault(entry.parent, set()).add(entry.key)
         self.nbytes += entry.nbytes
+        self._note_leaf(entry)
 
     def remove(self, key: str) -> Entry | None:
         """Forget one node; its children, if any, are orphans until it is back."""
@@ -65,6 +71,9 @@ class PrefixIndex:
         siblings.discard(key)
         if not siblings:
             del self._children[entry.parent]
+            parent = self._entries.get(entry.parent)
+            if parent is not None:
+                self._note_leaf(parent)
         return entry
 
     def under(self, key: str) -> list[str]:
@@ -82,15 +91,26 @@ class PrefixIndex:
         while entry is not None and entry.used != now:
             entry.used = now
             touched.append(entry.key)
+            self._note_leaf(entry)
             entry = self._entries.get(entry.parent)
         return touched
 
     def oldest_leaf(self, spared: frozenset[str] = frozenset()) -> Entry | None:
         """The node on which none builds that has been unused for longest."""
-        leaves = (
-            e for e in self._entries.values() if e.key not in self._children and e.key not in spared
-        )
-        return min(leaves, key=lambda e: e.used, default=None)
+        passed: list[tuple[int, str]] = []
+        found = None
+        while self._oldest:
+            used, key = self._oldest[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.used == used and key not in self._children:
+                if key not in spared:
+                    found = entry
+                    break
+                passed.append((used, key))
+            heapq.heappop(self._oldest)
+        for each in passed:
+            heapq.heappush(self._oldest, each)
+        return found
 
     def lineage(self, key: str) -> frozenset[str]:
         """The node and its ancestors, as far as they are here."""
@@ -108,3 +128,12 @@ class PrefixIndex:
             if entry.parent != entry.root and entry.parent not in self._entries:
                 lost.update(dict.fromkeys(self.under(entry.key)))
         return list(lost)
+
+    def _note_leaf(self, entry: Entry) -> None:
+        if entry.key in self._children:
+            return
+        heapq.heappush(self._oldest, (entry.used, entry.key))
+        if len(self._oldest) > _LEAST_HEAP + 2 * len(self._entries):
+            leaves = (e for e in self._entries.values() if e.key not in self._children)
+            self._oldest = [(e.used, e.key) for e in leaves]
+            heapq.heapify(self._oldest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Protocol
 
 Tokens = tuple[int, ...]
@@ -145,4 +144,12 @@ def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:
     most = min(len(one), len(other) - at)
     if one[:most] == other[at : at + most]:
         return most
-    return bisect_left(range(most), 1, key=lambda n: one[: n + 1] != other[at : at + n + 1])
+    # Slices are compared much faster than their tokens one by one, and here each but about twice.
+    same, end = 0, most
+    while end - same > 1:
+        middle = (same + end) // 2
+        if one[same:middle] == other[at + same : at + middle]:
+            same = middle
+        else:
+            end = middle
+    return same

@@ -37,6 +37,7 @@ class PrefixTree:
         self._disk = disk
         self._roots: dict[str, Node] = {}
         self._anchor: Node | None = None
+        self._pinned: set[Node] = set()
         # Nodes with a snapshot in memory, the least recently used first.
         self._entries: OrderedDict[Node, None] = OrderedDict()
 
@@ -94,11 +95,14 @@ class PrefixTree:
     def pin(self, node: Node) -> None:
         """Keep an entry until it is unpinned as often."""
         node.pins += 1
+        self._pinned.add(node)
 
     def unpin(self, node: Node) -> None:
         """See `pin`."""
         node.pins -= 1
         assert node.pins >= 0
+        if not node.pins:
+            self._pinned.discard(node)
         self._prune(node)
 
     def insert(
@@ -257,11 +261,12 @@ class PrefixTree:
         """Cut a node in two; it becomes the lower part, and the upper one is returned."""
         assert node.start < at < node.end and node.parent is not None
         upper = Node(node.parent, node.start, node.tokens[: at - node.start], None)
-        node.parent.children[node.tokens[0]] = upper
         if node.kv is not None:
+            # Should there be no memory for that, the tree is as it was.
             before = node.kv.nbytes
             upper.kv, node.kv = node.kv.split(at - node.start)
             self.nbytes += upper.kv.nbytes + node.kv.nbytes - before
+        node.parent.children[node.tokens[0]] = upper
         node.tokens = node.tokens[at - node.start :]
         node.parent, node.start = upper, at
         upper.children[node.tokens[0]] = node
@@ -270,8 +275,10 @@ class PrefixTree:
         return upper
 
     def _make_room(self, more: int) -> bool:
-        """Forget entries until so many bytes fit."""
-        if more > self.limit:
+        """Forget entries until so many bytes fit; none if they can't."""
+        if self.nbytes + more <= self.limit:
+            return True
+        if self._kept_nbytes() + more > self.limit:
             return False
         while self.nbytes + more > self.limit:
             oldest = next((n for n in self._entries if not n.pins), None)
@@ -279,6 +286,13 @@ class PrefixTree:
                 return False
             self._forget(oldest)
         return True
+
+    def _kept_nbytes(self) -> int:
+        """What would be left if all entries were forgotten that may be."""
+        ends = self._pinned if self._anchor is None else {*self._pinned, self._anchor}
+        nodes = {node for end in ends for node in end.path()}
+        snapshots = (n.snapshot for n in self._pinned)
+        return sum(p.nbytes for p in (*snapshots, *(n.kv for n in nodes)) if p is not None)
 
     def _forget(self, node: Node) -> None:
         assert node.snapshot is not None
@@ -294,8 +308,8 @@ class PrefixTree:
                 return
             parent = node.parent
             if parent is None:
-                if not node.children:
-                    self._roots = {s: root for s, root in self._roots.items() if root is not node}
+                if not node.children and self._roots.get(node.key) is node:
+                    del self._roots[node.key]
                 return
             if node.kv is not None:
                 self.nbytes -= node.kv.nbytes

@@ -34,6 +34,8 @@ class _Write:
 class PrefixWriter:
     """One thread and its queue. A write that finds no room is dropped; nobody ever waits for one.
 
+    The lock is never held while the disk works, so that one that hangs stops this thread alone.
+
     Args:
         folder: where to.
         index: what is there; shared, so guarded by `lock`.
@@ -67,16 +69,16 @@ class PrefixWriter:
         self._used: dict[str, int] = {}
         self._complaints: set[int | None] = set()
         self._refused_until = 0.0
-        self._closing = self._abandon = False
+        self._closing = self._abandon = self._busy = False
         self._thread = threading.Thread(target=self._run, name="mlx-mtp-prefix-store", daemon=True)
         self._thread.start()
 
     def pending(self, key: str) -> bool:
-        """The node waits to be written, or is being written."""
+        """The node waits to be written, or is being written. The caller holds the lock."""
         return key in self._pending
 
     def pending_nbytes(self, key: str) -> int:
-        """Bytes of the node's arrays if it waits to be written, else 0."""
+        """Bytes of its arrays if it waits to be written, else 0. The caller holds the lock."""
         job = self._pending.get(key)
         return 0 if job is None else job.nbytes
 
@@ -87,7 +89,10 @@ class PrefixWriter:
         return None if job is None else (job.header, job.arrays)
 
     def has_room(self, nbytes: int) -> bool:
-        """A node of so many bytes would be taken now; if not, it counts as dropped."""
+        """A node of so many bytes would be taken now; if not, it counts as dropped.
+
+        The caller holds the lock.
+        """
         room = (
             not self._closing
             and nbytes <= self._max_bytes
@@ -135,12 +140,10 @@ class PrefixWriter:
     def wait(self, seconds: float) -> bool:
         """Wait until all that was asked for is done; False if that takes longer."""
         with self.lock:
-            return self.lock.wait_for(
-                lambda: (
-                    not (self._jobs or self._pending or self._used) or not self._thread.is_alive()
-                ),
-                seconds,
-            )
+            return self.lock.wait_for(lambda: self._idle() or not self._thread.is_alive(), seconds)
+
+    def _idle(self) -> bool:
+        return not (self._jobs or self._pending or self._used or self._busy)
 
     def complain(self, error: OSError, what: str) -> None:
         """Log an error of the disk, once for each kind."""
@@ -177,11 +180,13 @@ class PrefixWriter:
                 used, self._used = self._used, {}
                 job = self._jobs.popleft() if self._jobs else None
                 ending = self._abandon or (self._closing and job is None)
+                self._busy = True
             for key, when in used.items():
                 self._folder.mark_used(key, when)
             if job is not None and not self._abandon:
                 self._do(job)
             with self.lock:
+                self._busy = False
                 self.lock.notify_all()
             if ending:
                 return
@@ -209,8 +214,9 @@ class PrefixWriter:
     def _unlink(self, key: str) -> None:
         """Remove a file, unless its node has been put again meanwhile and is there."""
         with self.lock:
-            if key not in self._index:
-                self._folder.remove(key)
+            again = key in self._index
+        if not again:
+            self._folder.remove(key)
 
     def _write(self, job: _Write) -> None:
         if not self._wanted(job) or time.monotonic() < self._refused_until:
@@ -223,20 +229,29 @@ class PrefixWriter:
         file = UnfinishedFile(self._folder, header.key)
         try:
             file.write(piece for piece in pieces if self._go_on())
-            with self.lock:
-                # Removed or replaced while it was written: then it is not wanted any more.
-                if not self._wanted(job):
-                    file.discard()
-                    return
-                file.publish()
-                entry = Entry(header.key, header.parent, header.root, size, time.time_ns())
-                self._index.add(entry)
-                del self._pending[header.key]
-                self.num_written += 1
+            # Removed or replaced while it was written: then it is not wanted any more.
+            if not self._wanted(job):
+                file.discard()
+                return
+            used = time.time_ns()
+            file.publish(used)
+            self._note_written(job, size, used)
         except BaseException:
             file.discard()
             raise
         self._folder.sync()
+
+    def _note_written(self, job: _Write, size: int, used: int) -> None:
+        """A file has got its name. If it was removed just then, that is the queue's next job."""
+        header = job.header
+        with self.lock:
+            latest = self._pending.get(header.key)
+            if latest is None:
+                return
+            self._index.add(Entry(header.key, header.parent, header.root, size, used))
+            if latest is job:
+                del self._pending[header.key]
+                self.num_written += 1
 
     def _go_on(self) -> bool:
         if self._abandon:
@@ -251,9 +266,12 @@ class PrefixWriter:
             return self._pending.get(header.key) is job and has_parent
 
     def _make_room(self, job: _Write, size: int) -> bool:
-        """Remove the least recently used until the file fits; False if it can't."""
+        """Remove the least recently used until the file fits; if it can't, nothing is removed."""
         with self.lock:
             spared = self._index.lineage(job.header.parent) | {job.header.key}
+            entries = (self._index.get(key) for key in spared)
+            if sum(e.nbytes for e in entries if e is not None) + size > self._max_bytes:
+                return False
         while True:
             with self.lock:
                 if self._index.nbytes + size <= self._max_bytes:
@@ -262,4 +280,4 @@ class PrefixWriter:
                 if entry is None:
                     return False
                 self._index.remove(entry.key)
-                self._folder.remove(entry.key)
+            self._folder.remove(entry.key)

@@ -18,10 +18,11 @@ from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
 from mlx_mtp.engine.footprint import footprint
 from mlx_mtp.engine.heartbeat import Heartbeat
-from mlx_mtp.engine.memory_plan import MemoryLimit, MemoryPlan, plan_memory
+from mlx_mtp.engine.memory_plan import MemoryPlan, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.errors import UsageError
+from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.speculative.controller import DepthController
@@ -110,7 +111,7 @@ def build_engine(
         depth,
         keeper,
         heartbeat,
-        prefixes=None if prefixes is None else prefixes.tree,
+        prefixes=prefixes,
         memory=None if memory is None else memory.admission(),
         store=store,
     )

@@ -13,13 +13,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_keeper import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
@@ -97,7 +97,7 @@ class Engine:
         depth: DepthPolicy,
         keeper: CostKeeper | None = None,
         heartbeat: Heartbeat | None = None,
-        prefixes: PrefixTree | None = None,
+        prefixes: PrefixCache | None = None,
         memory: Admission | None = None,
         store: PrefixStore | None = None,
     ) -> None:
@@ -112,6 +112,8 @@ class Engine:
         self._memory = memory
         self._store = store
         self._inbox: list[Sequence | str] = []
+        # Requests that were taken and whose end has not been delivered, in their order.
+        self._open: dict[str, None] = {}
         self._wake = threading.Condition()
         self._started = False
         self._stopping = False
@@ -273,11 +275,13 @@ class Engine:
             elif not self._stopping:
                 self._failure = reason
             notes, self._inbox = self._inbox, []
-        for note in notes:
-            if isinstance(note, Sequence):
-                scheduler.add(note)
+        self._note_open(notes)
+        error = EngineStoppedError(f"Cut short: {reason}.")
         try:
-            self._send(scheduler.fail_all(EngineStoppedError(f"Cut short: {reason}.")))
+            # Those too that had just ended: it may have died before that was told.
+            ends = [RequestOutput(n, finish_reason="error", error=error) for n in self._open]
+            self._send(ends)
+            scheduler.fail_all(error)
             if self._keeper is not None:
                 self._keeper.save()
         except Exception:
@@ -293,7 +297,7 @@ class Engine:
         if self._prefixes is None:
             return None
         step = self._config.prefill_step_size
-        return PrefixReuse(self._prefixes, frozenset(self.info.eos_token_ids), step)
+        return PrefixReuse(self._prefixes.tree, frozenset(self.info.eos_token_ids), step)
 
     def _loop(self, core: EngineCore) -> None:
         while True:
@@ -317,12 +321,23 @@ class Engine:
             if wait:
                 self._wake.wait_for(lambda: self._inbox or self._stopping)
             notes, self._inbox = self._inbox, []
+        self._note_open(notes)
         for note in notes:
             if isinstance(note, Sequence):
                 core.add(note)
             else:
                 core.cancel(note)
 
+    def _note_open(self, notes: Many[Sequence | str]) -> None:
+        for note in notes:
+            if isinstance(note, Sequence):
+                self._open[note.request_id] = None
+            else:
+                self._open.pop(note, None)
+
     def _send(self, outputs: Many[RequestOutput]) -> None:
         if outputs and self._deliver is not None:
             self._deliver(outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._open.pop(output.request_id, None)

@@ -62,6 +62,11 @@ class _Fifo(Generic[Item]):
     def pop(self) -> Item:
         return self._items.popleft()
 
+    set_aside = pop
+
+    def put_back(self, item: Item) -> None:
+        self._items.appendleft(item)
+
     def keep(self, wanted: frozenset[Item]) -> None:
         self._items = deque(item for item in self._items if item in wanted)
 
@@ -78,7 +83,8 @@ class _Lane(Generic[Item]):
 class FairQueue(Generic[Item]):
     """Requests in the order in which they are to be admitted; a client's own in that of arrival.
 
-    `peek` and the `pop` after it give the same request, whatever is added in between.
+    `peek` and the `pop` after it give the same request, whatever is added in between. One that is
+    not wanted yet can be set aside and put back: it costs its client nothing until it is popped.
 
     Args:
         depth: which part of a client's path names its lanes.
@@ -99,10 +105,12 @@ class FairQueue(Generic[Item]):
 
     def add(self, item: Item) -> None:
         """Put a request at the end of its client's; a new client comes last in the round."""
-        name = item.client[self._depth] if len(item.client) > self._depth else ""
-        if name not in self._lanes:
-            self._lanes[name] = _Lane(self._depth)
-        self._lanes[name].items.add(item)
+        self._lane(item).items.add(item)
+        self._size += 1
+
+    def put_back(self, item: Item) -> None:
+        """Put a request that was set aside before its client's others."""
+        self._lane(item).items.put_back(item)
         self._size += 1
 
     def peek(self) -> Item:
@@ -114,9 +122,13 @@ class FairQueue(Generic[Item]):
         lane = self._next_lane()
         item = lane.items.pop()
         lane.credit -= item.num_prompt + FLAT_COST
-        self._size -= 1
-        if not self._size:
-            self._lanes.clear()
+        self._took_one()
+        return item
+
+    def set_aside(self) -> Item:
+        """Take the next request, to be put back."""
+        item = self._next_lane().items.set_aside()
+        self._took_one()
         return item
 
     def keep(self, wanted: frozenset[Item]) -> None:
@@ -131,6 +143,17 @@ class FairQueue(Generic[Item]):
         """Drop all."""
         self._lanes.clear()
         self._size = 0
+
+    def _lane(self, item: Item) -> _Lane[Item]:
+        name = item.client[self._depth] if len(item.client) > self._depth else ""
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(self._depth)
+        return self._lanes[name]
+
+    def _took_one(self) -> None:
+        self._size -= 1
+        if not self._size:
+            self._lanes.clear()
 
     def _next_lane(self) -> _Lane[Item]:
         """The first with credit. Lanes without requests stay only until their debt is paid."""

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import platform
-import re
-import resource
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import mlx.core as mx
-
-from mlx_mtp.backend import physical_memory
 from mlx_mtp.convert.console import size_text
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.footprint import Footprint
 from mlx_mtp.errors import UsageError
-
-logger = logging.getLogger(__name__)
+from mlx_mtp.machine import MemoryLimit
 
 MOST_PREFIX_CACHE = 8 * 10**9
 """Bytes that the prefix cache takes by itself."""
 _LEAST_TOKENS = 512
 """A server whose context is shorter is of no use; it is not started."""
-_GPU_KEYS = (
-    ("max_recommended_working_set_size", "what Metal recommends at most"),
-    ("free_memory", "free on the GPU"),
-    ("total_memory", "of the GPU"),
-    ("memory_size", "of the machine"),
-)
-_WIRED_SINCE = 15
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """What may be used.
-
-    Args:
-        nbytes: of memory.
-        source: whose number that is, in words.
-    """
-
-    nbytes: int
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,65 +157,3 @@ def largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if good(middle) else (low, middle - 1)
     return low
-
-
-def machine_memory() -> MemoryLimit:
-    """What this machine has for a model that is not loaded yet: the GPU's, or the CPU's share."""
-    if mx.default_device() == mx.gpu:
-        info = mx.device_info()
-        for key, source in _GPU_KEYS:
-            if (nbytes := int(info.get(key, 0))) > 0:
-                return MemoryLimit(nbytes, source)
-    return _host_memory()
-
-
-def wire_memory(limit: MemoryLimit) -> None:
-    """Ask a Mac to keep the model resident, as mlx-lm does; elsewhere nothing happens.
-
-    Only up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
-    """
-    if not mx.metal.is_available() or platform.system() != "Darwin":
-        return
-    version = re.match(r"[0-9]+", platform.mac_ver()[0])
-    if version is None or int(version[0]) < _WIRED_SINCE:
-        return
-    recommended = int(mx.device_info().get("max_recommended_working_set_size", 0))
-    try:
-        mx.set_wired_limit(min(limit.nbytes, recommended))
-    except (ValueError, RuntimeError) as error:
-        logger.warning("The wired limit was not set: %s", error)
-
-
-def _host_memory() -> MemoryLimit:
-    total = physical_memory()
-    found = MemoryLimit(total, "of the machine")
-    available = _meminfo("MemAvailable")
-    if available is not None:
-        # What this process has already is its own to use.
-        found = MemoryLimit(min(total, available + _resident()), "available on the machine")
-    capped = _cgroup_limit()
-    return MemoryLimit(capped, "of this container") if capped < found.nbytes else found
-
-
-def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int | None:
-    try:
-        found = re.search(rf"^{name}:\s+([0-9]+) kB$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) << 10 if found else None
-
-
-def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return sys.maxsize
-    return int(text) if text.isdecimal() else sys.maxsize
-
-
-def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -156,7 +156,7 @@ class PrefixCache:
             sequence.salt, save.tokens, start, segment, snapshot, lasting=lasting
         )
         self._num_kept += kept
-        if self._num_kept % _SWEEP_EVERY == 0:
+        if kept and self._num_kept % _SWEEP_EVERY == 0:
             self.tree.sweep()
         if not self._measured and segment is not None:
             self._measured = True

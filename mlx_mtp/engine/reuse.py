@@ -52,15 +52,21 @@ class PrefixReuse:
                 return self.tree.match(salt, prompt, in_memory=True)
         return node
 
+    @staticmethod
+    def waits(sequence: Sequence) -> bool:
+        """What it was held back for is still to come."""
+        if sequence.awaited is None:
+            return False
+        leader, point = sequence.awaited
+        return not leader.finished and point in leader.save_points
+
     def held_back(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
         """It should wait for one of these prompts, which are being computed."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
-        if sequence.awaited is not None:
-            leader, point = sequence.awaited
-            if not leader.finished and point in leader.save_points:
-                return True
-            sequence.awaited = None
+        if self.waits(sequence):
+            return True
+        sequence.awaited = None
         node = self.tree.match(sequence.salt, sequence.prompt)
         found = 0 if node is None else node.end
         for leader in prefilling:

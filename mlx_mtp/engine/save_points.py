@@ -30,9 +30,10 @@ def save_points(
 ) -> list[int]:
     """Lengths of the prefixes to save while a prompt is computed, ascending.
 
-    A template may render the end of a prompt, where the answer begins, otherwise in the next turn
-    (an answer's reasoning is left out): the end of the last message counts most, however near to
-    the prompt's.
+    The end of the first message counts most: what other conversations share mostly ends there, and
+    the question behind it may be short. A template may render the end of a prompt, where the answer
+    begins, otherwise in the next turn (an answer's reasoning is left out): so the end of the last
+    message comes next, however near to the prompt's.
 
     Args:
         end: tokens of the prompt.
@@ -43,7 +44,7 @@ def save_points(
     """
     if start == end:
         return []
-    wanted = [*turns[: -NUM_TURNS - 1 : -1], *turns[:1]]
+    wanted = [*turns[:1], *turns[: -NUM_TURNS - 1 : -1]]
     distance = step
     while distance < end:
         wanted.append(distance)

@@ -44,7 +44,7 @@ class Scheduler:
         self._reuse = reuse
         self._memory = memory
         self._waiting = FairQueue[Sequence]()
-        # Their turn has come, but what they share with another prompt is being computed.
+        # Set aside when their turn came: what they share with another prompt is being computed.
         self._held: list[Sequence] = []
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
@@ -152,11 +152,7 @@ class Scheduler:
         rows = [r for r in results if not r.is_prefill and r.error is None]
         if not rows:
             return
-        outcomes = [
-            Outcome(r.sequence.drafting, r.num_draft_tokens, r.num_accepted_tokens, r.finished)
-            for r in rows
-            if r.num_kept
-        ]
+        outcomes = [_outcome(r) for r in rows if r.num_kept]
         depth = rows[0].num_positions - 1
         self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds))
 
@@ -229,7 +225,7 @@ class Scheduler:
             if not self._has_memory((*self._admitted(), *group, sequence)):
                 # None overtakes it (engine/admission.py).
                 break
-            self._take_waiting(sequence)
+            self._waiting.pop()
             if self._reuse is not None:
                 self._reuse.begin(sequence, prefix)
             group.append(sequence)
@@ -243,21 +239,25 @@ class Scheduler:
         """The first that need not wait for another's prefill; those that must are set aside."""
         if self._reuse is None:
             return self._waiting.peek() if len(self._waiting) else None
+        self._put_back()
         prefilling = [s for _, members in self._groups for s in members] + group
-        for sequence in self._held:
-            if not self._reuse.held_back(sequence, prefilling):
-                return sequence
         while len(self._waiting):
             if not self._reuse.held_back(self._waiting.peek(), prefilling):
                 return self._waiting.peek()
-            self._held.append(self._waiting.pop())
+            self._held.append(self._waiting.set_aside())
         return None
 
-    def _take_waiting(self, sequence: Sequence) -> None:
-        if sequence in self._held:
-            self._held.remove(sequence)
-        else:
-            self._waiting.pop()
+    def _put_back(self) -> None:
+        """Let those that need not wait any more take their client's turns again.
+
+        Not all at once when their wait is over: a burst that shares a prefix would then go before
+        every other client.
+        """
+        assert self._reuse is not None
+        free = [s for s in self._held if not self._reuse.waits(s)]
+        self._held = [s for s in self._held if self._reuse.waits(s)]
+        for sequence in sorted(free, key=lambda s: s.number or 0, reverse=True):
+            self._waiting.put_back(sequence)
 
     def _has_memory(self, rows: Iterable[Sequence]) -> bool:
         return self._memory is None or self._memory.fits(rows)
@@ -275,6 +275,13 @@ class Scheduler:
             if rows:
                 return PrefillChunk(number, rows)
         return None
+
+
+def _outcome(result: RowResult) -> Outcome:
+    # A row that ends with a recovered token has tried the draft in its place.
+    cut = result.finished and result.num_kept == result.num_accepted_tokens
+    drafts = result.num_draft_tokens, result.num_accepted_tokens
+    return Outcome(result.sequence.drafting, *drafts, cut=cut)
 
 
 def _failed(sequence: Sequence, error: MlxMtpError) -> RequestOutput:

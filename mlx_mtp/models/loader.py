@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from mlx_mtp.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from mlx_mtp.machine import machine_memory
 from mlx_mtp.models import few_rows
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
@@ -53,6 +53,7 @@ def load_model(
     enable_mtp: bool,
     dtype: str = "auto",
     lazy: bool = False,
+    memory: int | None = None,
     before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
@@ -64,6 +65,8 @@ def load_model(
             any other type), else as the checkpoint is stored.
         lazy: read no weights until they are used; shapes and types are known at once. Whether
             this machine can compute in `dtype` is not checked.
+        memory: bytes that there are for it; None: what the machine has. On the CPU
+            a quantized model is expanded to float32 if that takes less than half of it.
         before_reading: called when shapes and types are known, and no weight has been read.
 
     Raises:
@@ -86,7 +89,7 @@ def load_model(
         found.model.mtp = _build_head(family.causal_lm(found.model).args, family, head)
     # The model's class refers to `found`, which would keep the head as it was stored as well.
     found.head = {}
-    _cast(found, dtype, check=not lazy)
+    _cast(found, dtype, machine_memory().nbytes if memory is None else memory, check=not lazy)
     loaded = LoadedModel(
         path=path,
         config=config,
@@ -180,7 +183,7 @@ def _build_head(args: Any, family: Family, found: HeadTensors) -> MTPHead:
     return head
 
 
-def _cast(found: _Trunk, dtype: str, *, check: bool) -> None:
+def _cast(found: _Trunk, dtype: str, memory: int, *, check: bool) -> None:
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
     if check and on_cpu and target != mx.float32 and _has_experts(found.model):
@@ -189,7 +192,8 @@ def _cast(found: _Trunk, dtype: str, *, check: bool) -> None:
             "float32 alone. Use --dtype float32 or auto."
         )
     _cast_floats(found.model, target)
-    if on_cpu and target == mx.float32 and _dequantized_fits(found.model):
+    fits = _dequantized_size(found.model) < _DEQUANTIZED_SHARE * memory
+    if on_cpu and target == mx.float32 and fits:
         # Quantized matmuls on the CPU are about five times slower than float32 ones.
         dequantize_model(found.model)
         # Modes whose scales are no floats come out in BF16.
@@ -210,13 +214,13 @@ def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
     model.load_weights(cast, strict=False)
 
 
-def _dequantized_fits(model: nn.Module) -> bool:
+def _dequantized_size(model: nn.Module) -> int:
+    """Bytes of what is quantized, in float32."""
     size = 0
     for _, module in model.named_modules():
         if hasattr(module, "bits") and "scales" in module:
             size += 4 * module.weight.size * 32 // module.bits
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return size < _DEQUANTIZED_SHARE * memory
+    return size
 
 
 def _stored_dtype(weights: dict[str, mx.array]) -> mx.Dtype:

@@ -11,8 +11,8 @@ from importlib import metadata
 import mlx.core as mx
 
 from mlx_mtp import __version__
-from mlx_mtp.backend import physical_memory
 from mlx_mtp.kernels import gpu
+from mlx_mtp.machine import physical_memory
 from mlx_mtp.models.loaded import LoadedModel
 
 _GIB = 1 << 30

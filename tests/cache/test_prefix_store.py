@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from mlx_mtp.cache import prefix_writer
+from mlx_mtp.cache.prefix_folder import PrefixFolder, UnfinishedFile
 from tests.cache.stored_nodes import (
     DTYPES,
     PATIENCE,
@@ -184,6 +186,49 @@ def test_the_engine_never_waits_for_the_disk(
     assert put(store, (), (19,))
 
 
+@pytest.mark.parametrize("place", ["publish", "unlink", "make room"])
+def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    store = open_store(max_bytes=15_000)
+    for first in range(3):
+        put(store, (), (first,))
+    assert store.flush(PATIENCE)
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hold(real: Callable[..., None]) -> Callable[..., None]:
+        def held(*arguments: object) -> None:
+            hangs.set()
+            assert go_on.wait(PATIENCE)
+            real(*arguments)
+
+        return held
+
+    if place == "publish":
+        monkeypatch.setattr(UnfinishedFile, "publish", hold(UnfinishedFile.publish))
+        put(store, (), (7,))
+    else:
+        monkeypatch.setattr(PrefixFolder, "remove", hold(PrefixFolder.remove))
+    if place == "unlink":
+        store.remove(key_of(0))
+    elif place == "make room":
+        put(store, (), (8,), nbytes=8_000)
+    assert hangs.wait(PATIENCE)
+    free = store._writer.lock.acquire(timeout=PATIENCE / 2)
+    assert free, "the engine would wait for the disk"
+    store._writer.lock.release()
+    # What is removed just then is gone, on the disk too.
+    store.remove(key_of(7))
+    assert not store.holds(key_of(7))
+    assert put(store, (), (9,))
+    go_on.set()
+    assert store.flush(PATIENCE)
+    assert key_of(9) in store
+    assert key_of(7) not in store
+    assert len(files(store.path)) == store.stats().num_nodes
+    assert sum(path.stat().st_size for path in files(store.path)) == store.stats().nbytes <= 15_000
+
+
 def test_a_disk_that_hangs_does_not_hold_up_the_end(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +277,20 @@ def test_bounded_in_bytes_the_least_recently_used_goes_first(
     assert {key_of(*path[:n]) in store for n in range(1, 5)} == {True}
     assert key_of(*path[:5]) not in store
     assert store.stats().nbytes <= 4 * size
+
+
+def test_nothing_goes_for_what_cannot_fit(open_store: Open, folder: Path) -> None:
+    """A conversation that outgrew the directory leaves the others in peace, and keeps its start."""
+    store = open_store(max_bytes=32_000)
+    for first in (1, 2, 3):
+        assert put(store, [], [first])
+    assert put(store, [], [9], nbytes=16_000)
+    assert store.flush(PATIENCE)
+    put(store, [9], [10], nbytes=16_000)
+    assert store.flush(PATIENCE)
+    assert all(key_of(first) in store for first in (1, 2, 3, 9))
+    assert key_of(9, 10) not in store
+    assert store.stats().nbytes == sum(path.stat().st_size for path in files(folder)) <= 32_000
 
 
 def test_recency_survives_a_restart(open_store: Open, folder: Path) -> None:

@@ -147,6 +147,48 @@ def test_what_is_too_big_is_not_kept_and_costs_nobody_his_place():
     check_integrity(tree)
 
 
+def test_a_conversation_that_outgrows_the_limit_costs_nobody_his_place_and_keeps_its_own():
+    tree = PrefixTree(500)
+    assert put(tree, range(1000, 1010))
+    assert put(tree, range(200))
+    before = tree.nbytes
+    assert not put(tree, range(500))
+    assert tree.nbytes == before
+    assert found(tree, range(500)) == 200
+    assert found(tree, range(1000, 1010)) == 10
+    check_integrity(tree)
+
+
+def test_nothing_is_forgotten_for_what_pinned_entries_leave_no_room_for():
+    tree = PrefixTree(500)
+    put(tree, range(200))
+    pinned = tree.match("", tuple(range(200)))
+    tree.pin(pinned)
+    put(tree, range(1000, 1010))
+    assert not put(tree, range(2000, 2250))
+    assert found(tree, range(1000, 1010)) == 10
+    tree.unpin(pinned)
+    assert put(tree, range(2000, 2250))
+    assert found(tree, range(200)) == 0
+    check_integrity(tree)
+
+
+def test_a_split_that_fails_leaves_the_tree_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    def broken(self: FakeKV, at: int) -> None:
+        raise RuntimeError("no memory")
+
+    tree = PrefixTree(10_000)
+    put(tree, range(100))
+    monkeypatch.setattr(FakeKV, "split", broken)
+    with pytest.raises(RuntimeError):
+        put(tree, [*range(60), 7], start=60)
+    monkeypatch.undo()
+    assert found(tree, range(100)) == 100
+    check_integrity(tree)
+    assert put(tree, [*range(60), 7])
+    check_integrity(tree)
+
+
 def test_pinned_entries_stay():
     tree = PrefixTree(2 * (10 + STATE))
     put(tree, range(10))
@@ -243,6 +285,25 @@ def test_common_length(one, other, at):
         min(len(one), len(other) - at),
     )
     assert common_length(tuple(one), tuple(other), at) == expected
+
+
+def test_comparing_long_prompts_looks_at_each_token_a_few_times():
+    looked_at = 0
+
+    class Counted(tuple):
+        def __getitem__(self, where):
+            nonlocal looked_at
+            found = tuple(self)[where]
+            looked_at += len(found) if isinstance(where, slice) else 1
+            return found
+
+    length = 100_000
+    tokens = Counted(range(length))
+    for part in (0, 1, length // 2, length - 1):
+        other = (*range(part), -1, *range(part + 1, length))
+        assert common_length(tokens, other) == part
+        assert looked_at < 4 * length
+        looked_at = 0
 
 
 def path_of(node: Node) -> tuple[int, ...]:

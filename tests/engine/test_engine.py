@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
+from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -335,6 +336,27 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     assert served.engine.healthy
     wait_until(lambda: served.engine.stats().generation_tokens >= counted.generation_tokens + 20)
     assert served.engine.stats().num_restarts == 1
+
+
+def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, monkeypatch):
+    served = client()
+    stats = EngineCore.stats
+    ended: list[bool] = []
+
+    def broken(core: EngineCore):
+        if core.idle and not ended:
+            ended.append(True)
+            raise RuntimeError("a bug behind the step")
+        return stats(core)
+
+    monkeypatch.setattr(EngineCore, "stats", broken)
+    served.engine.submit(request("a", [5, 6], greedy(3, ignore_eos=True)))
+    served.wait("a")
+    assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
+    served.engine.submit(request("b", [5, 6], greedy(3, ignore_eos=True)))
+    served.wait("b")
+    assert [o.finish_reason for o in served.outputs["a"] if o.finish_reason] == ["error"]
+    assert served.outputs["b"][-1].finish_reason == "length"
 
 
 def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client, monkeypatch):

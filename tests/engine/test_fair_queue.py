@@ -146,6 +146,29 @@ def test_dropping_some_leaves_the_others_in_order(adds, data):
         assert [i for i in left if i.client == client] == [i for i in kept if i.client == client]
 
 
+@settings(max_examples=200, deadline=None)
+@given(adds=st.lists(ADDS, min_size=1, max_size=40), data=st.data())
+def test_what_is_set_aside_costs_nothing_and_comes_back_before_its_clients_others(adds, data):
+    queue, untouched = FairQueue[Item](), FairQueue[Item]()
+    items = [Item(*add, number) for number, add in enumerate(adds)]
+    for item in items:
+        queue.add(item)
+        untouched.add(item)
+    aside = [queue.set_aside() for _ in range(data.draw(st.integers(0, len(items))))]
+    assert len(queue) == len(items) - len(aside)
+    for item in reversed(aside):
+        queue.put_back(item)
+    left = drain(queue)
+    for client in {item.client for item in items}:
+        assert [i for i in left if i.client == client] == [i for i in items if i.client == client]
+    costs = [Counter[str](), Counter[str]()]
+    for count, order in zip(costs, (left, drain(untouched)), strict=True):
+        for item in order[: len(items) // 2]:
+            count["".join(item.client[:1])] += item.cost
+    longest = max(size for _, size in adds) + FLAT_COST
+    assert all(abs(costs[0][n] - costs[1][n]) <= 2 * (QUANTUM + longest) for n in TOP_NAMES)
+
+
 def test_clients_are_forgotten_with_their_last_request():
     queue = FairQueue[Item]()
     for number in range(1000):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -14,19 +12,12 @@ from mlx.utils import tree_flatten
 from benchmarks import prefill_memory
 from mlx_mtp.cache.memory import CacheMemory
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import memory_plan
 from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.footprint import Footprint, footprint
-from mlx_mtp.engine.memory_plan import (
-    MemoryLimit,
-    MemoryPlan,
-    largest,
-    machine_memory,
-    plan_memory,
-    wire_memory,
-)
+from mlx_mtp.engine.memory_plan import MemoryPlan, largest, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
+from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
@@ -115,59 +106,6 @@ def test_largest():
     for last in range(3, 11):
         assert largest(3, 10, lambda n, last=last: n <= last) == last
     assert largest(3, 10, lambda n: False) is None
-
-
-def test_the_machine_has_what_the_system_says(monkeypatch, tmp_path: Path):
-    found = machine_memory()
-    assert found.nbytes > 0
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:   32 kB\nMemAvailableX: 1 kB\n")
-    assert memory_plan._meminfo("MemAvailable", meminfo) == 32 << 10
-    assert memory_plan._meminfo("MemAvailable", tmp_path / "none") is None
-    for text, nbytes in (("12345\n", 12345), ("max\n", 2**63 - 1)):
-        (tmp_path / "max").write_text(text)
-        assert memory_plan._cgroup_limit(tmp_path / "max") == nbytes
-    monkeypatch.setattr(memory_plan, "_cgroup_limit", lambda: 10_000)
-    assert memory_plan._host_memory() == MemoryLimit(10_000, "of this container")
-
-
-@pytest.mark.parametrize(
-    ("info", "nbytes"),
-    [
-        ({"max_recommended_working_set_size": 48, "memory_size": 64}, 48),
-        ({"total_memory": 80, "free_memory": 70}, 70),
-        ({"memory_size": 64}, 64),
-    ],
-)
-def test_a_gpu_has_what_its_driver_says(monkeypatch, info: dict[str, int], nbytes: int):
-    fake = SimpleNamespace(default_device=lambda: "gpu", gpu="gpu", device_info=lambda: info)
-    monkeypatch.setattr(memory_plan, "mx", fake)
-    assert machine_memory().nbytes == nbytes
-
-
-@pytest.mark.parametrize(
-    ("metal", "system", "version", "limit", "wired"),
-    [
-        (True, "Darwin", "15.3", 100, [48]),
-        (True, "Darwin", "26.0", 20, [20]),
-        (True, "Darwin", "14.7", 100, []),
-        (False, "Linux", "", 100, []),
-    ],
-)
-def test_a_mac_is_asked_to_keep_the_model_resident(
-    monkeypatch, metal: bool, system: str, version: str, limit: int, wired: list[int]
-):
-    asked: list[int] = []
-    fake = SimpleNamespace(
-        metal=SimpleNamespace(is_available=lambda: metal),
-        device_info=lambda: {"max_recommended_working_set_size": 48},
-        set_wired_limit=asked.append,
-    )
-    monkeypatch.setattr(memory_plan, "mx", fake)
-    monkeypatch.setattr(memory_plan.platform, "system", lambda: system)
-    monkeypatch.setattr(memory_plan.platform, "mac_ver", lambda: (version, ("", "", ""), ""))
-    wire_memory(MemoryLimit(limit, "a test"))
-    assert asked == wired
 
 
 def test_the_plan_is_made_before_a_weight_is_read():

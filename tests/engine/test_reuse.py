@@ -52,6 +52,13 @@ def test_near_turns_are_not_cut_but_the_last():
     assert points_of([5] * (MIN_GAIN - 2) + [END, 5], 0, 4096) == [MIN_GAIN]
 
 
+def test_a_system_prompt_is_saved_however_short_the_question():
+    prompt = [*messages(3000, 10), *[5] * 3]
+    assert points_of(prompt, 0, 512) == [512, 1024, 2048, 3000, 3013]
+    # The next question finds all of it.
+    assert points_of([*messages(3000, 20), 5], 3000, 512) == [3021]
+
+
 def test_long_texts_are_saved_at_doubling_distances_where_chunks_end():
     points = points_of([5] * 10_000, 0, 512)
     assert points == [512, 1024, 2048, 4096, 8192, 10_000]
@@ -96,11 +103,12 @@ class World:
         self.computed: dict[str, int] = {}
         self.admitted: list[str] = []
 
-    def add(self, name: str, prompt, salt: str = "", max_tokens: int = 2) -> Sequence:
+    def add(
+        self, name: str, prompt, salt: str = "", max_tokens: int = 2, client: str = ""
+    ) -> Sequence:
         sampling = SamplingParams(max_tokens=max_tokens)
-        sequence = Sequence(
-            Request(name, tuple(prompt), sampling, cache_salt=salt), (END,), max_tokens
-        )
+        wanted = Request(name, tuple(prompt), sampling, cache_salt=salt, client=(client,))
+        sequence = Sequence(wanted, (END,), max_tokens)
         self.policy.add(sequence)
         return sequence
 
@@ -141,6 +149,19 @@ class World:
                 return
             self.step()
         raise AssertionError("some request waits for ever")
+
+
+def test_a_burst_that_was_held_back_does_not_go_before_other_clients():
+    world = World(rows=4)
+    for number in range(100):
+        world.add(f"burst {number}", [*[5] * 60, 100 + number], client="burst")
+    for _ in range(3):
+        world.step()
+    world.add("one", [6] * 20, client="other")
+    world.run()
+    burst = [name for name in world.admitted if name != "one"]
+    assert burst == [f"burst {number}" for number in range(100)]
+    assert world.admitted.index("one") < 15
 
 
 def test_requests_that_share_a_prefix_wait_for_the_first():

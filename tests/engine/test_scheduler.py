@@ -214,25 +214,31 @@ def test_the_depth_is_asked_for_rows_that_decode_or_are_about_to():
 def test_the_policy_learns_of_decoding_steps_alone():
     depth = Watched()
     policy = Scheduler(EngineConfig(), depth)
-    for name in "abc":
+    for name in "abcd":
         policy.add(sequence(name, 4))
     finish_chunk(policy, policy.schedule())
     assert depth.told == []
-    a, b, c = policy.schedule().decode
-    for row in (a, b, c):
+    a, b, c, d = policy.schedule().decode
+    for row in (a, b, c, d):
         row.launched(3)
         row.launched(3)
     results = [
         RowResult(a, 3, 2, (5, 6), num_draft_tokens=2, num_accepted_tokens=1),
-        RowResult(b, 3, 3, (5, 6, 1), finished=True, num_draft_tokens=1, num_accepted_tokens=1),
+        # One ends with a draft, the other with what replaced a draft, which so was tried.
+        RowResult(b, 3, 1, (1,), finished=True, num_draft_tokens=2, num_accepted_tokens=1),
         RowResult(c, 3, error=StepError("broken")),
+        RowResult(d, 3, 2, (5, 1), finished=True, num_draft_tokens=2, num_accepted_tokens=1),
     ]
     policy.update(results, seconds=0.5)
     (told,) = depth.told
     # The size of the window counts for the cost; of what failed nothing is known.
-    assert (told.batch_size, told.depth, told.seconds) == (2, 2, 0.5)
+    assert (told.batch_size, told.depth, told.seconds) == (3, 2, 0.5)
     seen = [(o.row, o.num_drafts, o.num_accepted, o.cut) for o in told.outcomes]
-    assert seen == [(a.drafting, 2, 1, False), (b.drafting, 1, 1, True)]
+    assert seen == [
+        (a.drafting, 2, 1, False),
+        (b.drafting, 2, 1, True),
+        (d.drafting, 2, 1, False),
+    ]
     # A row that had ended before brings nothing, but its window was computed.
     policy.update([RowResult(a, 3, 1, (5,)), RowResult(b, 3)])
     assert depth.told[-1].batch_size == 2

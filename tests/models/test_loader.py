@@ -135,6 +135,11 @@ def test_quantized_sidecar_includes_fc(tmp_path, bits, mode, group_size):
     )
     got = head_parameters(tmp_path)["fc.weight"]
     np.testing.assert_allclose(got, np.array(expected.astype(mx.float32)), atol=1e-6)
+    # Only where there is memory: packed it is slower, but it runs.
+    tight = load_model(tmp_path, enable_mtp=True, memory=1000).head
+    assert ("fc.scales" in dict(tree_flatten(tight.parameters()))) == (
+        mx.default_device() == mx.cpu
+    )
 
 
 def _matrices(path: str, module: nn.Module) -> bool:

@@ -1,0 +1,104 @@
+"""How much memory this machine has for a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+logger = logging.getLogger(__name__)
+
+_GPU_KEYS = (
+    ("max_recommended_working_set_size", "what Metal recommends at most"),
+    ("free_memory", "free on the GPU"),
+    ("total_memory", "of the GPU"),
+    ("memory_size", "of the machine"),
+)
+_WIRED_SINCE = 15
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What may be used.
+
+    Args:
+        nbytes: of memory.
+        source: whose number that is, in words.
+    """
+
+    nbytes: int
+    source: str
+
+
+def machine_memory() -> MemoryLimit:
+    """What this machine has for a model that is not loaded yet: the GPU's, or the CPU's share."""
+    if mx.default_device() == mx.gpu:
+        info = mx.device_info()
+        for key, source in _GPU_KEYS:
+            if (nbytes := int(info.get(key, 0))) > 0:
+                return MemoryLimit(nbytes, source)
+    return _host_memory()
+
+
+def wire_memory(limit: MemoryLimit) -> None:
+    """Ask a Mac to keep the model resident, as mlx-lm does; elsewhere nothing happens.
+
+    Only up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
+    """
+    if not mx.metal.is_available() or platform.system() != "Darwin":
+        return
+    version = re.match(r"[0-9]+", platform.mac_ver()[0])
+    if version is None or int(version[0]) < _WIRED_SINCE:
+        return
+    recommended = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    try:
+        mx.set_wired_limit(min(limit.nbytes, recommended))
+    except (ValueError, RuntimeError) as error:
+        logger.warning("The wired limit was not set: %s", error)
+
+
+def physical_memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _host_memory() -> MemoryLimit:
+    total = physical_memory()
+    found = MemoryLimit(total, "of the machine")
+    available = _meminfo("MemAvailable")
+    if available is not None:
+        # What this process has already is its own to use.
+        found = MemoryLimit(min(total, available + _resident()), "available on the machine")
+    capped = _cgroup_limit()
+    return MemoryLimit(capped, "of this container") if capped < found.nbytes else found
+
+
+def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s+([0-9]+) kB$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) << 10 if found else None
+
+
+def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return sys.maxsize
+    return int(text) if text.isdecimal() else sys.maxsize
+
+
+def _resident() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return pages * os.sysconf("SC_PAGE_SIZE")

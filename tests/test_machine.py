@@ -1,0 +1,64 @@
+"""What memory the machine says it has, and what is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_mtp import machine
+from mlx_mtp.machine import MemoryLimit, machine_memory, wire_memory
+
+
+def test_the_machine_has_what_the_system_says(monkeypatch, tmp_path: Path):
+    found = machine_memory()
+    assert found.nbytes > 0
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:   32 kB\nMemAvailableX: 1 kB\n")
+    assert machine._meminfo("MemAvailable", meminfo) == 32 << 10
+    assert machine._meminfo("MemAvailable", tmp_path / "none") is None
+    for text, nbytes in (("12345\n", 12345), ("max\n", 2**63 - 1)):
+        (tmp_path / "max").write_text(text)
+        assert machine._cgroup_limit(tmp_path / "max") == nbytes
+    monkeypatch.setattr(machine, "_cgroup_limit", lambda: 10_000)
+    assert machine._host_memory() == MemoryLimit(10_000, "of this container")
+
+
+@pytest.mark.parametrize(
+    ("info", "nbytes"),
+    [
+        ({"max_recommended_working_set_size": 48, "memory_size": 64}, 48),
+        ({"total_memory": 80, "free_memory": 70}, 70),
+        ({"memory_size": 64}, 64),
+    ],
+)
+def test_a_gpu_has_what_its_driver_says(monkeypatch, info: dict[str, int], nbytes: int):
+    fake = SimpleNamespace(default_device=lambda: "gpu", gpu="gpu", device_info=lambda: info)
+    monkeypatch.setattr(machine, "mx", fake)
+    assert machine_memory().nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("metal", "system", "version", "limit", "wired"),
+    [
+        (True, "Darwin", "15.3", 100, [48]),
+        (True, "Darwin", "26.0", 20, [20]),
+        (True, "Darwin", "14.7", 100, []),
+        (False, "Linux", "", 100, []),
+    ],
+)
+def test_a_mac_is_asked_to_keep_the_model_resident(
+    monkeypatch, metal: bool, system: str, version: str, limit: int, wired: list[int]
+):
+    asked: list[int] = []
+    fake = SimpleNamespace(
+        metal=SimpleNamespace(is_available=lambda: metal),
+        device_info=lambda: {"max_recommended_working_set_size": 48},
+        set_wired_limit=asked.append,
+    )
+    monkeypatch.setattr(machine, "mx", fake)
+    monkeypatch.setattr(machine.platform, "system", lambda: system)
+    monkeypatch.setattr(machine.platform, "mac_ver", lambda: (version, ("", "", ""), ""))
+    wire_memory(MemoryLimit(limit, "a test"))
+    assert asked == wired
