@@ -19,15 +19,15 @@ from mlx_mtp import backend
 
 BACKEND = backend.prepare()
 
-import mlx.core as mx  # noqa: E402
+import mlx.core as mx
 
-from benchmarks.servers import Contender, mlx_lm, ours, running  # noqa: E402
-from mlx_mtp.bench.arguments import add_streams  # noqa: E402
-from mlx_mtp.bench.client import HttpServer  # noqa: E402
-from mlx_mtp.bench.commands import check, finish, measured  # noqa: E402
-from mlx_mtp.bench.runs import Asking  # noqa: E402
-from mlx_mtp.bench.tables import contenders_table  # noqa: E402
-from mlx_mtp.models.hub import BUNDLED_MODEL  # noqa: E402
+from benchmarks.servers import Contender, mlx_lm, ours, running
+from mlx_mtp.bench.arguments import add_streams
+from mlx_mtp.bench.client import HttpServer
+from mlx_mtp.bench.commands import check, finish, measured
+from mlx_mtp.bench.runs import Asking
+from mlx_mtp.bench.tables import contenders_table
+from mlx_mtp.models.hub import BUNDLED_MODEL
 
 OFF = "MTP off"
 

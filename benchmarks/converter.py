@@ -23,10 +23,10 @@ from mlx_mtp import backend
 
 backend.prepare()
 
-import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
+import mlx.core as mx
+import numpy as np
 
-from mlx_mtp.convert.quantization import MODES, UNQUANTIZED  # noqa: E402
+from mlx_mtp.convert.quantization import MODES, UNQUANTIZED
 
 CONFIG = {
     "model_type": "qwen3_next",

@@ -18,7 +18,6 @@ import os
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -26,75 +25,14 @@ from mlx_mtp import backend
 
 BACKEND = backend.prepare()
 
-import mlx.core as mx  # noqa: E402
-from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig  # noqa: E402
-from mlx_mtp.engine.calibration import calibrate  # noqa: E402
-from mlx_mtp.engine.core import EngineCore  # noqa: E402
-from mlx_mtp.engine.request import Request  # noqa: E402
-from mlx_mtp.engine.runner import ModelRunner  # noqa: E402
-from mlx_mtp.engine.scheduler import Scheduler  # noqa: E402
-from mlx_mtp.engine.sequence import Sequence  # noqa: E402
-from mlx_mtp.models.hub import BUNDLED_MODEL  # noqa: E402
-from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
-from mlx_mtp.models.loader import load_model  # noqa: E402
-from mlx_mtp.sampling.params import SamplingParams  # noqa: E402
-from mlx_mtp.server.tokenizer import Tokenizer  # noqa: E402
-from mlx_mtp.speculative.controller import DepthController  # noqa: E402
-from mlx_mtp.speculative.costs import StepCosts  # noqa: E402
-from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth  # noqa: E402
-from mlx_mtp.speculative.proposer import MTPProposer  # noqa: E402
-
-CALIBRATION_SECONDS = 2.0
-STORIES = [
-    f"Write a short story about {name}, a {animal} who finds {thing}."
-    for name, animal in (("Anna", "fox"), ("Ben", "owl"), ("Clara", "bear"), ("Leo", "otter"))
-    for thing in (
-        "a lamp in the forest",
-        "a map in the village",
-        "a bell in the castle",
-        "a key by the lake",
-    )
-]
-Speeds = dict[str, list[tuple[float, float]]]
-"""Tokens per second of wall time, and of the processor's time, by contender and round."""
-
-
-class Contender:
-    """An engine without its thread.
-
-    Args:
-        model: with its head, unless it runs without MTP.
-        depth: "off", a fixed depth, or "auto".
-        num_rows: rows at once.
-    """
-
-    def __init__(self, model: LoadedModel, depth: str, num_rows: int) -> None:
-        config = EngineConfig(max_num_seqs=num_rows, calibration_seconds=CALIBRATION_SECONDS)
-        proposer = None if depth == "off" else MTPProposer(model)
-        self._runner = ModelRunner(model, proposer, model.vocab_size)
-        policy: DepthPolicy
-        if depth == "auto":
-            costs = StepCosts(MAX_DRAFT_TOKENS)
-            calibrate(costs, config, self._runner, stopping=lambda: False)
-            policy = DepthController(costs)
-        else:
-            policy = FixedDepth(0 if depth == "off" else int(depth))
-        self._core = EngineCore(Scheduler(config, policy), self._runner, overlap=config.overlap)
-        self._stop_ids = model.eos_token_ids
-        self.policy = policy
-
-    def run(self, prompts: Many[tuple[int, ...]], max_tokens: int) -> tuple[float, float]:
-        """Answer all prompts at once: tokens per second of wall and of processor time."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        for number, prompt in enumerate(prompts):
-            request = Request(str(number), prompt, sampling)
-            self._core.add(Sequence(request, self._stop_ids, max_tokens))
-        tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
-        while not self._core.idle:
-            tokens += sum(len(output.token_ids) for output in self._core.step())
-        return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
+from benchmarks.contenders import STORIES, Contender, Speeds, ratios, take_turns
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.server.tokenizer import Tokenizer
 
 
 def main() -> None:
@@ -152,19 +90,11 @@ def measure(
     rounds: int,
     max_tokens: int,
 ) -> Speeds:
-    """All contenders in turns; each has a warm-up that doesn't count."""
+    """All contenders in turns."""
     contenders = {"off": Contender(off, "off", num_rows)}
     contenders |= {depth: Contender(model, depth, num_rows) for depth in depths}
-    speeds: Speeds = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        chosen = [prompts[(number + i) % len(prompts)] for i in range(num_rows)]
-        # Every second round backwards, so that what drifts favours none.
-        for name in list(contenders)[:: -1 if number % 2 else 1]:
-            result = contenders[name].run(chosen, max_tokens)
-            if number:
-                speeds[name].append(result)
-        print(".", end="", file=sys.stderr, flush=True)
-    print(f" {num_rows} rows: auto chose {contenders['auto'].policy.choices()}", file=sys.stderr)
+    speeds = take_turns(contenders, prompts, num_rows, rounds, max_tokens)
+    print(f"{num_rows} rows: auto chose {contenders['auto'].policy.choices()}", file=sys.stderr)
     return speeds
 
 
@@ -189,15 +119,6 @@ def table(found: dict[int, Speeds]) -> str:
         cells.append(f"{best}: {wall:.3f} / {cpu:.3f}")
     lines.append("| auto over the best of the others | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def ratios(speeds: Speeds, name: str, other: str) -> tuple[float, float]:
-    """Medians over the rounds of the ratio of wall speeds and of processor speeds."""
-    pairs = list(zip(speeds[name], speeds[other], strict=True))
-    return (
-        statistics.median(a[0] / b[0] for a, b in pairs),
-        statistics.median(a[1] / b[1] for a, b in pairs),
-    )
 
 
 if __name__ == "__main__":

@@ -28,26 +28,19 @@ from mlx_mtp import backend
 
 BACKEND = backend.prepare()
 
-import mlx.core as mx  # noqa: E402
+import mlx.core as mx
 
-from benchmarks.depth import STORIES  # noqa: E402
-from benchmarks.shapes import SHAPES, build  # noqa: E402
-from mlx_mtp.config import EngineConfig  # noqa: E402
-from mlx_mtp.engine.core import EngineCore  # noqa: E402
-from mlx_mtp.engine.request import Request  # noqa: E402
-from mlx_mtp.engine.runner import ModelRunner  # noqa: E402
-from mlx_mtp.engine.scheduler import Scheduler  # noqa: E402
-from mlx_mtp.engine.sequence import Sequence  # noqa: E402
-from mlx_mtp.models.draft_head import DraftHead  # noqa: E402
-from mlx_mtp.models.hub import BUNDLED_MODEL  # noqa: E402
-from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
-from mlx_mtp.models.loader import load_model  # noqa: E402
-from mlx_mtp.sampling.params import SamplingParams  # noqa: E402
-from mlx_mtp.sampling.sampler import Sampler  # noqa: E402
-from mlx_mtp.server.draft_vocab import draft_vocabulary  # noqa: E402
-from mlx_mtp.server.tokenizer import Tokenizer  # noqa: E402
-from mlx_mtp.speculative.depth import FixedDepth  # noqa: E402
-from mlx_mtp.speculative.proposer import MTPProposer  # noqa: E402
+from benchmarks.contenders import STORIES, Contender, ratios, take_turns
+from benchmarks.shapes import SHAPES, build
+from mlx_mtp.models.draft_head import DraftHead
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.server.draft_vocab import draft_vocabulary
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.speculative.proposer import MTPProposer
 
 WHOLE = "whole"
 _MANY = 8
@@ -56,42 +49,6 @@ _WAYS = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),
     "sampled": SamplingParams(max_tokens=1, temperature=0.7, top_p=0.8, top_k=20),
 }
-
-
-class Contender:
-    """An engine without its thread that drafts from some tokens.
-
-    Args:
-        model: with its head.
-        ids: those tokens; None for all.
-        num_rows: rows at once.
-        depth: drafts a step.
-    """
-
-    def __init__(
-        self, model: LoadedModel, ids: Many[int] | None, num_rows: int, depth: int
-    ) -> None:
-        config = EngineConfig(num_draft_tokens=depth, max_num_seqs=num_rows)
-        head = None if ids is None else DraftHead(model, ids)
-        runner = ModelRunner(model, MTPProposer(model, head), model.vocab_size)
-        self._core = EngineCore(Scheduler(config, FixedDepth(depth)), runner, overlap=True)
-        self._stop_ids = model.eos_token_ids
-
-    def run(self, prompts: Many[tuple[int, ...]], sampling: SamplingParams) -> tuple[float, float]:
-        """Answer all prompts at once: tokens per second of wall and of processor time."""
-        for number, prompt in enumerate(prompts):
-            request = Request(str(number), prompt, sampling)
-            self._core.add(Sequence(request, self._stop_ids, sampling.max_tokens))
-        tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
-        while not self._core.idle:
-            tokens += sum(len(output.token_ids) for output in self._core.step())
-        return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
-
-    @property
-    def acceptance(self) -> float:
-        """Share of all drafts so far."""
-        stats = self._core.stats()
-        return stats.num_accepted_tokens / max(stats.num_draft_tokens, 1)
 
 
 def measure_bundled(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -103,30 +60,23 @@ def measure_bundled(options: argparse.Namespace) -> list[dict[str, Any]]:
     for size in options.sizes:
         if size < model.vocab_size:
             vocabularies[str(size)] = draft_vocabulary(size, tokenizer, model.vocab_size)
-    sampling = SamplingParams(max_tokens=options.max_tokens, temperature=0.0)
     found = []
     for rows in options.rows:
         contenders = {
-            name: Contender(model, ids, rows, options.depth) for name, ids in vocabularies.items()
+            name: Contender(model, str(options.depth), rows, ids)
+            for name, ids in vocabularies.items()
         }
-        speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-        for number in range(options.rounds + 1):
-            chosen = [prompts[(number + i) % len(prompts)] for i in range(rows)]
-            # Every second round backwards, so that what drifts favours none.
-            for name in list(contenders)[:: -1 if number % 2 else 1]:
-                result = contenders[name].run(chosen, sampling)
-                if number:
-                    speeds[name].append(result)
+        speeds = take_turns(contenders, prompts, rows, options.rounds, options.max_tokens)
         for name, contender in contenders.items():
-            pairs = list(zip(speeds[name], speeds[WHOLE], strict=True))
+            wall, cpu = ratios(speeds, name, WHOLE)
             line = {
                 "rows": rows,
                 "depth": options.depth,
                 "vocabulary": name,
                 "acceptance": contender.acceptance,
-                "tokens_per_second": statistics.median(wall for wall, _ in speeds[name]),
-                "wall_ratio": statistics.median(a[0] / b[0] for a, b in pairs),
-                "cpu_ratio": statistics.median(a[1] / b[1] for a, b in pairs),
+                "tokens_per_second": statistics.median(rate for rate, _ in speeds[name]),
+                "wall_ratio": wall,
+                "cpu_ratio": cpu,
             }
             found.append(line)
             print(

@@ -17,8 +17,8 @@ from mlx_mtp.kernels import (
     portable_inputs,
     reference,
 )
+from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases, Shape
 from mlx_mtp.kernels.window import Pending, Window
-from mlx_mtp.selftest.cases import QWEN3_NEXT_80B, Cases, Shape
 
 BUNDLED = Shape(4, 32, 8, 32)
 TOLERANCE = 1e-4

@@ -14,8 +14,8 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from benchmarks.kernel_checks import BUNDLED
 from mlx_mtp.bench.tables import render
 from mlx_mtp.kernels import chunkwise, gated_delta, gpu
+from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases
 from mlx_mtp.kernels.window import Pending, Window
-from mlx_mtp.selftest.cases import QWEN3_NEXT_80B, Cases
 
 REPEATS = 5
 Step = Callable[[], list[mx.array]]

@@ -26,9 +26,9 @@ from mlx_mtp import backend
 
 BACKEND = backend.prepare()
 
-import mlx.core as mx  # noqa: E402
+import mlx.core as mx
 
-from benchmarks.kernel_checks import (  # noqa: E402
+from benchmarks.kernel_checks import (
     Check,
     check_inputs,
     check_portable,
@@ -36,8 +36,8 @@ from benchmarks.kernel_checks import (  # noqa: E402
     checks_table,
     variants,
 )
-from benchmarks.kernel_timings import time_cpu, time_gpu, timings_table  # noqa: E402
-from mlx_mtp.kernels import gpu  # noqa: E402
+from benchmarks.kernel_timings import time_cpu, time_gpu, timings_table
+from mlx_mtp.kernels import gpu
 
 
 def main() -> int:

@@ -22,21 +22,21 @@ from mlx_mtp import backend
 
 backend.prepare()
 
-import mlx.core as mx  # noqa: E402
+import mlx.core as mx
 
-from mlx_mtp.cache.memory import CacheMemory  # noqa: E402
-from mlx_mtp.config import EngineConfig  # noqa: E402
-from mlx_mtp.engine.core import EngineCore  # noqa: E402
-from mlx_mtp.engine.request import Request  # noqa: E402
-from mlx_mtp.engine.runner import ModelRunner  # noqa: E402
-from mlx_mtp.engine.scheduler import Scheduler  # noqa: E402
-from mlx_mtp.engine.sequence import Sequence  # noqa: E402
-from mlx_mtp.models.hub import BUNDLED_MODEL  # noqa: E402
-from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
-from mlx_mtp.models.loader import load_model  # noqa: E402
-from mlx_mtp.sampling.params import SamplingParams  # noqa: E402
-from mlx_mtp.speculative.depth import FixedDepth  # noqa: E402
-from mlx_mtp.speculative.proposer import MTPProposer  # noqa: E402
+from mlx_mtp.cache.memory import CacheMemory
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.depth import FixedDepth
+from mlx_mtp.speculative.proposer import MTPProposer
 
 SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
 _MIB = 1 << 20

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
-from mlx_mtp.bench.arguments import add_bench, offline_spelling
+from mlx_mtp.bench.arguments import add_bench
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
 from mlx_mtp.flags import add_flags, characters, resolve
 from mlx_mtp.options import (
-    ANSWER_TOKENS,
     BUNDLED_NAME,
     GENERATE_FLAGS,
     SERVE_FLAGS,
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     # transformers would advise to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     parser = _parser()
-    given = parser.parse_args(offline_spelling(sys.argv[1:] if argv is None else argv))
+    given = parser.parse_args(argv)
     try:
         if given.command == "serve":
             return serve(resolve(given, SERVE_FLAGS, environ))
@@ -178,7 +177,7 @@ def generate(options: argparse.Namespace) -> int:
         loaded, tokenizer = parts.load(options, enable_mtp=False)
     # One answer isn't worth a measurement; what a server or other answers measured is used.
     engine = parts.engine(loaded, tokenizer, options, parts.engine_config(options, max_num_seqs=1))
-    return stream_answer(engine, tokenizer, loaded.generation_config, options, ANSWER_TOKENS)
+    return stream_answer(engine, tokenizer, loaded.generation_config, options)
 
 
 def bench(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -7,6 +7,7 @@ from typing import Literal
 
 MAX_DRAFT_TOKENS = 8
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 
 DraftTokens = int | Literal["auto"]

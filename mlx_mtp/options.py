@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx_mtp.config import (
+    DTYPE_NAMES,
     MAX_DRAFT_TOKENS,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
@@ -70,7 +71,7 @@ _ENGINE_FLAGS = (
     Flag(
         "--dtype",
         "compute in auto, float32, bfloat16 or float16",
-        one_of("auto", "float32", "bfloat16", "float16"),
+        one_of("auto", *DTYPE_NAMES),
         "auto",
     ),
 )

@@ -12,20 +12,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import EngineStoppedError
+from mlx_mtp.options import ANSWER_TOKENS
 from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.openai.wire import CompletionRequest
 from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
 from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.protocols import EngineInfoLike, EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import CompletionRequest
 
-_PATIENCE = 1.0
-"""Seconds of silence after which the engine's health is looked at."""
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -45,7 +44,6 @@ def stream_answer(
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
-    most_tokens: int = 512,
 ) -> int:
     """Print an answer as it comes, and its speed on standard error; returns the exit status.
 
@@ -54,12 +52,11 @@ def stream_answer(
         tokenizer: the model's own.
         generation_config: the model's generation_config.json.
         options: the command line's.
-        most_tokens: of the answer, where `options` don't say.
 
     Raises:
         MlxMtpError: the answer can't be given, or the engine died.
     """
-    request, stops = _request(engine, tokenizer, generation_config, options, most_tokens)
+    request, stops = _request(engine, tokenizer, generation_config, options)
     choice = Choice(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
     arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
 
@@ -73,7 +70,7 @@ def stream_answer(
         engine.submit(request)
         times: list[tuple[float, int]] = []
         while choice.finish_reason is None:
-            at, output = _next(arrived, engine)
+            at, output = next_arrival(arrived, engine)
             for piece in choice.take(output).pieces:
                 assert isinstance(piece, Content), "plain text has no other pieces"
                 print(piece.text, end="", flush=True)
@@ -84,21 +81,6 @@ def stream_answer(
     prompt_tokens = len(request.prompt_token_ids)
     print(summary(choice, prompt_tokens, began, times, engine.info), file=sys.stderr)
     return 0
-
-
-def _next(
-    arrived: queue.SimpleQueue[tuple[float, RequestOutput]], engine: EngineLike
-) -> tuple[float, RequestOutput]:
-    while True:
-        healthy = engine.healthy
-        try:
-            return arrived.get(timeout=_PATIENCE)
-        except queue.Empty:
-            # Asked before the wait: what a dying engine still sent has had the time to come.
-            if not healthy:
-                raise EngineStoppedError(
-                    f"The engine has stopped: {engine.unhealthy_reason}"
-                ) from None
 
 
 def summary(
@@ -136,7 +118,6 @@ def _request(
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
-    most_tokens: int,
 ) -> tuple[Request, list[str]]:
     asked = [Message("user", options.prompt)]
     if options.system is not None:
@@ -155,6 +136,6 @@ def _request(
     prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
     (request,) = engine_requests("generate", [prompt], params, wanted, engine.info)
     if body.max_tokens is None:
-        limit = min(request.sampling.max_tokens, most_tokens)
+        limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
     return request, body.stop

@@ -6,18 +6,18 @@ from mlx_mtp import backend
 
 backend.prepare()
 
-import atexit  # noqa: E402
-import os  # noqa: E402
-import shutil  # noqa: E402
-import tempfile  # noqa: E402
-from pathlib import Path  # noqa: E402
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
 
-import pytest  # noqa: E402
+import pytest
 
-from mlx_mtp.models.loaded import LoadedModel  # noqa: E402
-from mlx_mtp.models.loader import load_model  # noqa: E402
-from tests.harness import MEASURED  # noqa: E402
-from tests.tiny_models import FAMILIES, Layout, write_checkpoint  # noqa: E402
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from tests.harness import MEASURED
+from tests.tiny_models import FAMILIES, Layout, write_checkpoint
 
 DEMO = Path(backend.__file__).parent / "demo"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
-from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.config import DTYPE_NAMES, MAX_DRAFT_TOKENS
 from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
 from mlx_mtp.options import DRAFT_VOCAB
 
@@ -31,7 +31,6 @@ def add_bench(subparsers: Any) -> None:
         "bench",
         help="measure a server with the OpenAI API, or the engine alone",
         description="Measure any server with the OpenAI API, or (offline) the engine alone.",
-        epilog="`mlx-mtp bench --offline [MODEL]` is `mlx-mtp bench offline [MODEL]`.",
     )
     what = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     latency = what.add_parser("latency", help="time to the first token and between tokens")
@@ -55,15 +54,6 @@ def add_bench(subparsers: Any) -> None:
     _add_http(compare)
     add_streams(compare, COMPARED_LEVELS)
     _add_offline(what.add_parser("offline", help="the engine without HTTP, MTP on beside off"))
-
-
-def offline_spelling(argv: Sequence[str]) -> list[str]:
-    """`bench --offline MODEL` as `bench offline MODEL`; anything else as it is."""
-    words = list(argv)
-    if words[:1] == ["bench"] and "--offline" in words:
-        words.remove("--offline")
-        words.insert(1, "offline")
-    return words
 
 
 def _add_http(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +110,7 @@ def _add_offline(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=one_of("auto", "float32", "bfloat16", "float16"),
+        type=one_of("auto", *DTYPE_NAMES),
         default="auto",
         help="compute in auto, float32, bfloat16 or float16 (default: auto)",
     )

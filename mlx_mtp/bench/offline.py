@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,18 +13,14 @@ from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.bench.runs import Asking
 from mlx_mtp.config import DraftTokens, EngineConfig
+from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 
 Arrived = tuple[float, Sequence[RequestOutput]]
-_PATIENCE = 1.0
-"""Seconds of silence after which the engine's health is looked at."""
-
-
 OFF = "MTP off"
 
 
@@ -43,16 +37,6 @@ class ChatTokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """Token ids of a chat, up to where the answer begins."""
-
-
-@dataclass(frozen=True)
-class _WithoutHead(LoadedModel):
-    """The same weights, decoded plainly."""
-
-    @property
-    def head(self) -> None:
-        """None, whatever was loaded."""
-        return
 
 
 def make_engine(
@@ -75,8 +59,7 @@ def make_engine(
         draft_ids: the only tokens that may be drafted; None: all.
     """
     if depth == 0:
-        fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        model, draft_ids = _WithoutHead(**fields | {"head_source": None}), None
+        model, draft_ids = model.without_head(), None
     config = EngineConfig(
         num_draft_tokens=depth,
         max_num_seqs=max_num_seqs,
@@ -160,7 +143,7 @@ class EngineSubject:
             self._engine.submit(request)
         unfinished = set(recorders)
         while unfinished:
-            at, outputs = self._next()
+            at, outputs = next_arrival(self._arrived, self._engine)
             self._observe(outputs)
             for output in outputs:
                 if recorders[output.request_id].take(at, output):
@@ -177,18 +160,6 @@ class EngineSubject:
         )
         ids = self._tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
         return Request(f"bench-{next(self._numbers)}", ids, sampling)
-
-    def _next(self) -> Arrived:
-        while True:
-            healthy = self._engine.healthy
-            try:
-                return self._arrived.get(timeout=_PATIENCE)
-            except queue.Empty:
-                # Asked before the wait: what a dying engine still sent has had the time to come.
-                if not healthy:
-                    raise EngineStoppedError(
-                        f"The engine has stopped: {self._engine.unhealthy_reason}"
-                    ) from None
 
 
 class _Recorder:

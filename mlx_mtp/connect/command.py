@@ -16,26 +16,29 @@ OPEN_WEBUI = "open-webui"
 NAMES = ("opencode", "claude", "codex", "continue", OPEN_WEBUI)
 
 _DEFAULTS = ServerConfig(model_name="")
-FLAGS = (
-    Flag("--url", "the server's address", text, f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"),
-    Flag("--api-key", "the server's API key", text, None, "KEY"),
-    Flag("--write", "write the client's file, and keep a copy of what was there", None, False),
-)
+_URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
+_API_KEY = Flag("--api-key", "the server's API key", text, None, "KEY")
 
 
 def add_connect(commands: Any) -> None:
     """Add the command to the command line's."""
     parser = commands.add_parser("connect", help="configure a client for a running server")
     parser.add_argument("client", choices=NAMES, help="what is to use the server")
-    add_flags(parser, FLAGS)
+    parser.add_argument(
+        "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
+    )
+    add_flags(parser, [_API_KEY])
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write the client's file, and keep a copy of what was there",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(given: argparse.Namespace) -> int:
-    options = resolve(given, FLAGS, os.environ)
-    told = connect(
-        options.client, options.url, options.api_key, write=options.write, environ=os.environ
-    )
+    key = resolve(given, [_API_KEY], os.environ).api_key
+    told = connect(given.client, given.url, key, write=given.write, environ=os.environ)
     print(told)
     return 0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_mtp.convert.console import Console, size_text
-from mlx_mtp.convert.hub import HUB_ID, HubRepo
+from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.metadata import Existing, describe
 from mlx_mtp.convert.output import MAX_FILE_BYTES, SidecarWriter
 from mlx_mtp.convert.plan import Plan, make_plan
@@ -23,7 +23,7 @@ from mlx_mtp.convert.verify import verify
 from mlx_mtp.convert.view import link_model, view_with
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.head_weights import Convention, has_router
-from mlx_mtp.models.hub import resolve_model
+from mlx_mtp.models.hub import HUB_ID, resolve_model
 
 _HEADER_BYTES = 1 << 20
 

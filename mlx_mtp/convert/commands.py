@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import MlxMtpError
 
 MODE_NAMES = ("affine", "mxfp4", "nvfp4", "mxfp8")
-DTYPE_NAMES = ("bfloat16", "float16", "float32")
 _ADD_HELP = "give an MLX model its MTP head back"
 
 

@@ -32,8 +32,8 @@ from huggingface_hub.utils import (
 
 from mlx_mtp.convert.console import Console, size_text
 from mlx_mtp.errors import ConvertError
+from mlx_mtp.models.hub import explained
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _MAX_ATTEMPTS = 5
 _SECONDS_BEFORE_RETRY = 1.0
 
@@ -244,35 +244,13 @@ class HubRepo:
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """What the hub's errors mean to whoever typed the command."""
-        repo, at = self.repo_id, f" at revision {self._revision}" if self._revision else ""
-        try:
-            yield
-        except ConvertError:
-            raise
-        except hub_errors.GatedRepoError as error:
-            raise ConvertError(
-                f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then "
-                "`hf auth login` or set HF_TOKEN."
-            ) from error
-        except hub_errors.RevisionNotFoundError as error:
-            raise ConvertError(f"{repo} has no revision {self._revision!r}.") from error
-        except hub_errors.RepositoryNotFoundError as error:
-            raise ConvertError(
-                f"There is no local directory {repo}, and the hub has no such model that you may "
-                "see. Check the spelling; for a private model, `hf auth login` or set HF_TOKEN."
-            ) from error
-        except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled) as error:
-            raise ConvertError(
-                f"{name} of {repo}{at} is not in the local cache, and the hub can't be reached: "
-                f"{error.__cause__ or 'it is offline, or HF_HUB_OFFLINE is set'}"
-            ) from error
-        except Exception as error:
-            # Whatever else the HTTP client or the disk raises is no bug of ours.
-            raise ConvertError(
-                f"{name} of {repo}{at} could not be downloaded: {error}. What has arrived is kept: "
-                "the same command goes on from there."
-            ) from error
+        at = f" at revision {self._revision}" if self._revision else ""
+        kept = ". What has arrived is kept: the same command goes on from there."
+        with explained(self.repo_id, f"{name} of {self.repo_id}{at}", ConvertError, kept):
+            try:
+                yield
+            except hub_errors.RevisionNotFoundError as error:
+                raise ConvertError(f"{self.repo_id} has no revision {self._revision!r}.") from error
 
 
 def _size(path: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.convert.console import size_text
-from mlx_mtp.convert.hub import HUB_ID, HubRepo
+from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.memory import memory_rows, weights_in_memory, weights_on_disk
 from mlx_mtp.convert.metadata import FORMAT_VERSION_KEY, Existing
 from mlx_mtp.convert.safetensors_file import SafetensorsFile
@@ -17,7 +17,7 @@ from mlx_mtp.convert.source import INDEX, SINGLE_FILE, head_of, weight_map_of
 from mlx_mtp.convert.target import Target
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.head_weights import SIDECAR
-from mlx_mtp.models.hub import resolve_model
+from mlx_mtp.models.hub import HUB_ID, resolve_model
 
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 

@@ -16,6 +16,7 @@ from mlx_mtp.cache.memory import CacheMemory
 from mlx_mtp.convert.console import size_text
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.draft_head import row_nbytes
+from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
 
 _ROWS = (1, 16)
@@ -69,8 +70,7 @@ def weights_on_disk(nbytes: int, config: Mapping[str, Any], dtype: str) -> Weigh
         config: config.json, which names the type of the activations.
         dtype: as `load_model` takes it.
     """
-    nested = config.get("text_config")
-    sources = (nested if isinstance(nested, dict) else {}, config)
+    sources = (text_config(config), config)
     stored = next((s[k] for s in sources for k in ("dtype", "torch_dtype") if k in s), "bfloat16")
     if dtype == "auto":
         dtype = "float32" if mx.default_device() == mx.cpu else str(stored)

@@ -20,9 +20,10 @@ from mlx_mtp.convert.quantization import Flags
 from mlx_mtp.convert.rows import Setting, StoredTensor
 from mlx_mtp.convert.safetensors_file import SafetensorsFile
 from mlx_mtp.convert.source import Source, head_tensors
-from mlx_mtp.convert.target import Target, shapes, text_part
+from mlx_mtp.convert.target import Target, shapes
 from mlx_mtp.convert.writer import TensorSpec
 from mlx_mtp.errors import ConvertError
+from mlx_mtp.models.family import text_config
 from mlx_mtp.models.head_weights import Convention, check_shapes, has_router
 
 # Rows are read in pieces of about this size, and so many of them at once as there are streams.
@@ -152,7 +153,7 @@ def make_plan(
     modules = dict(head.named_modules())
     layout = Layout(tensors, modules, source.fp8_block)
     expected, notes = shapes(head), []
-    has_none = text_part(source.config).get("shared_expert_intermediate_size", 1) == 0
+    has_none = text_config(source.config).get("shared_expert_intermediate_size", 1) == 0
     if has_none and layout.add_absent_shared_expert(expected):
         notes.append("The source has no shared expert: zeros stand in for it, which adds nothing.")
     check_shapes({n: w.shape for n, w in layout.weights.items()}, expected, source.name)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.convert.console import Console
-from mlx_mtp.convert.hub import HUB_ID, HubRepo
+from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.rows import StoredTensor
 from mlx_mtp.convert.safetensors_file import SafetensorsFile
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR, head_name
+from mlx_mtp.models.hub import HUB_ID
 from mlx_mtp.models.loader import read_json
 
 INDEX = "model.safetensors.index.json"

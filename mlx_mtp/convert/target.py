@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp.convert.quantization import Flags, Predicate, Quantization, choose_quantization
 from mlx_mtp.errors import ConvertError
-from mlx_mtp.models.family import Family
+from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loader import read_json
 from mlx_mtp.models.registry import family_of
@@ -107,7 +107,7 @@ class Target:
         Raises:
             ConvertError: names the first field that differs, with both values.
         """
-        theirs, ours = text_part(config), text_part(self.config)
+        theirs, ours = text_config(config), text_config(self.config)
         dense = not theirs.get("num_experts") and not ours.get("num_experts")
         for field in (*_SHAPING, *(["intermediate_size"] if dense else [])):
             if field in theirs and field in ours and theirs[field] != ours[field]:
@@ -121,12 +121,6 @@ class Target:
                 f"{name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: if they "
                 "are not versions of one model, the head will draft badly (--verify tells)."
             )
-
-
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config.json."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
 
 
 def shapes(head: nn.Module) -> dict[str, tuple[int, ...]]:

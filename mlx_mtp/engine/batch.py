@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Many
 
 import mlx.core as mx
 import numpy as np
@@ -13,13 +13,15 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.guide import DraftSampler, Guide
-from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.sampling.sampler import Drawing, Sampler
 from mlx_mtp.speculative.acceptance import Verdict
 from mlx_mtp.speculative.proposer import DraftState
 
 
 class Batch:
     """Rows that run together. A row is one `Sequence`; row i of every array is `sequences[i]`.
+
+    Every attribute that is an array has a line for each row: `take` and `join` rely on it.
 
     Args:
         sequences: the rows.
@@ -41,7 +43,7 @@ class Batch:
 
     def __init__(
         self,
-        sequences: Rows[Sequence],
+        sequences: Many[Sequence],
         cache: BatchCache,
         draft_state: DraftState | None,
         vocab_size: int,
@@ -102,8 +104,7 @@ class Batch:
         """What the proposer keeps for each position, complete; None if that is nothing."""
         return None if self.draft_state is None else self.draft_state.prefix_kv()
 
-    @property
-    def drafter(self) -> Sampler:
+    def make_drafter(self) -> Drawing:
         """Draws the drafts that follow what was settled."""
         return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
 
@@ -119,8 +120,8 @@ class Batch:
         taken.sampler = self.sampler.take(chosen)
         if self.draft_state is not None:
             taken.draft_state = self.draft_state.take(chosen)
-        for name in ("last", "drafts", "remaining", "ended", "stop_ids", "last_hidden"):
-            setattr(taken, name, getattr(self, name)[rows])
+        for name, array in self._row_arrays().items():
+            setattr(taken, name, array[rows])
         taken.num_drafts = [self.num_drafts[i] for i in chosen]
         taken.drafts = taken.drafts[:, : max(taken.num_drafts, default=0)]
         return taken
@@ -137,25 +138,27 @@ class Batch:
         depth = self.drafts.shape[1]
         missing = max(depth - other.drafts.shape[1], 0)
         drafts = mx.pad(other.drafts[:, :depth], [(0, 0), (0, missing)])
-        self.drafts = mx.concatenate([self.drafts, drafts])
         self.num_drafts = self.num_drafts + [min(n, depth) for n in other.num_drafts]
-        self.last = mx.concatenate([self.last, other.last])
-        self.remaining = mx.concatenate([self.remaining, other.remaining])
-        self.ended = mx.concatenate([self.ended, other.ended])
-        self.last_hidden = mx.concatenate([self.last_hidden, other.last_hidden])
         width = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
-        self.stop_ids = mx.concatenate([_widen(b.stop_ids, width) for b in (self, other)])
+        self.stop_ids = _widen(self.stop_ids, width)
+        theirs = other._row_arrays()
+        theirs |= {"drafts": drafts, "stop_ids": _widen(other.stop_ids, width)}
+        for name, array in self._row_arrays().items():
+            setattr(self, name, mx.concatenate([array, theirs[name]]))
+
+    def _row_arrays(self) -> dict[str, mx.array]:
+        return {name: v for name, v in vars(self).items() if isinstance(v, mx.array)}
 
     def arrays(self) -> Iterator[mx.array]:
         """What must be evaluated with a step."""
-        yield from (self.last, self.drafts, self.remaining, self.ended, self.last_hidden)
+        yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
         if self.draft_state is not None:
             yield from self.draft_state.arrays()
 
 
-def _padded(ids: Rows[tuple[int, ...]]) -> np.ndarray:
+def _padded(ids: Many[tuple[int, ...]]) -> np.ndarray:
     out = np.full((len(ids), max(map(len, ids), default=0)), -1, dtype=np.int32)
     for row, values in enumerate(ids):
         out[row, : len(values)] = values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Many
 
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.sequence import Sequence
@@ -25,7 +25,7 @@ class Batches:
         self.ready: list[Batch] = []
         self.decoding: Batch | None = None
 
-    def file(self, group: int, batch: Batch, is_last: Rows[bool]) -> None:
+    def file(self, group: int, batch: Batch, is_last: Many[bool]) -> None:
         """Put a group away after a chunk; `is_last` tells the rows whose prompt ended in it."""
         done = {s for s, last in zip(batch.sequences, is_last, strict=True) if last}
         if done:
@@ -33,7 +33,7 @@ class Batches:
         if len(done) < len(batch):
             self.prefilling[group] = batch.take(lambda s: s not in done)
 
-    def gather(self, wanted: Rows[Sequence]) -> Batch:
+    def gather(self, wanted: Many[Sequence]) -> Batch:
         """The running batch, with exactly the wanted rows."""
         rows = frozenset(wanted)
         parts = [self.decoding] if self.decoding is not None else []
@@ -56,7 +56,7 @@ class Batches:
         if self.decoding is not None and not any(s in live for s in self.decoding.sequences):
             self.decoding = None
 
-    def drop(self, rows: Rows[Sequence]) -> list[Sequence]:
+    def drop(self, rows: Many[Sequence]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows that were in them."""
         dropped: list[Sequence] = []
 

@@ -14,9 +14,10 @@ from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_keys import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
-from mlx_mtp.engine.costs import CostKeeper, fingerprint
+from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine, EngineInfo
 from mlx_mtp.engine.footprint import footprint
+from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.memory_plan import MemoryPlan, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
@@ -46,6 +47,7 @@ def build_engine(
     draft_ids: Sequence[int] | None = None,
     memory: MemoryPlan | None = None,
     store: PrefixStore | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> Engine:
     """Put an engine together. It speculates if the model was loaded with its head.
 
@@ -61,6 +63,7 @@ def build_engine(
         memory: how the memory is shared out; None: it is not watched.
         store: of `prefix_store`, where the prefix cache is kept on the disk as well; the engine
             closes it when it is stopped.
+        heartbeat: tells whether a step hangs; None: with its usual patience.
 
     Raises:
         UsageError: a limit is out of range, or `draft_ids` are wrong or not for a head.
@@ -107,6 +110,7 @@ def build_engine(
         lambda: ModelRunner(model, proposer, vocab_size, prefixes),
         depth,
         keeper,
+        heartbeat,
         prefixes=prefixes,
         memory=None if memory is None else memory.admission(),
         store=store,

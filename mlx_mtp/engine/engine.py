@@ -16,7 +16,7 @@ from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.costs import CostKeeper
+from mlx_mtp.engine.cost_keeper import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.prefix import PrefixCache
@@ -31,6 +31,7 @@ from mlx_mtp.errors import (
     EngineStoppedError,
     InvalidRequestError,
 )
+from mlx_mtp.sampling.params import check_token_ids
 from mlx_mtp.speculative.depth import DepthPolicy
 
 logger = logging.getLogger(__name__)
@@ -230,12 +231,7 @@ class Engine:
             )
         if request.sampling.grammar is not None and request.grammar is None:
             raise InvalidRequestError("The request's grammar has not been compiled.")
-        wrong = next((t for t in prompt if not 0 <= t < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"The prompt holds token {wrong}, but token ids are 0 to {vocab_size - 1}.",
-                param="prompt",
-            )
+        check_token_ids("prompt", prompt, vocab_size)
         check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
     def _new_thread(self) -> threading.Thread:

@@ -258,7 +258,7 @@ class ModelRunner:
             num_kept=num_kept,
             num_draft_tokens=num_draft_tokens,
             limit=limit,
-            sampler=batch.drafter,
+            sampler=batch.make_drafter(),
         )
         batch.set_drafts(drafts)
 

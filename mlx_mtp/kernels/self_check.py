@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_mtp.kernels import chunkwise, portable_inputs
-from mlx_mtp.kernels.window import Convolution, Pending, Projected, Window
+from mlx_mtp.kernels.cases import Cases, Shape
+from mlx_mtp.kernels.window import Pending, Window
 
 Verify = Callable[..., tuple[mx.array, mx.array, Pending]]
 Advance = Callable[..., tuple[mx.array, mx.array]]
@@ -30,10 +31,9 @@ def gated_delta(
     Returns:
         The largest difference, in float32's measure.
     """
-    draw = _Draw()
-    (first_q, first), (q, second) = (_window(draw, length, shape, dtype) for length in (2, 3))
-    _, key_dim, heads, value_dim = shape
-    state = draw.normal(2, heads, value_dim, key_dim)
+    cases = Cases(0, Shape(*shape), dtype)
+    (first_q, first), (q, second) = cases.window(2, 2), cases.window(2, 3)
+    state = cases.state(2)
     kept = mx.array([1, 2], dtype=mx.int32)
     mx.eval(first_q, first, q, second, state, kept)
 
@@ -62,22 +62,10 @@ def inputs(prepare: Prepare, shape: tuple[int, int, int, int], size: int, dtype:
     Returns:
         The largest difference, in float32's measure.
     """
-    draw = _Draw()
-    key_heads, key_dim, heads, value_dim = shape
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    convolution = Convolution(
-        draw.normal(channels, size, 1).astype(dtype), draw.normal(heads), draw.normal(heads)
-    )
-    ratio = heads // key_heads
-
-    def projected(length: int) -> Projected:
-        q, k = (draw.normal(2, length, key_heads, key_dim).astype(dtype) for _ in range(2))
-        v = draw.normal(2, length, key_heads, ratio, value_dim).astype(dtype)
-        a, b = (draw.normal(2, length, key_heads, ratio).astype(dtype) for _ in range(2))
-        return Projected(q, k, v, a, b)
-
-    first, second = projected(2), projected(3)
-    history = draw.normal(2, size - 1, channels).astype(dtype)
+    cases = Cases(0, Shape(*shape, size), dtype)
+    convolution = cases.convolution()
+    first, second = cases.projected(2, 2), cases.projected(2, 3)
+    history = cases.history(2, 0)
     kept = mx.array([1, 2], dtype=mx.int32)
     mx.eval(convolution, first, second, history, kept)
 
@@ -90,27 +78,6 @@ def inputs(prepare: Prepare, shape: tuple[int, int, int, int], size: int, dtype:
     mx.eval(ours)
     with mx.stream(mx.cpu):
         return _difference(ours, both(portable_inputs.prepare))
-
-
-class _Draw:
-    """Normal numbers, the same ones each time."""
-
-    def __init__(self) -> None:
-        self._keys = iter(mx.random.split(mx.random.key(0), 64))
-
-    def normal(self, *shape: int) -> mx.array:
-        return mx.random.normal(shape, key=next(self._keys))
-
-
-def _window(
-    draw: _Draw, length: int, shape: tuple[int, int, int, int], dtype: mx.Dtype
-) -> tuple[mx.array, Window]:
-    key_heads, key_dim, heads, value_dim = shape
-    q, k = (draw.normal(2, length, key_heads, key_dim) for _ in range(2))
-    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = draw.normal(2, length, heads, value_dim)
-    g, beta = (mx.sigmoid(draw.normal(2, length, heads)) for _ in range(2))
-    return q.astype(dtype), Window(k.astype(dtype), v.astype(dtype), g, beta.astype(dtype))
 
 
 def _difference(ours: Sequence[mx.array], true: Sequence[mx.array]) -> float:

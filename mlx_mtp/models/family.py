@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,12 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3Next
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.models.attention import RaggedAttention
 from mlx_mtp.models.gated_delta_net import WindowedGatedDeltaNet
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 class Family(ABC):

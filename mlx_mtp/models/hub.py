@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_mtp.errors import ModelError
@@ -18,7 +20,7 @@ _FILES = [
     "tokenizer.model",
     "*.txt",
 ]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def resolve_model(name_or_path: str | None) -> Path:
@@ -37,7 +39,7 @@ def resolve_model(name_or_path: str | None) -> Path:
         return path
     if path.exists():
         raise ModelError(f"{name_or_path} is a file; give the directory that holds the model.")
-    if not _HUB_ID.fullmatch(name_or_path):
+    if not HUB_ID.fullmatch(name_or_path):
         raise ModelError(
             f"{name_or_path!r} is neither an existing directory nor a hub id of the form "
             "organisation/name."
@@ -47,28 +49,53 @@ def resolve_model(name_or_path: str | None) -> Path:
 
 def _download(repo: str) -> Path:
     # Imported here: it takes a while, and a local model doesn't need it.
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    with explained(repo, repo, ModelError):
+        return Path(snapshot_download(repo, allow_patterns=_FILES))
+
+
+@contextlib.contextmanager
+def explained(
+    repo: str, what: str, error_class: type[ModelError], advice: str = ""
+) -> Iterator[None]:
+    """Say what the hub's errors mean to whoever typed the command.
+
+    Args:
+        repo: the hub id.
+        what: is downloaded of it.
+        error_class: of the errors that are raised; those that are one already pass.
+        advice: what to do where nothing better is known.
+
+    Raises:
+        ModelError: of `error_class`.
+    """
+    from huggingface_hub import errors
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=_FILES))
+        yield
+    except error_class:
+        raise
     except errors.GatedRepoError as error:
-        raise ModelError(
+        raise error_class(
             f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then "
             "`hf auth login` or set HF_TOKEN."
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise ModelError(
+        raise error_class(
             f"There is no local directory {repo}, and the hub has no such model that you may see. "
             "Check the spelling; for a private model, `hf auth login` or set HF_TOKEN."
         ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{repo} is not, or not completely, in the local cache, and the hub can't be reached: "
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise error_class(
+            f"{what} is not, or not completely, in the local cache, and the hub can't be reached: "
             f"{_first_line(error.__cause__) or 'it is offline, or HF_HUB_OFFLINE is set'}"
         ) from error
     except Exception as error:
         # Whatever else the download's HTTP client or the disk raises is no bug of ours.
-        raise ModelError(f"{repo} could not be downloaded: {_first_line(error)}") from error
+        raise error_class(
+            f"{what} could not be downloaded: {_first_line(error)}{advice}"
+        ) from error
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import ModelError
-from mlx_mtp.models.family import Family, lm_logits, output_layer
+from mlx_mtp.models import few_rows
+from mlx_mtp.models.family import Family, lm_logits, output_layer, text_config
 from mlx_mtp.models.head import MTPHead
-
-_FEW_ROWS = 4
-_FULL_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class LoadedModel:
         model: mlx-lm's model, patched, with the head as its `mtp` if one was loaded.
         family: how to reach its parts.
         head_source: where the head came from; None without one.
+        slow_few_rows: as `few_rows.are_slow` has it.
     """
 
     path: Path
@@ -40,6 +39,7 @@ class LoadedModel:
     model: nn.Module
     family: Family
     head_source: str | None
+    slow_few_rows: bool
 
     @property
     def model_type(self) -> str:
@@ -47,10 +47,9 @@ class LoadedModel:
         return str(self.config["model_type"])
 
     @property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> Mapping[str, Any]:
         """The language model's part of config.json."""
-        nested = self.config.get("text_config")
-        return nested if isinstance(nested, dict) else self.config
+        return text_config(self.config)
 
     @property
     def max_model_len(self) -> int:
@@ -101,7 +100,11 @@ class LoadedModel:
     @property
     def head(self) -> MTPHead | None:
         """The MTP head, if it was loaded."""
-        return self.model.get("mtp")
+        return None if self.head_source is None else self.model.get("mtp")
+
+    def without_head(self) -> LoadedModel:
+        """The same weights, to be decoded plainly."""
+        return replace(self, head_source=None)
 
     def make_cache(self, batch_size: int) -> BatchCache:
         """Empty caches for the trunk's layers."""
@@ -134,28 +137,18 @@ class LoadedModel:
             layer = output_layer(self.causal_lm)
         rows = hidden.reshape(-1, hidden.shape[-1])
         count = rows.shape[0]
-        # So wide a matrix gains from 2 rows on.
-        if self._slow_few_rows and 1 < count < _FULL_ROWS:
-            rows = mx.pad(rows, [(0, _FULL_ROWS - count), (0, 0)])
+        if self.slow_few_rows:
+            rows = few_rows.filled(rows)
         logits = lm_logits(layer, rows)[:count]
         return logits.reshape(*hidden.shape[:2], -1)
 
     def window_length(self, batch_size: int, length: int) -> int:
-        """Positions a row that a window of `length` is run as; what is added means nothing.
-
-        mlx's CUDA backend multiplies quantized weights with fewer than 8 rows one row at a time,
-        which from about 4 rows on takes longer than with 8 (measured: docs/benchmarks.md).
-        """
-        # With experts the added rows would cost more than the others save.
-        dense = not getattr(self.causal_lm.args, "num_experts", 0)
-        if self._slow_few_rows and dense and _FEW_ROWS <= batch_size * length < _FULL_ROWS:
-            return -(-_FULL_ROWS // batch_size)
-        return length
-
-    @functools.cached_property
-    def _slow_few_rows(self) -> bool:
-        on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
-        return on_cuda and "quantization" in self.config
+        """Positions a row that a window of `length` is run as (see `few_rows`)."""
+        has_experts = getattr(self.causal_lm.args, "num_experts", 0) > 0
+        # Of experts the added rows would cost more than the others save.
+        if has_experts or not self.slow_few_rows:
+            return length
+        return few_rows.window_length(batch_size, length)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """The trunk's embedding of token ids: [..., H]."""

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
+from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import (
     CheckpointError,
     MissingHeadError,
@@ -22,7 +23,8 @@ from mlx_mtp.errors import (
     UsageError,
 )
 from mlx_mtp.machine import machine_memory
-from mlx_mtp.models.family import Family
+from mlx_mtp.models import few_rows
+from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import (
     PREFIXES,
@@ -39,7 +41,7 @@ from mlx_mtp.models.head_weights import (
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.registry import family_of
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 # A quantized model is expanded to float32 on the CPU only if it takes less of the memory.
 _DEQUANTIZED_SHARE = 0.5
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
@@ -95,6 +97,7 @@ def load_model(
         model=found.model,
         family=family,
         head_source=None if head is None else head.source,
+        slow_few_rows=few_rows.are_slow(config),
     )
     loaded.check()
     before_reading(loaded)
@@ -109,8 +112,7 @@ def _check_no_code(path: Path, config: dict[str, Any]) -> None:
     mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
     model's code is run shall not depend on a library's default.
     """
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
+    for part in (config, text_config(config)):
         if part.get("model_file") is not None:
             raise UnsupportedModelError(
                 f"{path / 'config.json'} names a Python file to be run, as model_file "

@@ -85,8 +85,8 @@ class Guide:
         return np.full((batch, length, self._num_words), -1, dtype=np.int32)
 
 
-class DraftSampler(Sampler):
-    """A batch's sampler for its drafts, in order: each is masked, so that it can be accepted.
+class DraftSampler:
+    """Draws a batch's drafts, in order: each is masked, so that it can be accepted.
 
     Args:
         sampler: the batch's own.
@@ -94,8 +94,7 @@ class DraftSampler(Sampler):
     """
 
     def __init__(self, sampler: Sampler, guide: Guide) -> None:
-        vars(self).update(vars(sampler))
-        self._guide = guide
+        self._sampler, self._guide = sampler, guide
         self._last: mx.array | None = None
 
     def draw(
@@ -104,14 +103,13 @@ class DraftSampler(Sampler):
         positions: mx.array,
         window: mx.array,
         *,
-        mask: mx.array | None = None,
         ids: mx.array | None = None,
     ) -> mx.array:
         """See `Sampler`. The draft before is read first; the last one of all never is."""
         if self._last is not None:
             self._guide.drafted(self._last)
         mask = self._guide.draft_mask(logits.shape[0])
-        self._last = super().draw(logits, positions, window, mask=mask, ids=ids)
+        self._last = self._sampler.draw(logits, positions, window, mask=mask, ids=ids)
         return self._last
 
 

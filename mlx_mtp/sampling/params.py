@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,10 +124,9 @@ class SamplingParams:
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token, value in self.logit_bias:
-            _token_id("logit_bias", token, vocab_size)
+            check_token_ids("logit_bias", (token,), vocab_size)
             _within("logit_bias", value, -100.0, 100.0)
-        for token in self.stop_token_ids:
-            _token_id("stop_token_ids", token, vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.grammar is not None and self.grammar.free_tokens is not None:
             _within("thinking_budget", self.grammar.free_tokens, 0, 1 << 31)
         if self.grammar is not None and self.grammar.kind != "free" and self.ignore_eos:
@@ -153,9 +153,15 @@ def _at_most(name: str, count: int, limit: int) -> None:
         )
 
 
-def _token_id(name: str, token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that mlx has an embedding for each.
+
+    Raises:
+        InvalidRequestError: names the field and the first token that is out of range.
+    """
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
         raise InvalidRequestError(
-            f"{name} names token {token}, but this model's token ids are 0 to {vocab_size - 1}.",
+            f"{name} names token {wrong}, but this model's token ids are 0 to {vocab_size - 1}.",
             param=name,
         )

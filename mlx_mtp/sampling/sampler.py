@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +17,20 @@ import numpy as np
 from mlx_mtp.sampling.noise import keyed_gumbel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.processors import apply_penalties, mask_out, truncate
+
+
+class Drawing(Protocol):
+    """Draws tokens: a `Sampler`, or one that looks to masks by itself (`sampling/guide.py`)."""
+
+    def draw(
+        self,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        *,
+        ids: mx.array | None = None,
+    ) -> mx.array:
+        """See `Sampler`."""
 
 
 class Sampler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.flags import at_least, one_of, text
 
 
@@ -30,7 +31,7 @@ def add_selftest(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=one_of("auto", "float32", "bfloat16", "float16"),
+        type=one_of("auto", *DTYPE_NAMES),
         default="auto",
         help="compute in auto, float32, bfloat16 or float16 (default: auto)",
     )

@@ -10,9 +10,9 @@ from mlx_mtp.bench.offline import ChatTokenizer, EngineSubject, engine_name, mak
 from mlx_mtp.bench.runs import Asking
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.errors import EngineError
+from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.budget import Budget
-from mlx_mtp.selftest.cases import QWEN3_NEXT_80B, shape_of
 from mlx_mtp.selftest.equality import (
     Equality,
     Recorder,
@@ -20,7 +20,7 @@ from mlx_mtp.selftest.equality import (
     compare,
     references,
 )
-from mlx_mtp.selftest.kernels import check_kernels
+from mlx_mtp.selftest.kernels import check_kernels, shape_of
 from mlx_mtp.selftest.machine import (
     compute_dtype,
     computes_exactly,

@@ -15,7 +15,8 @@ from mlx_mtp.kernels import (
     reference,
     self_check,
 )
-from mlx_mtp.selftest.cases import Cases, Shape
+from mlx_mtp.kernels.cases import Cases, Shape
+from mlx_mtp.models.loaded import LoadedModel
 
 TOLERANCE = 1e-4
 """Of results near 1, in float32's measure; the kernels' own check before first use has the same."""
@@ -51,6 +52,18 @@ class KernelCheck:
             return True
         # So that NaN is wrong too.
         return self.difference is not None and self.difference < TOLERANCE
+
+
+def shape_of(model: LoadedModel) -> Shape:
+    """That of a model's GatedDeltaNet layers."""
+    args = model.causal_lm.args
+    return Shape(
+        args.linear_num_key_heads,
+        args.linear_key_head_dim,
+        args.linear_num_value_heads,
+        args.linear_value_head_dim,
+        args.linear_conv_kernel_dim,
+    )
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:

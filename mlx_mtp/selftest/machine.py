@@ -26,7 +26,7 @@ class Machine:
         versions: of this package, mlx, mlx-lm and Python.
         os: name and release.
         device: that mlx computes on, by name.
-        memory: of the device, bytes; None if it can't be known.
+        memory: of the device, bytes.
         backend: "cpu", "metal" or "cuda".
         details: what else there is to know of the backend, in words.
     """
@@ -34,14 +34,14 @@ class Machine:
     versions: dict[str, str]
     os: str
     device: str
-    memory: int | None
+    memory: int
     backend: str
     details: str
 
     @property
     def memory_text(self) -> str:
         """In GiB."""
-        return "memory unknown" if self.memory is None else f"{self.memory / _GIB:.0f} GiB"
+        return f"{self.memory / _GIB:.0f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def describe_machine(details: str) -> Machine:
         versions=versions | {"Python": platform.python_version()},
         os=platform.platform(),
         device=str(info.get("device_name") or info.get("architecture") or platform.machine()),
-        memory=None if memory is None else int(memory),
+        memory=int(memory),
         backend=gpu.backend() or "cpu",
         details=details,
     )

@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
+from mlx_mtp.server.fields import WireModel
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.json_text import parse_json
-from mlx_mtp.server.messages import WireModel
 from mlx_mtp.server.text import cut
 
 Model = TypeVar("Model", bound=WireModel)

@@ -18,9 +18,9 @@ from mlx_mtp.engine.request import check_num_draft_tokens
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.server.answer_grammar import answer_grammar, check_tools, max_calls
 from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.clients import Client, named
-from mlx_mtp.server.constraints import answer_grammar, check_tools, max_calls
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher

@@ -13,7 +13,7 @@ from mlx_mtp.errors import BodyTimeoutError, MlxMtpError
 from mlx_mtp.server.clients import Client, client_of
 from mlx_mtp.server.gate import Gate, Ticket
 from mlx_mtp.server.http_errors import error_response
-from mlx_mtp.server.timeouts import within
+from mlx_mtp.server.within import within
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """POSTs to these make sequences."""

@@ -24,7 +24,7 @@ from mlx_mtp.errors import (
     RequestTimeoutError,
     UnsupportedParameterError,
 )
-from mlx_mtp.server.messages import FORM, UNSUPPORTED
+from mlx_mtp.server.fields import FORM, UNSUPPORTED
 from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.server.conversation import Conversation, folded
 from mlx_mtp.server.parsing.formats import OutputFormat
-from mlx_mtp.server.time_limit import run_limited
+from mlx_mtp.server.run_limited import run_limited
 from mlx_mtp.server.tokenizer import Tokenizer
 
 _THINKING = "enable_thinking"

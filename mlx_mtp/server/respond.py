@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.anthropic.wire import MessagesRequest
-from mlx_mtp.server.body import read_body
 from mlx_mtp.server.clients import key_of
 from mlx_mtp.server.context import Context, OpenGeneration
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.guard import visit_of
 from mlx_mtp.server.openai.stored import StoredChats
 from mlx_mtp.server.options import Options
-from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
 from mlx_mtp.server.whole import assemble
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.writer import Writer
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
+
+class Body(Protocol):
+    """A request to generate, of any API."""
+
+    @property
+    def model(self) -> str:
+        """The model that is asked for."""
+
+    def options(self) -> Options:
+        """The numbers, as the server knows them."""
 
 
 def context_of(request: Request) -> Context:
@@ -39,21 +44,20 @@ def stored_of(request: Request) -> StoredChats:
     return context.stored(key_of(request.scope) if context.config.api_keys else "")
 
 
-async def asked(request: Request, kind: type[Body]) -> tuple[Body, Options, SamplingParams]:
-    """Read and check what is asked for, and take places for its sequences.
+def admit(request: Request, body: Body) -> tuple[Options, SamplingParams]:
+    """Check what is asked for, and take places for its sequences.
 
     Raises:
         RequestError: it can't be answered as it is.
         QueueFullError: there are not so many places.
     """
     context = context_of(request)
-    body = await read_body(request, kind, context.config.max_body_bytes)
     context.check_model(body.model)
     options = body.options()
     params = context.sampling(options)
     # Before any work is done for them.
     visit_of(request.scope).ticket.reserve(options.n * options.num_prompts)
-    return body, options, params
+    return options, params
 
 
 async def respond(

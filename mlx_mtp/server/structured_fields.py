@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_val
 
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.messages import WireModel, at_most, few_values, refusal
+from mlx_mtp.server.fields import WireModel, at_most, few_values, refusal
 
 
 def _as_schema(value: object) -> object:

@@ -13,21 +13,21 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.body import read_body
 from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.messages import (
+from mlx_mtp.server.fields import (
     MAX_MESSAGES,
-    MAX_TOOLS,
-    Message,
-    Tool,
+    MAX_PROMPT_IDS,
+    TemplateKwargs,
     WireModel,
     at_most,
+    is_id,
     refusal,
 )
+from mlx_mtp.server.openai.messages import Message
+from mlx_mtp.server.openai.wire import Tools
 from mlx_mtp.server.respond import context_of
 from mlx_mtp.server.thinking import split_template_kwargs
-from mlx_mtp.server.wire import MAX_PROMPT_IDS, TemplateKwargs, is_id
 
 Messages = Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
-Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
 _STEP = 1 << 14
 
 

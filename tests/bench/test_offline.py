@@ -7,12 +7,11 @@ import re
 import pytest
 
 from mlx_mtp import cli
-from mlx_mtp.bench import offline
 from mlx_mtp.bench.answer import Split
-from mlx_mtp.bench.arguments import offline_spelling
 from mlx_mtp.bench.offline import EngineSubject, make_engine
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.bench.runs import Asking
+from mlx_mtp.engine import arrivals
 from mlx_mtp.errors import EngineStoppedError, StepError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -73,7 +72,7 @@ def test_a_step_that_fails_ends_the_measurement():
 
 
 def test_an_engine_that_dies_silently_is_noticed(monkeypatch):
-    monkeypatch.setattr(offline, "_PATIENCE", 0.01)
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
 
     def silent(_):
         engine.unhealthy_reason = "it was ill"
@@ -106,25 +105,10 @@ def test_mtp_off_is_without_the_heads_work(demo_model):
     assert tokens == [[12, 12]] * 3
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        (["bench", "--offline"], ["bench", "offline"]),
-        (["bench", "--offline", "m", "--csv", "f"], ["bench", "offline", "m", "--csv", "f"]),
-        (["bench", "--csv", "f", "--offline"], ["bench", "offline", "--csv", "f"]),
-        (["bench", "offline"], ["bench", "offline"]),
-        (["serve", "--offline"], ["serve", "--offline"]),
-        ([], []),
-    ],
-)
-def test_both_spellings(given, meant):
-    assert offline_spelling(given) == meant
-
-
 def test_the_bundled_model_for_real(capsys, tmp_path):
     few = ("--rounds", "1", "--max-tokens", "12", "--concurrency", "1,2", "--prompts", "story")
     more = ("--depths", "2", "--csv", str(tmp_path / "a.csv"))
-    assert cli.main(["bench", "--offline", *few, *more], {}) == 0
+    assert cli.main(["bench", "offline", *few, *more], {}) == 0
     told = capsys.readouterr().out
     rows = [line for line in told.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

@@ -11,9 +11,10 @@ import time
 import pytest
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import cost_keeper
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.calibration import calibrate
-from mlx_mtp.engine.costs import CostKeeper, fingerprint
+from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.cost_store import CostStore
 from mlx_mtp.speculative.costs import StepCosts
@@ -178,11 +179,19 @@ def test_a_folder_that_cannot_be_written_and_a_damaged_file_hurt_nobody(tiny_mod
     assert store.load()
 
 
-def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path):
-    served = Served(tiny_models["qwen3_next"], tmp_path, calibration_seconds=600.0)
-    time.sleep(0.05)
-    served.engine.stop()
-    assert not served.engine._thread.is_alive()
+def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeypatch):
+    """The measuring asks after each step (above); here it has no other end."""
+    begun = threading.Event()
+
+    def endless(costs, config, runner, *, stopping):
+        begun.set()
+        while not stopping():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(cost_keeper, "calibrate", endless)
+    served = Served(tiny_models["qwen3_next"], tmp_path, calibration_seconds=1.0)
+    assert begun.wait(30)
+    assert served.engine.stop(timeout=30)
 
 
 def test_costs_are_saved_now_and_then(tmp_path):

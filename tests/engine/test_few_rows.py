@@ -17,9 +17,7 @@ from tests.tiny_models import VOCAB
 @pytest.fixture
 def filling(tiny_models):
     """A dense model that takes itself for a quantized one on CUDA."""
-    model = dataclasses.replace(tiny_models["qwen3_5"])
-    model.__dict__["_slow_few_rows"] = True
-    return model
+    return dataclasses.replace(tiny_models["qwen3_5"], slow_few_rows=True)
 
 
 def test_what_is_run_as_what(filling, tiny_models):

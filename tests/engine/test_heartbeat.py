@@ -62,7 +62,6 @@ def test_a_fast_step_that_hangs_is_told_within_five_seconds(beat: Heartbeat, clo
     clock.now += HANG_SECONDS - 0.1
     assert beat.hang() is None
     clock.now += 0.3
-    assert HANG_SECONDS + 0.2 < 5.0
     assert "in a decoding step of 2 rows for 4.2 s, which may take 4.0 s" in (beat.hang() or "")
     beat.end()
     assert beat.hang() is None
@@ -125,8 +124,8 @@ def test_the_start_has_time_and_planning_has_little(beat: Heartbeat, clock: Cloc
 def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypatch) -> None:
     """A real engine whose known steps suddenly don't end, until they do."""
     monkeypatch.setattr(module, "NEW_KIND_SECONDS", 0.0)
-    served: Client = client(config=EngineConfig(num_draft_tokens=2))
-    served.engine._heartbeat._hang_seconds = 1.0
+    config = EngineConfig(num_draft_tokens=2)
+    served: Client = client(config=config, heartbeat=Heartbeat(hang_seconds=1.0))
     model = tiny_models["qwen3_next"]
     wanted = [request(f"r{i}", [5, 6], greedy(40, ignore_eos=True)) for i in range(3)]
     for each in wanted[:2]:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import kernel_checks, kernel_timings
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
 from mlx_mtp.kernels import gated_delta_kernel
-from mlx_mtp.selftest.cases import Cases, Shape
+from mlx_mtp.kernels.cases import Cases, Shape
 from mlx_mtp.selftest.kernels import check_kernels
 
 SMALL = Variant(mx.float32, 2, 32)

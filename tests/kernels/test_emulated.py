@@ -15,8 +15,8 @@ from mlx_mtp.kernels import (
     portable_inputs,
     self_check,
 )
+from mlx_mtp.kernels.cases import Cases, Shape
 from mlx_mtp.kernels.window import Pending, Projected
-from mlx_mtp.selftest.cases import Cases, Shape
 
 SMALL = Shape(2, 32, 4, 8)
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
 from mlx_mtp.kernels import gated_delta_kernel, gpu, inputs_kernel
-from mlx_mtp.selftest.cases import Cases
+from mlx_mtp.kernels.cases import Cases
 from mlx_mtp.selftest.kernels import check_kernels
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from mlx_mtp.kernels import (
     gated_delta_kernel,
     gpu,
 )
-from mlx_mtp.selftest.cases import Cases, Shape
+from mlx_mtp.kernels.cases import Cases, Shape
 from tests.kernels.conftest import KERNELS
 
 SMALL = Shape(2, 32, 4, 8)

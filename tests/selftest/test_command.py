@@ -11,9 +11,9 @@ import pytest
 
 from mlx_mtp import cli
 from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.kernels.cases import Shape
 from mlx_mtp.selftest import kernels
 from mlx_mtp.selftest.budget import Budget
-from mlx_mtp.selftest.cases import Shape
 from mlx_mtp.speculative import acceptance
 
 

@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.engine.request import RequestOutput
+from mlx_mtp.kernels.cases import Shape
 from mlx_mtp.selftest import kernels, machine
 from mlx_mtp.selftest.budget import Budget
-from mlx_mtp.selftest.cases import Shape
 from mlx_mtp.selftest.equality import BuiltIn, Equality, Parting, Recorder, Reference, compare
 from mlx_mtp.selftest.kernels import KernelCheck, check_kernels
 from mlx_mtp.selftest.machine import Machine, ModelFacts

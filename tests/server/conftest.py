@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import httpx
@@ -28,6 +30,21 @@ class Served(httpx.Client):
     @property
     def address(self) -> tuple[str, int]:
         return self.base_url.host, self.base_url.port or 0
+
+
+@cache
+def library_tokenizer() -> Any:
+    """The bundled tokenizer as transformers has it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
+
+
+def tokenizer_with(template: str) -> Tokenizer:
+    """The bundled tokenizer with another chat template."""
+    inner = copy.copy(library_tokenizer())
+    inner.chat_template = template
+    return Tokenizer(inner, "the test's model")
 
 
 Serve = Callable[..., contextlib.AbstractContextManager[Served]]

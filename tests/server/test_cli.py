@@ -20,10 +20,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, cli, parts, terminal
+from mlx_mtp import __version__, cli, parts
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.banner import banner as told
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine import arrivals
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, size
 from mlx_mtp.models import loader
@@ -361,7 +362,7 @@ def test_generate_prints_the_answer_and_then_its_speed(
     (request,) = engine.submitted
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
-    text = tokenizer._backend.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+    text = b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
     assert "Be kind." in text
 
 
@@ -382,7 +383,7 @@ def test_generate_takes_the_room_that_there_is(
 def test_generate_ends_when_the_engine_dies_silently(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_PATIENCE", 0.01)
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
     engine = FakeEngine(answer([300]))
 
     def dying() -> None:

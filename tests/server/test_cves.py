@@ -26,11 +26,11 @@ from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, Unsupporte
 from mlx_mtp.models.hub import _FILES, BUNDLED_MODEL, resolve_model
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.http_protocol import MAX_HEADER_BYTES, MAX_HEADERS
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.token_routes import DetokenizeRequest, TokenizeRequest
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest
-from tests.server.conftest import MODEL, Serve, Served
+from tests.server.conftest import MODEL, Serve, Served, library_tokenizer, tokenizer_with
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 from tests.server.raw_http import error_of, exchange, request_bytes
 
@@ -135,12 +135,12 @@ def test_the_hub_is_asked_for_no_code_and_no_pickles() -> None:
 
 
 def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(
-    client: Served, tokenizer: Tokenizer
+    client: Served,
 ) -> None:
     """`tokenize`, `chat_template` and others reached apply_chat_template itself."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    steps = (tokenizer._tokenizer.apply_chat_template, render_jinja_template)
+    steps = (library_tokenizer().apply_chat_template, render_jinja_template)
     names = {name for step in steps for name in inspect.signature(step).parameters}
     assert {"tokenize", "chat_template", "add_generation_prompt", "documents"} <= names
     for name in sorted(names | {"messages", "self", "raise_exception", "__class__", "range"}):
@@ -166,11 +166,8 @@ def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(
         "{{ range(100000000) | list }}",
     ],
 )
-def test_a_models_template_stays_in_its_box(
-    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
-    with serve(FakeEngine(answer([300]))) as client:
+def test_a_models_template_stays_in_its_box(serve: Serve, template: str) -> None:
+    with serve(FakeEngine(answer([300])), tokenizer=tokenizer_with(template)) as client:
         response = client.post(CHAT, json={"model": MODEL, "messages": HI})
         assert response.status_code in (400, 500)
         assert "template" in error_of(response, CHAT)

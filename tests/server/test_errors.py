@@ -7,7 +7,6 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,9 +16,9 @@ from pydantic import ValidationError
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError
 from mlx_mtp.server import body as body_module
+from mlx_mtp.server.openai.wire import ChatRequest
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.wire import ChatRequest
-from tests.server.conftest import MODEL, Serve, Served
+from tests.server.conftest import MODEL, Serve, Served, tokenizer_with
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
 
 CHAT = "/v1/chat/completions"
@@ -268,18 +267,18 @@ def test_a_clients_value_is_repeated_in_part(
 
 
 def test_a_text_that_can_not_fit_is_refused_before_it_is_encoded(
-    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    backend = SimpleNamespace(encode_batch_fast=lambda *_, **__: pytest.fail("encoded"))
-    text = "x" * (FakeInfo.max_model_len * tokenizer._most_bytes + 1)
+    most_bytes = max(len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size))
+    text = "x" * (FakeInfo.max_model_len * most_bytes + 1)
     with serve(FakeEngine(answer([300]))) as client:
-        monkeypatch.setattr(tokenizer, "_backend", backend)
         for path, prompt in ((TEXT, {"prompt": text}), (CHAT, user(text))):
             response = client.post(path, json={"model": MODEL} | prompt)
             assert response.status_code == 400
             error = error_of(response)
             assert error["code"] == "context_length_exceeded"
-            assert "1024 tokens" in error["message"]
+            # Of a text that was encoded the number is known.
+            assert "too long: at least 10" in error["message"]
 
 
 def test_large_bodies_are_parsed_off_the_event_loop(
@@ -300,11 +299,8 @@ def test_large_bodies_are_parsed_off_the_event_loop(
     assert names[1].startswith("asyncio")  # The name of asyncio.to_thread's workers.
 
 
-def test_a_broken_template_is_not_the_clients_fault(
-    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{% if %}")
-    with serve(FakeEngine(answer([300]))) as client:
+def test_a_broken_template_is_not_the_clients_fault(serve: Serve) -> None:
+    with serve(FakeEngine(answer([300])), tokenizer=tokenizer_with("{% if %}")) as client:
         response = client.post(CHAT, json={"model": MODEL, "messages": HI})
         assert response.status_code == 500
         assert error_of(response)["type"] == "server_error"

@@ -17,10 +17,10 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
+from mlx_mtp.server.fields import WireModel
 from mlx_mtp.server.http_errors import from_validation
-from mlx_mtp.server.messages import WireModel
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.responses.wire import ResponsesRequest
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest
 from tests.server.sdk_parameters import variants
 
 TABLE = Path(__file__).parents[1] / "data" / "sdk_parameters.json"

@@ -298,7 +298,7 @@ def test_tools_and_template_kwargs_change_the_prompt(serve: Serve, tokenizer: To
         post(client, tools=[tool], chat_template_kwargs={"enable_thinking": True})
         post(client, tools=[tool], tool_choice="none")
     with_tools, without = (
-        tokenizer._backend.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+        b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
         for request in engine.submitted
     )
     assert "get_weather" in with_tools

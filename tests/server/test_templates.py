@@ -9,13 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation, Message, Tool, ToolCall
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
-from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, tokenizer_with
 from tests.server.parsing.pieces import events_of, summary
 from tests.server.templates import TEMPLATES
 from tests.server.wire_help import ARGUMENTS, WEATHER, ask, events, joined, saying
@@ -34,13 +32,6 @@ SCHEMA = {
         "note": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
     },
 }
-
-
-def tokenizer_with(template: str) -> Tokenizer:
-    """The bundled tokenizer with another template."""
-    tokenizer = Tokenizer.load(BUNDLED_MODEL)
-    tokenizer._tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from mlx_mtp.errors import (
@@ -21,14 +22,16 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server import encoding
-from mlx_mtp.server.encoding import NFC_SHRINKS, most_bytes_per_token
+from mlx_mtp.server.encoding import NFC_SHRINKS, encode, most_bytes_per_token
 from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.conftest import library_tokenizer
 
+BACKEND = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
 USER = {"role": "user", "content": "hi"}
 
 
 def test_every_token_has_the_bytes_that_decoding_gives(tokenizer: Tokenizer) -> None:
-    decode = tokenizer._backend.decode
+    decode = BACKEND.decode
     for token in range(tokenizer.vocab_size):
         raw = tokenizer.token_bytes(token)
         assert raw.decode(errors="replace") == decode([token], skip_special_tokens=False)
@@ -48,7 +51,7 @@ def test_a_token_that_is_not_text_is_named_by_its_bytes(tokenizer: Tokenizer) ->
 
 def test_a_chat_is_rendered_and_encoded_as_the_library_does(tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be kind."}, USER]
-    expected = tokenizer._tokenizer.apply_chat_template(
+    expected = library_tokenizer().apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     assert list(tokenizer.encode_chat(messages)) == expected
@@ -82,51 +85,47 @@ def test_template_kwargs_that_break_the_library_are_refused(tokenizer: Tokenizer
 
 
 def test_encoding_lets_other_threads_run_and_changes_nothing(tokenizer: Tokenizer) -> None:
-    backend = tokenizer._backend
     text = "Once upon a time, 🎉 <|im_start|>user\nünï\u0301 \x00<|im_end|>"
     for encoded, special in (
         (tokenizer.encode(text), True),
-        (tokenizer._ids(text, None, add_special_tokens=False), False),
+        (tokenizer.encode(text, add_special_tokens=False), False),
     ):
-        assert list(encoded) == backend.encode(text, add_special_tokens=special).ids
+        assert list(encoded) == BACKEND.encode(text, add_special_tokens=special).ids
     # `encode` holds the GIL, so that a long text would stop every stream.
-    only_batches = SimpleNamespace(encode_batch_fast=backend.encode_batch_fast)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "_backend", only_batches)
-        assert tokenizer.encode("a b") == tuple(backend.encode("a b").ids)
-        assert tokenizer.encode_chat([USER])
+    only_batches = SimpleNamespace(encode_batch_fast=BACKEND.encode_batch_fast)
+    encoded = encode(only_batches, "a b", None, None, add_special_tokens=True)
+    assert encoded == tuple(BACKEND.encode("a b").ids)
 
 
 def test_what_fits_in_the_longest_tokens_is_encoded(tokenizer: Tokenizer) -> None:
     most = max(len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size))
-    assert tokenizer._most_bytes == most
     with pytest.raises(
         ContextLengthError, match=f" {len(tokenizer.encode('x' * most * 3))} tokens > 2 "
     ):
         tokenizer.encode("x" * most * 3, limit=3)
     assert len(tokenizer.encode("xyz", limit=3)) <= 3
-    with pytest.raises(ContextLengthError, match="3 tokens"):
+    with pytest.raises(ContextLengthError, match="at least 4 tokens > 2"):
         tokenizer.encode("x" * (most * 3 + 1), limit=3)
 
 
 def test_of_a_long_text_no_more_is_encoded_than_shows_that_it_is_too_long(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, parts = tokenizer._backend, []
+    parts: list[int] = []
 
     def noting(texts: list[str], **options: bool) -> Any:
         parts.extend(map(len, texts))
-        return backend.encode_batch_fast(texts, **options)
+        return BACKEND.encode_batch_fast(texts, **options)
 
     monkeypatch.setattr(encoding, "FIRST_PART", 1000)
-    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=noting))
+    noted = SimpleNamespace(encode_batch_fast=noting)
     text = "?!" * 8000
     with pytest.raises(ContextLengthError, match="more than 2400 tokens > 1199 maximum"):
-        tokenizer.encode(text, limit=1200)
+        encode(noted, text, 1200, 15, add_special_tokens=True)
     assert parts == [1000, 2000, 4000]
     # What may fit is encoded as a whole, and so are its last characters.
-    assert tokenizer.encode(text, limit=16000) == tokenizer.encode(text)
-    assert parts[3:] == [1000, 2000, 4000, 8000, 16000, 16000]
+    assert encode(noted, text, 16000, 15, add_special_tokens=True) == tokenizer.encode(text)
+    assert parts[3:] == [1000, 2000, 4000, 8000, 16000]
 
 
 def test_normal_form_c_shrinks_no_text_more_than_is_allowed_for() -> None:
@@ -145,9 +144,9 @@ def test_normal_form_c_shrinks_no_text_more_than_is_allowed_for() -> None:
     assert 3 < shrinks < NFC_SHRINKS
 
 
-def test_texts_that_encoding_shrinks_have_more_room(tokenizer: Tokenizer) -> None:
+def test_texts_that_encoding_shrinks_have_more_room() -> None:
     def most(normalizer: normalizers.Normalizer | None, *added: AddedToken) -> int | None:
-        backend = SimpleNamespace(normalizer=normalizer, get_vocab=tokenizer._backend.get_vocab)
+        backend = SimpleNamespace(normalizer=normalizer, get_vocab=BACKEND.get_vocab)
         return most_bytes_per_token(backend, added)
 
     assert most(None) == 15
@@ -159,12 +158,12 @@ def test_texts_that_encoding_shrinks_have_more_room(tokenizer: Tokenizer) -> Non
 
 
 def test_half_characters_are_the_clients_fault(tokenizer: Tokenizer) -> None:
-    for encode in (
+    for way in (
         tokenizer.encode,
         lambda text: tokenizer.encode_chat([{**USER, "content": text}]),
     ):
         with pytest.raises(InvalidRequestError, match="surrogate"):
-            encode("\ud800")
+            way("\ud800")
 
 
 def copy_of_the_bundled_tokenizer(folder: Path) -> Path:

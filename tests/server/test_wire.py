@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.server.conversation import folded
+from mlx_mtp.server.fields import MAX_PROMPT_IDS
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.options import Options
 from mlx_mtp.server.params import (
     SamplingDefaults,
@@ -18,7 +20,6 @@ from mlx_mtp.server.params import (
     room,
     sampling_params,
 )
-from mlx_mtp.server.wire import MAX_PROMPT_IDS, ChatRequest, CompletionRequest
 from tests.server.fake_engine import FakeInfo
 
 PLAIN = SamplingDefaults()

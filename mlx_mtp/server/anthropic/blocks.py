@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 
 from mlx_mtp.server import conversation
-from mlx_mtp.server.messages import (
+from mlx_mtp.server.fields import (
     FORM,
     MAX_MESSAGES,
     UNSUPPORTED,

@@ -5,18 +5,19 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.anthropic.answers import MessageWriter
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
+from mlx_mtp.server.anthropic.writer import MessageWriter
 from mlx_mtp.server.body import read_body
-from mlx_mtp.server.respond import asked, context_of, respond
-from mlx_mtp.server.wire import MAX_PROMPT_IDS
+from mlx_mtp.server.fields import MAX_PROMPT_IDS
+from mlx_mtp.server.respond import admit, context_of, respond
 from mlx_mtp.server.writer import new_id
 
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages."""
     context = context_of(request)
-    body, options, params = await asked(request, MessagesRequest)
+    body = await read_body(request, MessagesRequest, context.config.max_body_bytes)
+    options, params = admit(request, body)
     omit = body.thinking is not None and body.thinking.display == "omitted"
     writer = MessageWriter(new_id("msg"), context.config.model_name, omit_thinking=omit)
     generation = await context.chat(writer.message_id, body.conversation(), options, params)

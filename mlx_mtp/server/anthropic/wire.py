@@ -22,9 +22,14 @@ from mlx_mtp.server.anthropic.blocks import (
     text_of,
 )
 from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.messages import (
+from mlx_mtp.server.fields import (
+    MAX_LABELS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    CacheSalt,
+    Float,
+    Int,
+    Stops,
     WireModel,
     at_most,
     few_values,
@@ -34,7 +39,6 @@ from mlx_mtp.server.options import Options
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.thinking import BUDGETS
-from mlx_mtp.server.wire import MAX_LABELS, CacheSalt, Float, Int, Stops
 
 
 class Message(WireModel):

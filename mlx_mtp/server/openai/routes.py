@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from mlx_mtp.errors import UnsupportedParameterError
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.body import read_body
 from mlx_mtp.server.context import Context, answer_id
-from mlx_mtp.server.openai.answers import ChatWriter, Head, OpenAIWriter, TextWriter
 from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
-from mlx_mtp.server.respond import asked, context_of, respond, stored_of
-from mlx_mtp.server.wire import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.openai.writer import ChatWriter, Envelope, OpenAIWriter, TextWriter
+from mlx_mtp.server.respond import admit, context_of, respond, stored_of
 
 W = TypeVar("W", bound=OpenAIWriter)
 
@@ -23,7 +24,8 @@ W = TypeVar("W", bound=OpenAIWriter)
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     context = context_of(request)
-    body, options, params = await asked(request, ChatRequest)
+    body = await read_body(request, ChatRequest, context.config.max_body_bytes)
+    options, params = admit(request, body)
     writer = _writer(ChatWriter, context, body, params, answer_id("chatcmpl"))
     storing = await _storing(writer, request, body) if body.store else writer
     generation = await context.chat(writer.request_id, body.conversation(), options, params)
@@ -33,7 +35,8 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     context = context_of(request)
-    body, options, params = await asked(request, CompletionRequest)
+    body = await read_body(request, CompletionRequest, context.config.max_body_bytes)
+    options, params = admit(request, body)
     writer = _writer(TextWriter, context, body, params, answer_id("cmpl"))
     generation = await context.complete(
         writer.request_id, body.prompts, options, params, body.guided()
@@ -73,7 +76,7 @@ def _writer(
     params: SamplingParams,
     request_id: str,
 ) -> W:
-    head = Head(
+    envelope = Envelope(
         request_id=request_id,
         created=int(time.time()),
         model=context.config.model_name,
@@ -81,7 +84,7 @@ def _writer(
         fingerprint=context.fingerprint,
     )
     return kind(
-        head,
+        envelope,
         context.tokenizer,
         with_logprobs=params.top_logprobs is not None,
         include_usage=body.include_usage,

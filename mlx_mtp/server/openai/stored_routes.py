@@ -10,11 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.body import read_body
+from mlx_mtp.server.fields import Labels, WireModel
 from mlx_mtp.server.http_errors import from_validation
-from mlx_mtp.server.messages import WireModel
 from mlx_mtp.server.openai.stored import Page, StoredChat
 from mlx_mtp.server.respond import context_of, stored_of
-from mlx_mtp.server.wire import Labels
 
 MAX_PAGE = 100
 """Most items of one page."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_mtp.server.respond import asked, context_of, respond
-from mlx_mtp.server.responses.answers import Items
+from mlx_mtp.server.body import read_body
+from mlx_mtp.server.respond import admit, context_of, respond
+from mlx_mtp.server.responses.output_items import Items
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
 from mlx_mtp.server.responses.writer import ResponseWriter
 
@@ -14,7 +15,8 @@ from mlx_mtp.server.responses.writer import ResponseWriter
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
     context = context_of(request)
-    body, options, params = await asked(request, ResponsesRequest)
+    body = await read_body(request, ResponsesRequest, context.config.max_body_bytes)
+    options, params = admit(request, body)
     items = Items(
         context.tokenizer,
         with_logprobs=params.top_logprobs is not None,

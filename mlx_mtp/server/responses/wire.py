@@ -17,22 +17,28 @@ from pydantic import (
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import conversation
 from mlx_mtp.server.conversation import Conversation, Message
-from mlx_mtp.server.messages import (
+from mlx_mtp.server.fields import (
     FORM,
-    FORMS_OF_CHOICE,
+    MAX_LABELS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    CacheSalt,
+    Float,
+    Int,
+    Labels,
+    OnlyFalse,
     WireModel,
     at_most,
     few_values,
+    only,
     refusal,
 )
+from mlx_mtp.server.openai.messages import FORMS_OF_CHOICE
 from mlx_mtp.server.options import Options
-from mlx_mtp.server.responses.items import Item, as_items, messages_of
+from mlx_mtp.server.responses.input_items import Item, as_items, messages_of
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.thinking import Effort, with_effort
-from mlx_mtp.server.wire import MAX_LABELS, CacheSalt, Float, Int, Labels, OnlyFalse, only
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from mlx_mtp.server.choice import Content, Delta, Piece, TokenInfo
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolStart
-from mlx_mtp.server.responses.answers import Items
+from mlx_mtp.server.responses.output_items import Items
 from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.whole import Answer, TextPart
 from mlx_mtp.server.writer import COMMENT, event, new_id

@@ -11,7 +11,7 @@ from mlx_mtp.errors import UnsupportedParameterError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling.grammar import GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.constraints import answer_grammar
+from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, Message, Tool, ToolChoice
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, Tag
 
 from mlx_mtp.server.conversation import Message, ToolCall
-from mlx_mtp.server.messages import (
+from mlx_mtp.server.fields import (
     FORM,
     MAX_MESSAGES,
     UNSUPPORTED,

@@ -29,7 +29,7 @@ class TokenNames(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Envelope:
     """What an answer and all of its chunks have in common."""
 
     request_id: str
@@ -55,7 +55,7 @@ class OpenAIWriter(ABC):
     """What chats and completions have in common.
 
     Args:
-        head: of the answer.
+        envelope: of the answer.
         names: names tokens, for logprobs.
         with_logprobs: they were asked for.
         include_usage: a usage chunk ends the stream, and the others have a null in its place.
@@ -69,14 +69,14 @@ class OpenAIWriter(ABC):
 
     def __init__(
         self,
-        head: Head,
+        envelope: Envelope,
         names: TokenNames,
         *,
         with_logprobs: bool,
         include_usage: bool,
         continuous_usage: bool,
     ) -> None:
-        self._head = head
+        self._envelope = envelope
         self._names = names
         self._with_logprobs = with_logprobs
         self._include_usage = include_usage
@@ -86,7 +86,7 @@ class OpenAIWriter(ABC):
     @property
     def request_id(self) -> str:
         """The answer's name."""
-        return self._head.request_id
+        return self._envelope.request_id
 
     def opening(self, generation: Generation) -> Iterable[bytes]:
         """The role, where there is such a thing, of each choice."""
@@ -109,7 +109,7 @@ class OpenAIWriter(ABC):
     def ending(self, generation: Generation) -> Iterable[bytes]:
         """The usage, if the client wants it."""
         if self._include_usage:
-            fields = self._head.fields(self.chunk_kind, [])
+            fields = self._envelope.fields(self.chunk_kind, [])
             usage = usage_fields(generation.usage())
             yield event(fields | {"usage": usage, "timings": generation.timings()})
 
@@ -119,7 +119,7 @@ class OpenAIWriter(ABC):
 
     def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
         """All choices, usage and timings."""
-        fields = self._head.fields(self.answer_kind, [self.whole_choice(a) for a in answers])
+        fields = self._envelope.fields(self.answer_kind, [self.whole_choice(a) for a in answers])
         usage = usage_fields(generation.usage())
         return fields | {"usage": usage, "timings": generation.timings()}
 
@@ -140,7 +140,7 @@ class OpenAIWriter(ABC):
         """The whole choice of an answer that isn't streamed."""
 
     def _chunk(self, generation: Generation, choice: dict[str, Any], **more: object) -> bytes:
-        fields = self._head.fields(self.chunk_kind, [choice])
+        fields = self._envelope.fields(self.chunk_kind, [choice])
         if self._include_usage:
             so_far = usage_fields(generation.usage()) if self._continuous_usage else None
             fields["usage"] = so_far

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_mtp.server.choice import TokenInfo
-from mlx_mtp.server.openai.answers import TokenNames, logprob_entries
+from mlx_mtp.server.openai.writer import TokenNames, logprob_entries
 from mlx_mtp.server.seal import sealed
 from mlx_mtp.server.whole import Part, ReasoningPart, TextPart
 from mlx_mtp.server.writer import new_id

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from mlx_mtp.server.time_limit import run_limited
+from mlx_mtp.server.run_limited import run_limited
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.wire_help import CHAT, ask, chat_body
 
@@ -41,14 +40,13 @@ def test_work_that_never_ends_is_ended() -> None:
     assert limited_threads() == before
 
 
-def test_an_endless_template_costs_its_time_and_no_more(
-    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serve(FakeEngine(answer([300])), template_seconds=0.2) as client:
+def test_an_endless_template_costs_its_time_and_no_more(serve: Serve, tokenizer: Tokenizer) -> None:
+    template = "{% if messages[0].content == 'for ever' %}" + ENDLESS + "{% endif %}"
+    served = tokenizer_with(template + tokenizer.template)
+    with serve(FakeEngine(answer([300])), tokenizer=served, template_seconds=0.2) as client:
         assert ask(client)
-        with monkeypatch.context() as patch:
-            patch.setattr(tokenizer._tokenizer, "chat_template", ENDLESS)
-            response = client.post(CHAT, json=chat_body())
+        endless = [{"role": "user", "content": "for ever"}]
+        response = client.post(CHAT, json=chat_body(messages=endless))
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"
         assert "more than 0.2 s" in response.json()["error"]["message"]
@@ -56,12 +54,9 @@ def test_an_endless_template_costs_its_time_and_no_more(
     assert limited_threads() == 0
 
 
-def test_templates_run_in_a_sandbox(
-    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_templates_run_in_a_sandbox(serve: Serve) -> None:
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", escape)
-    with serve(FakeEngine(answer([300]))) as client:
+    with serve(FakeEngine(answer([300])), tokenizer=tokenizer_with(escape)) as client:
         response = client.post(CHAT, json=chat_body())
         assert response.status_code == 400
         assert "unsafe" in response.json()["error"]["message"]

@@ -7,77 +7,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     FailFast,
     Field,
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from mlx_mtp.server import conversation
-from mlx_mtp.server.conversation import object_or_text
-from mlx_mtp.server.text import has_half_character
-
-MAX_MESSAGES = 4096
-"""Most messages of a chat, and most parts of a message: far above what fits a context."""
-MAX_TOOLS = 1024
-"""Most tools of a chat, and most tool calls of a message."""
-MAX_VALUES = 1 << 16
-"""Most values within one tool's parameters, and within the arguments of one tool call."""
-MAX_LEVELS = 128
-"""Most objects and lists within each other there: whoever writes them recurses."""
-MAX_FIELDS = 100
-"""Most fields of an object of the API."""
-
-FORM = "\0"
-"""Begins the tag of a union's form, which pydantic puts among the names of fields."""
-UNSUPPORTED = "unsupported"
-"""The pydantic error type that becomes an UnsupportedParameterError."""
-
-
-def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
-    """An error for a validator to raise.
-
-    Args:
-        message: what is wrong and what would be right.
-        field: the field at fault, where the validator sees more than that.
-        unsupported: the value makes sense, but this server does not offer it.
-    """
-    kind = UNSUPPORTED if unsupported else "refused"
-    return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
-
-
-def at_most(limit: int) -> BeforeValidator:
-    """Count the items of a list or an object before any of them is looked at.
-
-    `Field(max_length=...)` looks at each, and collects an error for each that is wrong.
-    """
-
-    def check(value: object) -> object:
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise refusal(f"has {len(value)} entries; at most {limit} are allowed")
-        return value
-
-    return BeforeValidator(check)
-
-
-class WireModel(BaseModel):
-    """Strict: no coercion, no unknown fields; an explicit null means that the field is absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        if len(data) > MAX_FIELDS:
-            raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
-        return {key: value for key, value in data.items() if value is not None}
+from mlx_mtp.server.fields import (
+    FORM,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    UNSUPPORTED,
+    WireModel,
+    at_most,
+    few_values,
+    refusal,
+    whole_characters,
+)
 
 
 def joined_text(value: object) -> object:
@@ -98,33 +47,6 @@ def joined_text(value: object) -> object:
             raise refusal(f'part {number} must have the form {{"type": "text", "text": "..."}}')
         texts.append(part["text"])
     return "".join(texts)
-
-
-def few_values(value: Any) -> Any:
-    """Bound what a template has to write as JSON, which holds up every thread while it lasts."""
-    left, level, depth = MAX_VALUES, [value], 0
-    while level:
-        if depth > MAX_LEVELS:
-            raise refusal(f"is nested more than {MAX_LEVELS} levels deep")
-        inner = [each for each in level if isinstance(each, dict | list)]
-        left -= sum(map(len, inner))
-        if left < 0:
-            raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
-        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
-    return value
-
-
-def whole_characters(arguments: str) -> str:
-    """Check a call's arguments, JSON or not; a template may have to write them."""
-    value = few_values(object_or_text(arguments))
-    try:
-        half = has_half_character(arguments, value)
-    except RecursionError:
-        raise refusal("its JSON is nested too deeply") from None
-    if half:
-        raise refusal("its JSON has half of a surrogate pair, which is no character")
-    return arguments
 
 
 # LiteLLM's own notes on an answer, which it sends back with the chat. They tell a model nothing.

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_mtp.kernels.window import Convolution, Projected, Window
-from mlx_mtp.models.loaded import LoadedModel
 
 
 class Shape(NamedTuple):
@@ -32,18 +31,6 @@ class Shape(NamedTuple):
 
 
 QWEN3_NEXT_80B = Shape(16, 128, 32, 128)
-
-
-def shape_of(model: LoadedModel) -> Shape:
-    """That of a model's GatedDeltaNet layers."""
-    args = model.causal_lm.args
-    return Shape(
-        args.linear_num_key_heads,
-        args.linear_key_head_dim,
-        args.linear_num_value_heads,
-        args.linear_value_head_dim,
-        args.linear_conv_kernel_dim,
-    )
 
 
 class Cases:

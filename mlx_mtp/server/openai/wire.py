@@ -1,82 +1,42 @@
-"""The two request bodies. What is not named here is refused by name, never silently ignored."""
+"""OpenAI's two request bodies. What is not named here is refused by name, never ignored."""
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.messages import (
+from mlx_mtp.server.fields import (
     MAX_MESSAGES,
+    MAX_PROMPT_IDS,
     MAX_TOOLS,
-    Message,
-    Tool,
-    ToolChoice,
+    CacheSalt,
+    Float,
+    Int,
+    Labels,
+    LogitBias,
+    OnlyFalse,
+    Stops,
+    StopTokenIds,
+    TemplateKwargs,
     WireModel,
     at_most,
+    is_id,
+    only,
     refusal,
-    tool_choice,
 )
+from mlx_mtp.server.openai.messages import Message, Tool, ToolChoice, tool_choice
 from mlx_mtp.server.options import Options
 from mlx_mtp.server.params import MAX_SEQUENCES
 from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
 from mlx_mtp.server.thinking import Effort, split_template_kwargs, with_effort
 
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_PROMPT_IDS = 1 << 20
-"""Most token ids of one prompt, whatever the model's context."""
-MAX_SALT_CHARACTERS = 256
-MAX_LABELS = 64
-"""Most entries of `metadata` and of `chat_template_kwargs`."""
-MAX_LABEL_CHARACTERS = 512
-"""Longest name and value of `metadata`, as OpenAI has it."""
-
-# Exact ranges are the sampler's to check; this keeps integers that fit nowhere out of messages too.
-Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
-Float = Annotated[float, Field(allow_inf_nan=False)]
-
-
-def only(neutral: object) -> Callable[[Any], Any]:
-    """Let the value through that changes nothing; refuse the feature by its name."""
-
-    def check(value: Any) -> Any:
-        if value != neutral:
-            raise refusal(f"this server supports only {json.dumps(neutral)}", unsupported=True)
-        return value
-
-    return check
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _is_scalar(value: object) -> object:
-    if isinstance(value, str | int | float | bool):
-        return value
-    raise refusal("must be a string, a number or a boolean")
-
-
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
-"""Who doesn't know it can't tell, by the time to the first token, that such a prompt was here."""
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[list[Stop], at_most(MAX_STOPS), BeforeValidator(_as_list)]
-StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
-LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
-_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
-Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
-Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
-TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
-OnlyFalse = Annotated[bool, AfterValidator(only(False))]
 
 
 class StreamOptions(WireModel):
@@ -259,11 +219,6 @@ def _as_prompts(value: object) -> object:
         if not prompt:
             raise refusal(f"prompt {number} is empty")
     return value
-
-
-def is_id(value: object) -> bool:
-    """It may be a token id; its range is the model's to check."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class CompletionRequest(GenerateRequest):
