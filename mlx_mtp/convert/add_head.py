@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlx_mtp.convert.console import Console, size_text
+from mlx_mtp.convert.console import Console
 from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.metadata import Existing, describe
 from mlx_mtp.convert.output import MAX_FILE_BYTES, SidecarWriter
@@ -24,6 +24,7 @@ from mlx_mtp.convert.view import link_model, view_with
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.head_weights import Convention, has_router
 from mlx_mtp.models.hub import HUB_ID, resolve_model
+from mlx_mtp.units import size_text
 
 _HEADER_BYTES = 1 << 20
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from mlx_mtp.units import size_text
+
 _BAR_WIDTH = 30
 _SECONDS_BETWEEN_DRAWS = 0.1
 
@@ -101,13 +103,3 @@ class _Bar:
     def clear(self) -> None:
         self._stream.write("\r" + " " * self._length + "\r")
         self._stream.flush()
-
-
-def size_text(nbytes: int) -> str:
-    """A size for people: 3.3 GB."""
-    size = float(nbytes)
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

@@ -30,9 +30,10 @@ from huggingface_hub.utils import (
     hf_raise_for_status,
 )
 
-from mlx_mtp.convert.console import Console, size_text
+from mlx_mtp.convert.console import Console
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.hub import explained
+from mlx_mtp.units import size_text
 
 _MAX_ATTEMPTS = 5
 _SECONDS_BEFORE_RETRY = 1.0

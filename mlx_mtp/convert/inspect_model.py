@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.convert.console import size_text
 from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.memory import memory_rows, weights_in_memory, weights_on_disk
 from mlx_mtp.convert.metadata import FORMAT_VERSION_KEY, Existing
@@ -18,6 +17,7 @@ from mlx_mtp.convert.target import Target
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.head_weights import SIDECAR
 from mlx_mtp.models.hub import HUB_ID, resolve_model
+from mlx_mtp.units import size_text
 
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 

@@ -13,11 +13,11 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.kv import rounded_capacity
 from mlx_mtp.cache.memory import CacheMemory
-from mlx_mtp.convert.console import size_text
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.draft_head import row_nbytes
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
+from mlx_mtp.units import size_text
 
 _ROWS = (1, 16)
 _TOKENS = (4096, 32768)

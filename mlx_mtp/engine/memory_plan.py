@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlx_mtp.convert.console import size_text
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.footprint import Footprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.units import size_text
 
 MOST_PREFIX_CACHE = 8 * 10**9
 """Bytes that the prefix cache takes by itself."""

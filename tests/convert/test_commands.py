@@ -15,10 +15,11 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp.convert import commands
 from mlx_mtp.convert.commands import add_subcommands
-from mlx_mtp.convert.console import Console, size_text
+from mlx_mtp.convert.console import Console
 from mlx_mtp.convert.memory import weights_in_memory, weights_on_disk
 from mlx_mtp.errors import ConvertError, UnsupportedModelError, UsageError
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.units import size_text
 from tests.conftest import DEMO
 from tests.convert.checkpoints import read_file, write_source, write_target
 from tests.convert.fake_hub import FakeHub

@@ -1,0 +1,13 @@
+"""Numbers with units, for people."""
+
+from __future__ import annotations
+
+
+def size_text(nbytes: int) -> str:
+    """A size: 3.3 GB."""
+    size = float(nbytes)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
