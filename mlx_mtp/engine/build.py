@@ -68,10 +68,7 @@ def build_engine(
     Raises:
         UsageError: a limit is out of range, or `draft_ids` are wrong or not for a head.
     """
-    _check_depth(config.num_draft_tokens)
-    for name in ("max_num_seqs", "prefill_step_size"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
+    _check_limits(config)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     draft_head = None
     if draft_ids is not None:
@@ -82,14 +79,9 @@ def build_engine(
         proposer = MTPProposer(model, draft_head)
     num_draft_tokens = config.num_draft_tokens if proposer is not None else 0
     keeper = None
-    if depth is None and num_draft_tokens == "auto":
-        costs = StepCosts(MAX_DRAFT_TOKENS)
-        mark = fingerprint(model, None if draft_head is None else draft_head.ids.size)
-        kept = CostStore(cache_dir, mark) if cache_dir is not None else None
-        depth, keeper = DepthController(costs), CostKeeper(costs, kept)
-    elif depth is None:
-        assert isinstance(num_draft_tokens, int)
-        depth = FixedDepth(num_draft_tokens)
+    if depth is None:
+        num_ids = None if draft_head is None else draft_head.ids.size
+        depth, keeper = _depth_policy(num_draft_tokens, model, num_ids, cache_dir)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -217,14 +209,30 @@ def _draft_head(model: LoadedModel, ids: tuple[int, ...], vocab_size: int) -> Dr
     return head
 
 
-def _check_depth(num_draft_tokens: DraftTokens) -> None:
-    if num_draft_tokens == "auto":
-        return
-    if type(num_draft_tokens) is not int or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+def _depth_policy(
+    num_draft_tokens: DraftTokens,
+    model: LoadedModel,
+    num_draft_ids: int | None,
+    cache_dir: Path | None,
+) -> tuple[DepthPolicy, CostKeeper | None]:
+    """The policy that a depth asks for, and the keeper of what it learns."""
+    if num_draft_tokens != "auto":
+        return FixedDepth(num_draft_tokens), None
+    costs = StepCosts(MAX_DRAFT_TOKENS)
+    mark = fingerprint(model, num_draft_ids)
+    kept = CostStore(cache_dir, mark) if cache_dir is not None else None
+    return DepthController(costs), CostKeeper(costs, kept)
+
+
+def _check_limits(config: EngineConfig) -> None:
+    depth = config.num_draft_tokens
+    if depth != "auto" and (type(depth) is not int or not 0 <= depth <= MAX_DRAFT_TOKENS):
         raise UsageError(
-            f'num_draft_tokens is {num_draft_tokens!r}; it must be "auto" or 0 to '
-            f"{MAX_DRAFT_TOKENS}."
+            f'num_draft_tokens is {depth!r}; it must be "auto" or 0 to {MAX_DRAFT_TOKENS}.'
         )
+    for name in ("max_num_seqs", "prefill_step_size"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
 
 
 def max_model_len(config: EngineConfig, model: LoadedModel) -> int:

@@ -74,19 +74,12 @@ def load_model(
         MissingHeadError: `enable_mtp`, and there is no head.
         CheckpointError: a tensor or file is missing, misshapen or damaged.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
-    config = read_json(path / "config.json")
-    _check_no_code(path, config)
+    config = _read_config(path)
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
     found = _load_trunk(path, family)
-    head = read_sidecar(path) or found.head_in_files(path) if enable_mtp else None
-    if enable_mtp and head is None:
-        raise _missing_head(path)
     family.patch(found.model)
-    if head is not None:
-        found.model.mtp = _build_head(family.causal_lm(found.model).args, family, head)
+    head_source = _add_head(found, path, family) if enable_mtp else None
     # The model's class refers to `found`, which would keep the head as it was stored as well.
     found.head = {}
     _cast(found, dtype, machine_memory().nbytes if memory is None else memory, check=not lazy)
@@ -96,7 +89,7 @@ def load_model(
         generation_config=generation_config,
         model=found.model,
         family=family,
-        head_source=None if head is None else head.source,
+        head_source=head_source,
         slow_few_rows=few_rows.are_slow(config),
     )
     loaded.check()
@@ -106,12 +99,13 @@ def load_model(
     return loaded
 
 
-def _check_no_code(path: Path, config: dict[str, Any]) -> None:
+def _read_config(path: Path) -> dict[str, Any]:
     """Refuse a model that names a Python file to be run. (transformers' `auto_map` is ignored.)
 
     mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
     model's code is run shall not depend on a library's default.
     """
+    config = read_json(path / "config.json")
     for part in (config, text_config(config)):
         if part.get("model_file") is not None:
             raise UnsupportedModelError(
@@ -119,6 +113,7 @@ def _check_no_code(path: Path, config: dict[str, Any]) -> None:
                 f"{str(part['model_file'])[:80]!r}. mlx-mtp runs no code that a model brings; if "
                 "the model is of a family that is served, remove that entry."
             )
+    return config
 
 
 def _others(path: Path) -> str:
@@ -175,15 +170,23 @@ def _load_trunk(path: Path, family: Family) -> _Trunk:
     return found
 
 
-def _build_head(args: Any, family: Family, found: HeadTensors) -> MTPHead:
+def _add_head(trunk: _Trunk, path: Path, family: Family) -> str:
+    """Build the head in the model; returns where its tensors were found."""
+    found = read_sidecar(path) or trunk.head_in_files(path)
+    if found is None:
+        raise _missing_head(path)
+    args = family.causal_lm(trunk.model).args
     weights = to_mlx(found)
     layer = family.head_layer(args, moe=has_router(weights))
     head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
     load_into(head, weights, found.source)
-    return head
+    trunk.model.mtp = head
+    return found.source
 
 
 def _cast(found: _Trunk, dtype: str, memory: int, *, check: bool) -> None:
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
     if check and on_cpu and target != mx.float32 and _has_experts(found.model):

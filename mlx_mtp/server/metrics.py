@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.server.gate import REASONS, Gate
 from mlx_mtp.server.protocols import EngineLike
 
@@ -34,14 +35,13 @@ class EngineCollector(Collector):
             "num_requests_held", "Sequences running, waiting or being prepared.", self._gate.held
         )
         yield _counter("engine_restarts", "Deaths of the engine's thread.", stats.num_restarts)
-        rejected = CounterMetricFamily(
-            PREFIX + "requests_rejected",
+        yield _labelled(
+            CounterMetricFamily,
+            "requests_rejected",
             "Requests refused before any work was done for them.",
-            labels=["reason"],
+            "reason",
+            ((reason, self._gate.rejected[reason]) for reason in REASONS),
         )
-        for reason in REASONS:
-            rejected.add_metric([reason], self._gate.rejected[reason])
-        yield rejected
         yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
         prefixes = stats.prefix_cache
@@ -53,28 +53,29 @@ class EngineCollector(Collector):
         )
         yield _gauge("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files)
         yield _gauge("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes)
+        yield from self._speculation(stats)
+
+    def _speculation(self, stats: EngineStats) -> Iterable[Metric]:
         yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)
         yield _counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens)
         yield _counter(
             "spec_decode_num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens
         )
-        by_position = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+        yield _labelled(
+            CounterMetricFamily,
+            "spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by position in the window.",
-            labels=["position"],
+            "position",
+            enumerate(stats.num_accepted_tokens_per_pos),
         )
-        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-            by_position.add_metric([str(position)], count)
-        yield by_position
         if self._engine.info.mtp_enabled:
-            depths = GaugeMetricFamily(
-                PREFIX + "spec_decode_depth",
+            yield _labelled(
+                GaugeMetricFamily,
+                "spec_decode_depth",
                 "Drafts per step chosen last for this batch size.",
-                labels=["batch_size"],
+                "batch_size",
+                stats.depths,
             )
-            for size, depth in stats.depths:
-                depths.add_metric([str(size)], depth)
-            yield depths
             yield _gauge(
                 "spec_decode_parked", "1: the last step was planned without drafts.", stats.parked
             )
@@ -128,3 +129,17 @@ def _gauge(name: str, text: str, value: int) -> Metric:
 
 def _counter(name: str, text: str, value: int) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def _labelled(
+    family: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Iterable[tuple[object, int]],
+) -> Metric:
+    """A series for each of the label's values."""
+    found = family(PREFIX + name, text, labels=[label])
+    for key, value in values:
+        found.add_metric([str(key)], value)
+    return found

@@ -160,10 +160,7 @@ class Tokenizer:
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         extra = dict(template_kwargs or {})
-        for key in sorted(self.closed_kwargs & extra.keys()):
-            raise UnsupportedParameterError(
-                f"chat_template_kwargs may not set {key}.", param=f"chat_template_kwargs.{key}"
-            )
+        self._check_open(extra.keys())
         # Imported here, like transformers.
         from jinja2 import TemplateSyntaxError
 
@@ -187,6 +184,12 @@ class Tokenizer:
                 param="messages",
             ) from error
         return str(text)
+
+    def _check_open(self, names: Iterable[str]) -> None:
+        for name in sorted(self.closed_kwargs.intersection(names)):
+            raise UnsupportedParameterError(
+                f"chat_template_kwargs may not set {name}.", param=f"chat_template_kwargs.{name}"
+            )
 
     @property
     def template(self) -> str:
