@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,8 +80,18 @@ def running(*flags: str, code: str | None = None) -> Iterator[Server]:
     """A server that is killed in the end, if it still lives."""
     server = start(*flags, code=code)
     with server.process as process:  # Waits, and closes its pipe.
+        # A pipe that nobody reads is full after some 800 lines of the access log.
+        reader = threading.Thread(target=_read_to_the_end, args=(process,), daemon=True)
+        reader.start()
         try:
             with server.client:
                 yield server
         finally:
             process.kill()
+            reader.join()
+
+
+def _read_to_the_end(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    while process.stdout.read(1 << 16):
+        pass
