@@ -23,6 +23,7 @@ from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
 from mlx_mtp.flags import add_flags, characters, resolve
+from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.options import (
     ANSWER_TOKENS,
     BUNDLED_NAME,
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add_connect(commands)
     add_bench(commands)
     add_selftest(commands)
+    add_inspect(commands)
     add_subcommands(commands)
     return parser
 

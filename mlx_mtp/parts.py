@@ -30,6 +30,10 @@ def load(
     before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> tuple[LoadedModel, Tokenizer]:
     """The model and its tokenizer; `before_reading` sees the model before its weights are read."""
+    if enable_mtp and options.model is not None:
+        from mlx_mtp.convert.hub_head import check_head_on_hub
+
+        check_head_on_hub(options.model)
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer

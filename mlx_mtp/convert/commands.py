@@ -1,4 +1,4 @@
-"""The converter's commands: add-mtp-weights, inspect and convert.
+"""The converter's commands: add-mtp-weights and convert.
 
 Nothing heavy is imported before a command runs: --help answers at once, and mlx finds its backend
 prepared.
@@ -28,19 +28,6 @@ def add_subcommands(subparsers: Any) -> None:
     """
     adding = subparsers.add_parser("add-mtp-weights", help=_ADD_HELP, description=_DESCRIPTION)
     add_arguments(adding)
-    inspecting = subparsers.add_parser(
-        "inspect", help="tell what a model is and whether it has its MTP head"
-    )
-    inspecting.add_argument(
-        "model", nargs="?", help="a directory or a hub id; without it, the bundled demo model"
-    )
-    inspecting.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPE_NAMES),
-        default="auto",
-        help="tell the memory for computing in this type (default: auto, as serve has it)",
-    )
-    inspecting.set_defaults(run=run_inspect)
     converting = subparsers.add_parser(
         "convert", help="make an MLX model with its MTP head from a Hugging Face checkpoint"
     )
@@ -124,18 +111,10 @@ def run_add(options: argparse.Namespace) -> int:
         mtp_norms=options.mtp_norms,
     )
     console = Console()
-    directory = add_head(request, console)
+    add_head(request, console)
     if not options.dry_run:
-        console.say(f"Next: mlx-mtp serve {directory} --enable-mtp")
-    return 0
-
-
-def run_inspect(options: argparse.Namespace) -> int:
-    """Tell what a model is; returns the exit status."""
-    _prepare()
-    from mlx_mtp.convert.inspect_model import inspect_model
-
-    print("\n".join(inspect_model(options.model, options.dtype)))
+        # By the name that was given: of a hub id, the weights may not be in the cache yet.
+        console.say(f"Next: mlx-mtp serve {options.output or request.model} --enable-mtp")
     return 0
 
 

@@ -107,6 +107,11 @@ class HubRepo:
             )
         return list(header.tensors)
 
+    def names(self) -> list[str]:
+        """All files."""
+        with self._explained("the list of files"):
+            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
+
     def cached(self, name: str) -> Path | None:
         """A file that has been downloaded already."""
         path = self._storage / "snapshots" / self.commit / name

@@ -78,7 +78,7 @@ def load_model(
     found = _load_trunk(path, family)
     head = read_sidecar(path) or found.head_in_files(path) if enable_mtp else None
     if enable_mtp and head is None:
-        raise _missing_head(path)
+        raise missing_head(str(path))
     family.patch(found.model)
     if head is not None:
         found.model.mtp = _build_head(family.causal_lm(found.model).args, family, head)
@@ -230,12 +230,20 @@ def _norm_to_float32(key: str, value: mx.array) -> mx.array:
     return value.astype(mx.float32) if is_norm else value
 
 
-def _missing_head(path: Path) -> MissingHeadError:
+def missing_head(model: str, base: str | None = None, note: str = "") -> MissingHeadError:
+    """The error that says how to give a model its head.
+
+    Args:
+        model: a directory or a hub id.
+        base: the original model, where that is known.
+        note: a sentence for the end.
+    """
+    source = base or "<the original Hugging Face model>"
     return MissingHeadError(
-        f"{path} has no MTP head. Looked for {SIDECAR_PATTERN} beside the model, and for tensors "
-        f"named {', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions "
-        "lose the head; add it with: python scripts/add_mtp_weights.py --mlx-model-path "
-        f"{path} --source-model <the original Hugging Face model>. Or serve without --enable-mtp."
+        f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "
+        f"{', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions drop "
+        f"the head. Add it with `mlx-mtp add-mtp-weights --mlx-model-path {model} "
+        f"--source-model {source}`, or serve without --enable-mtp.{note and ' ' + note}"
     )
 
 

@@ -221,11 +221,11 @@ def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--memory-limit", "40MB"], ("weights take 45.4 MB", "40.0 MB (--memory-limit)")),
+        (["--memory-limit", "40MB"], ("weights take 45.4 MB", "of 40.0 MB (--memory-limit)")),
         (["--memory-limit", "70MB"], ("leave 24.6 MB", "--prefill-step-size")),
         (
             ["--memory-limit", "200MB", "--max-model-len", "65536"],
-            ("65,536 tokens takes ", "weights leave 154.6 MB", "--max-model-len "),
+            ("65,536 tokens needs ", "weights leave 154.6 MB", "--max-model-len "),
         ),
     ],
 )
