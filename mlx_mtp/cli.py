@@ -23,13 +23,9 @@ from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
 from mlx_mtp.flags import add_flags, characters, resolve
+from mlx_mtp.generate_options import ANSWER_TOKENS, GENERATE_FLAGS
 from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.options import (
-    ANSWER_TOKENS,
-    BUNDLED_NAME,
-    GENERATE_FLAGS,
-    SERVE_FLAGS,
-)
+from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 from mlx_mtp.selftest.arguments import add_selftest
 

@@ -37,6 +37,8 @@ class Flag:
         default: where neither flag nor variable is given.
         metavar: names the value in the help.
         repeated: may be given several times, and its value is a tuple; the variable's has commas.
+        group: the heading it stands under in the help.
+        default_text: the default in words, where it isn't a constant.
     """
 
     name: str
@@ -45,6 +47,17 @@ class Flag:
     default: Any = None
     metavar: str | None = None
     repeated: bool = False
+    group: str | None = None
+    default_text: str | None = None
+
+    @property
+    def shown_default(self) -> str:
+        """The default for people; empty where there is none."""
+        if self.default_text is not None:
+            return self.default_text
+        if self.default is None or self.default is False or self.default == ():
+            return ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def key(self) -> str:
@@ -71,8 +84,14 @@ class Flag:
 
 def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
     """Add them without defaults, so that `resolve` can see which of them were given."""
+    groups: dict[str, Any] = {}
     for flag in flags:
-        default = "" if flag.default in (None, False, ()) else f" (default: {flag.default})"
+        where: Any = parser
+        if flag.group is not None:
+            if flag.group not in groups:
+                groups[flag.group] = parser.add_argument_group(flag.group)
+            where = groups[flag.group]
+        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
         options: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
@@ -82,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
             options["action"] = "append"
         if not flag.name.startswith("-"):
             options["nargs"] = "?"
-        parser.add_argument(flag.name, **options)
+        where.add_argument(flag.name, **options)
 
 
 def resolve(
@@ -253,6 +272,11 @@ def origin(value: str) -> str:
             "like https://chat.example or http://localhost:3000"
         )
     return given
+
+
+def choices(*words: str) -> str:
+    """A metavar that shows what may be chosen."""
+    return f"{{{','.join(words)}}}"
 
 
 def one_of(*choices: str) -> Parse:

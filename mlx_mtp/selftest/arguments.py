@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.flags import at_least, one_of, text
+from mlx_mtp.engine_options import DTYPE, MODEL_DEFAULT, MODEL_HELP
+from mlx_mtp.flags import at_least, text
 
 
 def add_selftest(subparsers: Any) -> None:
@@ -26,21 +27,22 @@ def add_selftest(subparsers: Any) -> None:
         nargs="?",
         type=text,
         metavar="MODEL",
-        help="a directory or a hub id; without it, the bundled demo model",
+        help=f"{MODEL_HELP} (default: {MODEL_DEFAULT})",
     )
     parser.add_argument(
         "--dtype",
-        type=one_of("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="compute in auto, float32, bfloat16 or float16 (default: auto)",
+        type=DTYPE.parse,
+        default=DTYPE.default,
+        metavar=DTYPE.metavar,
+        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
     )
     parser.add_argument(
         "--seconds",
         type=at_least(1.0),
         default=60.0,
-        metavar="X",
-        help="to take about so long after loading; what doesn't fit is skipped (default: 60)",
+        metavar="SECONDS",
+        help="time to take after loading; what doesn't fit is skipped (default: 60)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all that was measured, too"
+        "--json", type=Path, metavar="FILE", help="write everything that was measured"
     )
