@@ -3,8 +3,8 @@
     python -m benchmarks.memory_guide
 
 Published shapes at 4 bits with their heads, planned as `serve --enable-mtp` plans at its start. No
-weight is made. What Metal recommends to use of a machine's memory is the one assumption: the shares that
-llama.cpp's users report (https://github.com/ggml-org/llama.cpp/issues/1870, /pull/2011).
+weight is made. What Metal recommends to use of a machine's memory is the one assumption: the shares
+that llama.cpp's users report (https://github.com/ggml-org/llama.cpp/issues/1870, /pull/2011).
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _fast_blas() -> str:
             continue
         return f"{_describe(library)} ({where})"
     logger.warning(
-        "No OpenBLAS found: mlx falls back on the reference BLAS, whose matrix products are about "
+        "No OpenBLAS found: mlx falls back to the reference BLAS, whose matrix products are about "
         "four times slower (prefill nine times). Install libopenblas0 (Debian, Ubuntu), openblas "
         "(Fedora, Arch), or pip install ngsolve-openblas."
     )

@@ -126,7 +126,7 @@ def boolean(text: str) -> bool:
     """1, 0, true or false."""
     value = _BOOLEANS.get(text.lower())
     if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_BOOLEANS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_BOOLEANS)}")
     return value
 
 
@@ -154,7 +154,7 @@ def word_or(word: str, parse: Parse) -> Parse:
         try:
             return parse(text)
         except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, nor is it {word!r}") from None
+            raise argparse.ArgumentTypeError(f"{error}, and it is not {word!r}") from None
 
     return parse_either
 
@@ -182,7 +182,7 @@ def size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8GB, 512MB or 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
     value = float(found[1]) * unit
     if value >= 1 << 60:
         raise argparse.ArgumentTypeError(f"{text} is more than any machine has")
@@ -258,7 +258,7 @@ def host_name(value: str) -> str:
     name = text(value).lower().rstrip(".")
     if name != "*" and not _HOST.fullmatch(name):
         raise argparse.ArgumentTypeError(
-            f"{value[:80]!r} is no host name; give it without scheme and port, like my-mac.local"
+            f"{value[:80]!r} is not a host name; give it without scheme and port, like my-mac.local"
         )
     return name
 
@@ -268,7 +268,7 @@ def origin(value: str) -> str:
     given = text(value).lower()
     if given != "*" and not _ORIGIN.fullmatch(given):
         raise argparse.ArgumentTypeError(
-            f"{value[:80]!r} is no origin; give scheme, host and port alone, "
+            f"{value[:80]!r} is not an origin; give scheme, host and port alone, "
             "like https://chat.example or http://localhost:3000"
         )
     return given
@@ -284,7 +284,7 @@ def one_of(*choices: str) -> Parse:
 
     def parse(value: str) -> str:
         if value not in choices:
-            raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
+            raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(choices)}")
         return value
 
     return parse

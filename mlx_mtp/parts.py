@@ -67,7 +67,7 @@ def check_prefix_cache_dir(options: argparse.Namespace) -> None:
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None:
         if options.prefix_cache_dir_size is not None:
-            raise UsageError(f"{of_size} is for {flag}, which is not given.")
+            raise UsageError(f"{of_size} needs {flag}, which is not given.")
     elif options.prefix_cache_size == 0:
         raise UsageError(
             f"{flag} keeps on the disk what the prefix cache has, and --prefix-cache-size 0 turns "
@@ -98,7 +98,7 @@ def read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
     if options.mtp_draft_vocab is None:
         return
     if not may_draft:
-        raise UsageError(f"{FLAG} is for the MTP head's drafts, and MTP is off: add --enable-mtp.")
+        raise UsageError(f"{FLAG} is for the MTP head's drafts, but MTP is off: add --enable-mtp.")
     options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
 
 

@@ -99,7 +99,7 @@ def _sidecar(existing: Existing, size: int) -> str:
 def _remote(repo: HubRepo) -> Found:
     config = repo.small("config.json")
     if config is None:
-        raise ModelError(f"{repo.repo_id} has no config.json: it is no model.")
+        raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
     target = Target.open(config.parent)
     names = remote_weight_map(repo)
     trunk = _sizes(repo, set(names.values()))

@@ -241,7 +241,7 @@ def check_shapes(
     unknown = sorted(set(found) - set(expected))
     if unknown:
         raise CheckpointError(
-            f"The head in {source} has a tensor this model has no place for: mtp.{unknown[0]} "
+            f"The head in {source} has a tensor that this model has no place for: mtp.{unknown[0]} "
             f"{found[unknown[0]]}."
         )
 

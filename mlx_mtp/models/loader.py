@@ -111,8 +111,8 @@ def _check_no_code(path: Path, config: dict[str, Any]) -> None:
         if part.get("model_file") is not None:
             raise UnsupportedModelError(
                 f"{path / 'config.json'} names a Python file to be run, as model_file "
-                f"{str(part['model_file'])[:80]!r}. mlx-mtp runs no code that a model brings; if "
-                "the model is of a family that is served, remove that entry."
+                f"{str(part['model_file'])[:80]!r}. mlx-mtp runs no code that comes with a model; "
+                "if the model is of a family that is served, remove that entry."
             )
 
 
@@ -183,8 +183,8 @@ def _cast(found: _Trunk, dtype: str, *, check: bool) -> None:
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
     if check and on_cpu and target != mx.float32 and _has_experts(found.model):
         raise UsageError(
-            f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts in "
-            "float32 alone. Use --dtype float32 or auto."
+            f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts "
+            "only in float32. Use --dtype float32 or auto."
         )
     _cast_floats(found.model, target)
     if on_cpu and target == mx.float32 and _dequantized_fits(found.model):
@@ -258,7 +258,8 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
     except FileNotFoundError as error:
         if default is not None:
             return default
-        raise ModelError(f"{path.parent} has no {path.name}; it is no model directory.") from error
+        message = f"{path.parent} has no {path.name}; it is not a model directory."
+        raise ModelError(message) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
     if not isinstance(content, dict):

@@ -123,7 +123,7 @@ def whole_characters(arguments: str) -> str:
     except RecursionError:
         raise refusal("its JSON is nested too deeply") from None
     if half:
-        raise refusal("its JSON has half of a surrogate pair, which is no character")
+        raise refusal("its JSON has half of a surrogate pair, which is not a character")
     return arguments
 
 

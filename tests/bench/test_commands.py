@@ -218,7 +218,7 @@ def test_a_server_that_dies(bench):
     with FakeServer(chat) as fake:
         status, out, err = bench("concurrency", fake.url, *FEW)
     assert (status, out) == (1, "")
-    assert err.startswith(f"mlx-mtp: {fake.url}/v1 broke an answer off in the middle: ")
+    assert err.startswith(f"mlx-mtp: {fake.url}/v1 ended an answer in the middle: ")
     assert err.count("\n") == 1
     # Its port is free now.
     status, _, err = bench("latency", fake.url)
@@ -257,7 +257,7 @@ def test_a_wrong_command_line_is_a_usage_error(argv, capsys):
 def test_an_address_without_its_scheme(bench):
     status, _, err = bench("latency", "127.0.0.1:8000")
     assert status == 2
-    assert "it looks like http://127.0.0.1:8000" in err
+    assert "it should look like http://127.0.0.1:8000" in err
 
 
 def test_help_and_mistakes_load_nothing_heavy():

@@ -279,7 +279,7 @@ def test_a_source_without_a_head_says_so_plainly(dirs):
         (
             lambda raws: raws.update({"mtp.fc.qweight": Raw("U8", np.zeros((1,), "u1"))}),
             ConvertError,
-            "a quantization that is not read",
+            "a quantization that is not supported",
         ),
         (
             lambda raws: raws.update({"mtp.layers.1.x.weight": Raw("U8", np.zeros((1,), "u1"))}),

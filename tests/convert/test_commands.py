@@ -99,7 +99,7 @@ def test_convert_makes_a_model_with_its_head_in_one_go(run, tmp_path):
     metadata = read_file(output / "mtp.safetensors")[1]
     assert metadata["bits"] == "8"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-    with pytest.raises(ConvertError, match="exists already"):
+    with pytest.raises(ConvertError, match="already exists"):
         run("convert", DEMO, "--output", output)
 
 

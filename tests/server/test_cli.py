@@ -291,17 +291,18 @@ def test_the_banners_address_can_be_reached() -> None:
 
 
 def test_the_banner_tells_the_depth() -> None:
-    assert "drafts   auto (follows what they cost and bring), head from /m/" in banner(depth="auto")
+    auto = banner(depth="auto")
+    assert "drafts   auto (follows measured cost and acceptance), head from /m/" in auto
     assert "drafts   0 tokens per step, head from /m/" in banner(depth=0)
     assert "drafts   none (--enable-mtp turns MTP on)" in banner(depth=0, mtp_enabled=False)
 
 
 def test_the_banner_tells_what_is_kept() -> None:
     assert "prefixes up to 8.00 GB of earlier prompts and answers are kept\n" in banner()
-    assert "in 4 bits: what is computed from them may differ in the last digit" in banner(
+    assert "in 4 bits: answers that reuse them may differ slightly" in banner(
         kv_cache_quantization=4
     )
-    assert "prefixes none are kept (--prefix-cache-size is 0)" in banner(prefix_cache_size=0)
+    assert "prefixes not kept (--prefix-cache-size is 0)" in banner(prefix_cache_size=0)
     kept = banner(prefix_cache_dir=Path("/p"), prefix_cache_dir_size=16 * 10**9)
     assert "are kept; up to 16.00 GB in /p\n" in kept
 
