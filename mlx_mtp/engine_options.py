@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.flags import Flag, choices, count_or_path, one_of, text, whole, word_or
 
@@ -65,6 +67,17 @@ PREFILL_STEP_SIZE = Flag(
     "N",
     group=MEMORY,
 )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add --dtype to a command whose flags have no environment variables."""
+    parser.add_argument(
+        DTYPE.name,
+        type=one_of(*_DTYPES),
+        default=DTYPE.default,
+        metavar=DTYPE.metavar,
+        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
+    )
 
 
 def log_level(default: str, group: str | None) -> Flag:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.engine_options import DRAFT_VOCAB, DTYPE, MODEL_DEFAULT, MODEL_HELP
+from mlx_mtp.engine_options import DRAFT_VOCAB, MODEL_DEFAULT, MODEL_HELP, add_dtype
 from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
 
 LEVELS = (1, 2, 4, 8, 16, 32)
@@ -52,7 +52,7 @@ def add_bench(subparsers: Any) -> None:
     add_streams(streams, LEVELS)
     compare = what.add_parser("compare", help="two servers in turns, and their ratios")
     compare.add_argument("urls", metavar="URL", nargs=2, help="A and B; the ratios are of B to A")
-    _add_http(compare)
+    _add_http(compare, servers=2)
     add_streams(compare, COMPARED_LEVELS)
     _add_offline(what.add_parser("offline", help="the engine without HTTP, MTP on and off"))
 
@@ -66,22 +66,21 @@ def offline_spelling(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _add_http(parser: argparse.ArgumentParser) -> None:
+def _add_http(parser: argparse.ArgumentParser, servers: int = 1) -> None:
+    twice = "; give it twice if the servers differ" if servers > 1 else ""
     parser.add_argument(
         "--model",
         action="append",
         type=text,
         metavar="NAME",
-        help="model to ask for (default: the first that the server lists); with compare, give it "
-        "twice if the two servers name it differently",
+        help=f"model to ask for (default: the first that the server lists){twice}",
     )
     parser.add_argument(
         API_KEY.name,
         action="append",
         type=text,
         metavar="KEY",
-        help=f"{API_KEY.help} (default: {API_KEY.variable}, if set); with compare, give it twice "
-        "if the two servers have different keys",
+        help=f"{API_KEY.help} (default: {API_KEY.variable}, if set){twice}",
     )
     parser.add_argument(
         "--timeout",
@@ -120,13 +119,7 @@ def _add_offline(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="most time for auto to measure step costs first (default: 2)",
     )
-    parser.add_argument(
-        "--dtype",
-        type=DTYPE.parse,
-        default=DTYPE.default,
-        metavar=DTYPE.metavar,
-        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
-    )
+    add_dtype(parser)
     add_streams(parser, COMPARED_LEVELS)
 
 

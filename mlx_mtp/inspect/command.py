@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from mlx_mtp.convert.commands import DTYPE_NAMES
+from mlx_mtp.engine_options import MODEL_DEFAULT, MODEL_HELP
 from mlx_mtp.flags import size
 
 
@@ -25,7 +26,7 @@ def add_inspect(subparsers: Any) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a directory or a hub id (default: the bundled demo model)",
+        help=f"{MODEL_HELP} (default: {MODEL_DEFAULT})",
     )
     parser.add_argument(
         "--dtype",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.engine_options import DTYPE, MODEL_DEFAULT, MODEL_HELP
+from mlx_mtp.engine_options import MODEL_DEFAULT, MODEL_HELP, add_dtype
 from mlx_mtp.flags import at_least, text
 
 
@@ -29,13 +29,7 @@ def add_selftest(subparsers: Any) -> None:
         metavar="MODEL",
         help=f"{MODEL_HELP} (default: {MODEL_DEFAULT})",
     )
-    parser.add_argument(
-        "--dtype",
-        type=DTYPE.parse,
-        default=DTYPE.default,
-        metavar=DTYPE.metavar,
-        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
-    )
+    add_dtype(parser)
     parser.add_argument(
         "--seconds",
         type=at_least(1.0),
