@@ -106,7 +106,7 @@ def test_two_models_and_two_keys_of_one_address(bench):
         assert status == 1 and "401" in err
         status, _, err = bench(*both, *("--model", "m") * 3)
         assert status == 2
-        assert err == "mlx-mtp: --model is given 3 times for 2 server(s).\n"
+        assert err == "mlx-mtp: --model is given 3 times, for 2 server(s).\n"
 
 
 def test_the_key_may_come_from_the_environment(bench):

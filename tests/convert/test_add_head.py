@@ -168,7 +168,7 @@ def test_output_is_a_model_of_links_and_the_model_is_left_alone(dirs, tmp_path):
     assert "nothing to do" in dirs.run(output=output)
     (output / "config.json").unlink()
     (output / "config.json").write_text("{}")
-    with pytest.raises(ConvertError, match="another file"):
+    with pytest.raises(ConvertError, match="not the same file"):
         dirs.run(output=output, force=True)
 
 
