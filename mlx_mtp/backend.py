@@ -77,10 +77,10 @@ def _device() -> str:
 
 def _install_hint() -> str:
     if platform.system() == "Darwin":
-        return "Install it: pip install mlx-mtp (on Apple silicon)."
+        return "On Apple silicon, in a clone of mlx-mtp: pip install ."
     return (
-        "Install one: pip install 'mlx-mtp[cpu]', or pip install 'mlx-mtp[cuda]' "
-        "for an NVIDIA GPU; never both."
+        "In a clone of mlx-mtp: pip install '.[cpu]', or pip install '.[cuda]' for an NVIDIA GPU; "
+        "never both."
     )
 
 
@@ -109,9 +109,9 @@ def _fast_blas() -> str:
             continue
         return f"{_describe(library)} ({where})"
     logger.warning(
-        "No OpenBLAS found: mlx falls back on the reference BLAS, whose matrix products are about "
+        "No OpenBLAS found: mlx falls back to the reference BLAS, whose matrix products are about "
         "four times slower (prefill nine times). Install libopenblas0 (Debian, Ubuntu), openblas "
-        "(Fedora, Arch), or pip install 'mlx-mtp[cpu]'."
+        "(Fedora, Arch), or pip install ngsolve-openblas."
     )
     return _REFERENCE_BLAS
 

@@ -34,7 +34,7 @@ def banner(
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
     depth = engine.num_draft_tokens
-    drafts = f"{depth} (follows what they cost and bring)"
+    drafts = f"{depth} (follows measured cost and acceptance)"
     if depth != "auto":
         drafts = f"{depth} tokens per step"
     drafts += f", head from {loaded.head_source}"
@@ -58,12 +58,11 @@ def banner(
 def _prefixes(engine: EngineInfo) -> str:
     """The prefix cache, in words."""
     if not engine.prefix_cache_size:
-        return "none are kept (--prefix-cache-size is 0)"
+        return "not kept (--prefix-cache-size is 0)"
     told = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
     if engine.kv_cache_quantization is not None:
         told += (
-            f", in {engine.kv_cache_quantization} bits: what is computed from them may differ in "
-            "the last digit"
+            f", in {engine.kv_cache_quantization} bits: answers that reuse them may differ slightly"
         )
     if engine.prefix_cache_dir is not None:
         told += f"; up to {engine.prefix_cache_dir_size / 1e9:.2f} GB in {engine.prefix_cache_dir}"

@@ -23,11 +23,9 @@ from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
 from mlx_mtp.flags import add_flags, characters, resolve
-from mlx_mtp.options import (
-    BUNDLED_NAME,
-    GENERATE_FLAGS,
-    SERVE_FLAGS,
-)
+from mlx_mtp.generate_options import GENERATE_FLAGS
+from mlx_mtp.inspect.command import add_inspect
+from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 from mlx_mtp.selftest.arguments import add_selftest
 
@@ -80,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add_connect(commands)
     add_bench(commands)
     add_selftest(commands)
+    add_inspect(commands)
     add_subcommands(commands)
     return parser
 

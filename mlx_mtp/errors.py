@@ -23,7 +23,7 @@
     |   `-- HeadersTooLargeError    431
     |-- EngineError             the server's fault (HTTP 5xx)
     |   |-- StepError               a step failed: the requests in it end with this (500)
-    |   |   `-- StepMemoryError         for want of memory (500, code out_of_memory)
+    |   |   `-- StepMemoryError         out of memory (500, code out_of_memory)
     |   |-- RequestTimeoutError     a request waited or ran for too long (504)
     |   `-- EngineStoppedError      the engine is shutting down or dead (503)
     |       |-- DrainingError           no new requests: the server is shutting down
@@ -211,7 +211,7 @@ class StepError(EngineError):
 
 
 class StepMemoryError(StepError):
-    """A step failed for want of memory; the requests that were in it end with this."""
+    """A step ran out of memory; the requests that were in it end with this."""
 
     code = "out_of_memory"
 

@@ -37,6 +37,8 @@ class Flag:
         default: where neither flag nor variable is given.
         metavar: names the value in the help.
         repeated: may be given several times, and its value is a tuple; the variable's has commas.
+        group: the heading it stands under in the help.
+        default_text: the default in words, where it isn't a constant.
     """
 
     name: str
@@ -45,6 +47,17 @@ class Flag:
     default: Any = None
     metavar: str | None = None
     repeated: bool = False
+    group: str | None = None
+    default_text: str | None = None
+
+    @property
+    def shown_default(self) -> str:
+        """The default for people; empty where there is none."""
+        if self.default_text is not None:
+            return self.default_text
+        if self.default is None or self.default is False or self.default == ():
+            return ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def key(self) -> str:
@@ -71,8 +84,14 @@ class Flag:
 
 def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
     """Add them without defaults, so that `resolve` can see which of them were given."""
+    groups: dict[str, Any] = {}
     for flag in flags:
-        default = "" if flag.default in (None, False, ()) else f" (default: {flag.default})"
+        where: Any = parser
+        if flag.group is not None:
+            if flag.group not in groups:
+                groups[flag.group] = parser.add_argument_group(flag.group)
+            where = groups[flag.group]
+        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
         options: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
@@ -82,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
             options["action"] = "append"
         if not flag.name.startswith("-"):
             options["nargs"] = "?"
-        parser.add_argument(flag.name, **options)
+        where.add_argument(flag.name, **options)
 
 
 def resolve(
@@ -107,7 +126,7 @@ def boolean(text: str) -> bool:
     """1, 0, true or false."""
     value = _BOOLEANS.get(text.lower())
     if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_BOOLEANS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_BOOLEANS)}")
     return value
 
 
@@ -135,7 +154,7 @@ def word_or(word: str, parse: Parse) -> Parse:
         try:
             return parse(text)
         except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, nor is it {word!r}") from None
+            raise argparse.ArgumentTypeError(f"{error}, and it is not {word!r}") from None
 
     return parse_either
 
@@ -163,7 +182,7 @@ def size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8GB, 512MB or 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
     value = float(found[1]) * unit
     if value >= 1 << 60:
         raise argparse.ArgumentTypeError(f"{text} is more than any machine has")
@@ -239,7 +258,7 @@ def host_name(value: str) -> str:
     name = text(value).lower().rstrip(".")
     if name != "*" and not _HOST.fullmatch(name):
         raise argparse.ArgumentTypeError(
-            f"{value[:80]!r} is no host name; give it without scheme and port, like my-mac.local"
+            f"{value[:80]!r} is not a host name; give it without scheme and port, like my-mac.local"
         )
     return name
 
@@ -249,10 +268,15 @@ def origin(value: str) -> str:
     given = text(value).lower()
     if given != "*" and not _ORIGIN.fullmatch(given):
         raise argparse.ArgumentTypeError(
-            f"{value[:80]!r} is no origin; give scheme, host and port alone, "
+            f"{value[:80]!r} is not an origin; give scheme, host and port alone, "
             "like https://chat.example or http://localhost:3000"
         )
     return given
+
+
+def choices(*words: str) -> str:
+    """A metavar that shows what may be chosen."""
+    return f"{{{','.join(words)}}}"
 
 
 def one_of(*choices: str) -> Parse:
@@ -260,7 +284,7 @@ def one_of(*choices: str) -> Parse:
 
     def parse(value: str) -> str:
         if value not in choices:
-            raise argparse.ArgumentTypeError(f"{value!r} is none of {', '.join(choices)}")
+            raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(choices)}")
         return value
 
     return parse

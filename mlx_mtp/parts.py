@@ -31,6 +31,10 @@ def load(
     before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> tuple[LoadedModel, Tokenizer]:
     """The model and its tokenizer; `before_reading` sees the model before its weights are read."""
+    if enable_mtp and options.model is not None:
+        from mlx_mtp.convert.hub_head import check_head_on_hub
+
+        check_head_on_hub(options.model)
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
@@ -74,7 +78,7 @@ def check_prefix_cache_dir(options: argparse.Namespace) -> None:
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None:
         if options.prefix_cache_dir_size is not None:
-            raise UsageError(f"{of_size} is for {flag}, which is not given.")
+            raise UsageError(f"{of_size} needs {flag}, which is not given.")
     elif options.prefix_cache_size == 0:
         raise UsageError(
             f"{flag} keeps on the disk what the prefix cache has, and --prefix-cache-size 0 turns "
@@ -105,7 +109,7 @@ def read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
     if options.mtp_draft_vocab is None:
         return
     if not may_draft:
-        raise UsageError(f"{FLAG} is for the MTP head's drafts, and MTP is off: add --enable-mtp.")
+        raise UsageError(f"{FLAG} is for the MTP head's drafts, but MTP is off: add --enable-mtp.")
     options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
 
 

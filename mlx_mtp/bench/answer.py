@@ -115,8 +115,8 @@ def parse_answer(sent: float, reads: Iterable[Read], retries: int = 0) -> Answer
         raise BenchError("the stream is not UTF-8.") from None
     if not parts.done and parts.finish_reason is None:
         raise BenchError(
-            f"an answer broke off after {len(parts.texts)} chunks: the server has died, or cut the "
-            "connection."
+            f"an answer was cut off after {len(parts.texts)} chunks: the server died or closed "
+            "the connection."
         )
     if parts.texts and parts.usage is not None and parts.usage.completion_tokens < 1:
         parts.usage = None

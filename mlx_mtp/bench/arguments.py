@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
-from mlx_mtp.config import DTYPE_NAMES, MAX_DRAFT_TOKENS
+from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.engine_options import DRAFT_VOCAB, MODEL_DEFAULT, MODEL_HELP, add_dtype
 from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
-from mlx_mtp.options import DRAFT_VOCAB
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 COMPARED_LEVELS = (1, 4, 16)
 _MOST_AT_ONCE = 4096
 _SHORTEST_SILENCE = 0.01
-_URL_HELP = "as in http://127.0.0.1:8000"
+_URL_HELP = "the server's address, such as http://127.0.0.1:8000"
 API_KEY = Flag("--api-key", "sent as a bearer token", text)
 """The one flag that may come from the environment: a command line can be seen by others."""
 
@@ -41,7 +41,7 @@ def add_bench(subparsers: Any) -> None:
         type=_list_of(one_of(*KINDS)),
         default=["short", "medium", "long"],
         metavar="KIND,...",
-        help=f"of {', '.join(KINDS)} (default: short,medium,long)",
+        help=f"lengths of prompts: {', '.join(KINDS)} (default: short,medium,long)",
     )
     _add_asking(latency, rounds=10)
     _add_files(latency)
@@ -51,32 +51,33 @@ def add_bench(subparsers: Any) -> None:
     add_streams(streams, LEVELS)
     compare = what.add_parser("compare", help="two servers in turns, and their ratios")
     compare.add_argument("urls", metavar="URL", nargs=2, help="A and B; the ratios are of B to A")
-    _add_http(compare)
+    _add_http(compare, servers=2)
     add_streams(compare, COMPARED_LEVELS)
-    _add_offline(what.add_parser("offline", help="the engine without HTTP, MTP on beside off"))
+    _add_offline(what.add_parser("offline", help="the engine without HTTP, MTP on and off"))
 
 
-def _add_http(parser: argparse.ArgumentParser) -> None:
+def _add_http(parser: argparse.ArgumentParser, servers: int = 1) -> None:
+    twice = "; give it twice if the servers differ" if servers > 1 else ""
     parser.add_argument(
         "--model",
         action="append",
         type=text,
         metavar="NAME",
-        help="to ask for (default: the first that the server lists); compare takes it twice",
+        help=f"model to ask for (default: the first that the server lists){twice}",
     )
     parser.add_argument(
         API_KEY.name,
         action="append",
         type=text,
         metavar="KEY",
-        help=f"{API_KEY.help} (default: {API_KEY.variable}, if set); compare takes it twice",
+        help=f"{API_KEY.help} (default: {API_KEY.variable}, if set){twice}",
     )
     parser.add_argument(
         "--timeout",
         type=at_least(_SHORTEST_SILENCE),
         default=600.0,
         metavar="SECONDS",
-        help="of silence after which a server is given up (default: 600)",
+        help="seconds of silence after which a server is given up (default: 600)",
     )
 
 
@@ -86,7 +87,7 @@ def _add_offline(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=text,
         metavar="MODEL",
-        help="a directory or a hub id; without it, the bundled demo model",
+        help=f"{MODEL_HELP} (default: {MODEL_DEFAULT})",
     )
     parser.add_argument(
         "--depths",
@@ -99,21 +100,16 @@ def _add_offline(parser: argparse.ArgumentParser) -> None:
         DRAFT_VOCAB.name,
         type=count_or_path,
         metavar=DRAFT_VOCAB.metavar,
-        help=DRAFT_VOCAB.help,
+        help=f"{DRAFT_VOCAB.help} (default: {DRAFT_VOCAB.shown_default})",
     )
     parser.add_argument(
         "--calibration-seconds",
         type=at_least(0.0),
         default=2.0,
-        metavar="X",
-        help="for which auto measures its steps before it is asked anything (default: 2)",
+        metavar="SECONDS",
+        help="most time for auto to measure step costs first (default: 2)",
     )
-    parser.add_argument(
-        "--dtype",
-        type=one_of("auto", *DTYPE_NAMES),
-        default="auto",
-        help="compute in auto, float32, bfloat16 or float16 (default: auto)",
-    )
+    add_dtype(parser)
     add_streams(parser, COMPARED_LEVELS)
 
 
@@ -137,7 +133,7 @@ def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
         type=one_of(*KINDS),
         default="short",
         metavar="KIND",
-        help=f"one of {', '.join(KINDS)} (default: short)",
+        help=f"length of the prompts: {', '.join(KINDS)} (default: short)",
     )
     _add_asking(parser, rounds=3)
     _add_files(parser)
@@ -148,10 +144,10 @@ def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
 
 def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
     for name, parse, default, help_text in (
-        ("--max-tokens", whole(2, 1 << 20), 128, "most tokens of an answer"),
-        ("--rounds", whole(1, 10_000), rounds, "measurements of each place of the table"),
-        ("--warmups", whole(0, 100), 1, "rounds before them that don't count"),
-        ("--temperature", at_least(0.0), 0.0, "0 takes the most probable token"),
+        ("--max-tokens", whole(2, 1 << 20), 128, "most tokens per answer"),
+        ("--rounds", whole(1, 10_000), rounds, "how often to measure each cell of the table"),
+        ("--warmups", whole(0, 100), 1, "rounds before them that are not counted"),
+        ("--temperature", at_least(0.0), 0.0, "randomness; 0 always takes the most probable token"),
     ):
         parser.add_argument(
             name,
@@ -163,18 +159,18 @@ def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="answers of exactly --max-tokens, where the server knows ignore_eos",
+        help="make every answer --max-tokens long, if the server supports ignore_eos",
     )
     parser.add_argument(
         "--seed",
         type=whole(0, (1 << 63) - 1),
         metavar="N",
-        help="repeats the prompts of another run (default: new ones, which no server has cached)",
+        help="repeat the prompts of another run (default: new ones, which no server has cached)",
     )
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures as CSV")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
 
 

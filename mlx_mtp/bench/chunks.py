@@ -79,7 +79,9 @@ def parse_chunk(data: str) -> Chunk:
     try:
         chunk = Chunk.model_validate_json(data)
     except ValidationError:
-        raise BenchError(f"the stream holds {data[:60]!r}, no chat completion chunk.") from None
+        raise BenchError(
+            f"the stream has {data[:60]!r}, which is not a chat completion chunk."
+        ) from None
     if chunk.error is not None:
         error = chunk.error
         told = error.get("message", error) if isinstance(error, dict) else error

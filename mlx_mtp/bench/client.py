@@ -160,7 +160,7 @@ class HttpServer:
             except (httpx.TransportError, ssl.SSLError) as error:
                 if reads:
                     raise BenchError(
-                        f"{self.name} broke an answer off in the middle: {_reason(error)}"
+                        f"{self.name} ended an answer in the middle: {_reason(error)}"
                     ) from None
                 if not self._known or retries == _RETRIES:
                     raise self._unreachable(error) from None
@@ -216,7 +216,7 @@ class HttpServer:
 
     def _unreachable(self, error: Exception) -> BenchError:
         if self._known:
-            return BenchError(f"{self.name} answers no more: {_reason(error)}")
+            return BenchError(f"{self.name} no longer answers: {_reason(error)}")
         return BenchError(f"{self.url} can't be reached: {_reason(error)} Is the server running?")
 
 
@@ -231,7 +231,9 @@ def base_url(url: str) -> str:
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UsageError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000.")
+        raise UsageError(
+            f"{url!r} is not a server's address; it should look like http://127.0.0.1:8000."
+        )
     path = parsed.path.rstrip("/") or "/v1"
     return str(parsed.copy_with(path=path, query=None, fragment=None))
 

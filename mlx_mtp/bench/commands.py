@@ -212,7 +212,7 @@ def _for_each(given: Sequence[str] | None, count: int, flag: str) -> list[str | 
     if given is None or len(given) == 1:
         return [given[0] if given else None] * count
     if len(given) != count:
-        raise UsageError(f"{flag} is given {len(given)} times for {count} server(s).")
+        raise UsageError(f"{flag} is given {len(given)} times, for {count} server(s).")
     return [*given]
 
 

@@ -1,4 +1,4 @@
-"""Rate over concurrency, as a picture. matplotlib is an extra: `pip install 'mlx-mtp[plot]'`."""
+"""Rate over concurrency, as a picture. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_matplotlib() -> None:
         UsageError: it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install 'mlx-mtp[plot]'.")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib.")
 
 
 def write_plot(

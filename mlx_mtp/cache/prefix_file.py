@@ -160,7 +160,7 @@ def read_header(file: FileIO, size: int, key: str) -> NodeHeader:
     """
     length = int.from_bytes(_exactly(file, _LENGTH_BYTES), "little")
     if length > min(size - _LENGTH_BYTES, _MAX_HEADER):
-        raise UnfitFileError("it is no safetensors file, or ends within its header")
+        raise UnfitFileError("it is not a safetensors file, or ends within its header")
     text = _exactly(file, length)
     at = len(_HEAD)
     said = text[at : at + len(_BLANK)]

@@ -196,7 +196,7 @@ def _check_safe(fd: int, flag: str) -> None:
     if found.st_uid != os.geteuid():
         raise UsageError(
             f"{flag} belongs to user {found.st_uid}, not to the server's user {os.geteuid()}; "
-            "it would hold prompts in clear. Choose a directory of your own."
+            "it would hold unencrypted prompts. Choose a directory of your own."
         )
     if found.st_mode & 0o022:
         raise UsageError(

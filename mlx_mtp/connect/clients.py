@@ -5,6 +5,7 @@ A key is never written down: the files name the environment variable that has it
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,16 @@ class Client:
         config: the part of the file that is this server's.
         needed: what has to be there too when the file is new.
         run: how to start it then.
+        changes: what else of the client's the file changes, for its user to know before.
+        once: a command that uses the server for one session and changes no file, if there is one.
     """
 
     path: Callable[[Path, Mapping[str, str]], Path]
     config: Callable[[Served], Config]
     run: str
     needed: Config
+    changes: str
+    once: Callable[[Served], str] | None = None
 
 
 def _answer_tokens(served: Served) -> int:
@@ -77,6 +82,17 @@ def _claude(served: Served) -> Config:
         return {"env": env, "apiKeyHelper": f"printenv {KEY_VARIABLE}"}
     # It wants some token, or else a login.
     return {"env": env | {"ANTHROPIC_AUTH_TOKEN": "none"}}
+
+
+def _claude_once(served: Served) -> str:
+    env: dict[str, str] = dict(_claude(served)["env"])
+    if served.wants_key:
+        env["ANTHROPIC_AUTH_TOKEN"] = f"${KEY_VARIABLE}"
+    words = [
+        f'{name}="{value}"' if value.startswith("$") else f"{name}={shlex.quote(value)}"
+        for name, value in env.items()
+    ]
+    return " \\\n  ".join([*words, "claude"])
 
 
 def _codex(served: Served) -> Config:
@@ -122,17 +138,33 @@ def _below(variable: str, folder: str, file: str) -> Callable[[Path, Mapping[str
 
 CLIENTS: Mapping[str, Client] = {
     "opencode": Client(
-        _below_config, _opencode, "opencode", {"$schema": "https://opencode.ai/config.json"}
+        _below_config,
+        _opencode,
+        "opencode",
+        {"$schema": "https://opencode.ai/config.json"},
+        "The default model of every opencode session is then this server's.",
     ),
     "claude": Client(
-        _below("CLAUDE_CONFIG_DIR", ".claude", "settings.json"), _claude, "claude", {}
+        _below("CLAUDE_CONFIG_DIR", ".claude", "settings.json"),
+        _claude,
+        "claude",
+        {},
+        "Every Claude Code session then uses this server, also if you pay for Anthropic's.",
+        _claude_once,
     ),
-    "codex": Client(_below("CODEX_HOME", ".codex", "config.toml"), _codex, "codex", {}),
+    "codex": Client(
+        _below("CODEX_HOME", ".codex", "config.toml"),
+        _codex,
+        "codex",
+        {},
+        "The default model of every Codex session is then this server's.",
+    ),
     "continue": Client(
         _below("CONTINUE_GLOBAL_DIR", ".continue", "config.yaml"),
         _continue,
         "cn",
         {"name": "Local", "version": "1.0.0", "schema": "v1"},
+        "The server's model is added to those that are there.",
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ NAMES = ("opencode", "claude", "codex", "continue", OPEN_WEBUI)
 
 _DEFAULTS = ServerConfig(model_name="")
 _URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
-_API_KEY = Flag("--api-key", "the server's API key", text, None, "KEY")
+_API_KEY = Flag("--api-key", "the server's API key, if it has one", text, None, "KEY")
 
 
 def add_connect(commands: Any) -> None:
     """Add the command to the command line's."""
-    parser = commands.add_parser("connect", help="configure a client for a running server")
-    parser.add_argument("client", choices=NAMES, help="what is to use the server")
+    parser = commands.add_parser(
+        "connect", help="print or write a client's configuration for a running server"
+    )
+    parser.add_argument("client", choices=NAMES, help="the client")
     parser.add_argument(
         "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
     )
@@ -31,7 +34,7 @@ def add_connect(commands: Any) -> None:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="write the client's file, and keep a copy of what was there",
+        help="change the client's own file; the old one is kept beside it as .bak",
     )
     parser.set_defaults(run=_run)
 
@@ -78,7 +81,15 @@ def connect(
     config = client.config(served)
     if not write:
         new = config if path.exists() else {**client.needed, **config}
-        return f"# {path}\n{files.shown(path, new)}{key}"
+        once = ""
+        if client.once is not None:
+            once = f"# For one session, without changing any file:\n{client.once(served)}\n\n"
+            once += f"# For every session (--write puts it there): {client.changes}\n"
+        return f"{once}# {path}\n{files.shown(path, new)}{key}"
     backup = files.write(path, files.merged(path, config, client.needed))
-    kept = f"; what was there is in {backup}" if backup else ""
-    return f"Wrote {path}{kept}.\nStart it with: {client.run}\n{key}"
+    undo = f"mv {shlex.quote(str(backup))} {shlex.quote(str(path))}"
+    if backup is None:
+        undo = f"rm {shlex.quote(str(path))}"
+    return (
+        f"Wrote {path}. {client.changes}\nTo undo this: {undo}\nStart it with: {client.run}\n{key}"
+    )

@@ -49,12 +49,12 @@ def ask(url: str, api_key: str | None) -> Served:
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UsageError(f"{url} is no address; it should look like http://127.0.0.1:8000.")
+        raise UsageError(f"{url} is not an address; it should look like http://127.0.0.1:8000.")
     base = f"{parts.scheme}://{parts.netloc}"
     status, _ = _get(base, None)
     if status == 401 and api_key is None:
         raise UsageError(
-            f"The server at {base} wants its API key: pass --api-key or set MLX_MTP_API_KEY."
+            f"The server at {base} requires its API key: pass --api-key or set MLX_MTP_API_KEY."
         )
     wants_key = status == 401
     status, listed = _get(base, api_key) if wants_key else (status, _)
@@ -65,7 +65,7 @@ def ask(url: str, api_key: str | None) -> Served:
         return Served(base, card["id"], card["max_model_len"], wants_key)
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            f"What answers at {base} is no mlx-mtp server: its /v1/models is another."
+            f"What answers at {base} is not an mlx-mtp server: its /v1/models differs."
         ) from None
 
 

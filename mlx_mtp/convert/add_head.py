@@ -105,7 +105,7 @@ def _locate(request: Request) -> Path:
         return resolve_model(request.model)
     config = HubRepo(request.model, None).small("config.json")
     if config is None:
-        raise ConvertError(f"{request.model} has no config.json: it is no model.")
+        raise ConvertError(f"{request.model} has no config.json, so it is not a model.")
     return config.parent
 
 
@@ -131,13 +131,13 @@ def _is_same(existing: Existing, plan: Plan, directory: Path) -> bool:
             return True
         differences = ["it was made from other weights than the source has now"]
     raise ConvertError(
-        f"{directory} has an MTP head already, and it is another one: {'; '.join(differences)}. "
+        f"{directory} already has a different MTP head: {'; '.join(differences)}. "
         "Pass --force to replace it."
     )
 
 
 def _nothing_to_do(directory: Path, request: Request, console: Console) -> None:
-    console.say(f"{directory} has this head already: nothing to do.")
+    console.say(f"{directory} already has this head: nothing to do.")
     if request.verify:
         verify(directory, console)
 

@@ -1,4 +1,4 @@
-"""The converter's commands: add-mtp-weights, inspect and convert.
+"""The converter's commands: add-mtp-weights and convert.
 
 Nothing heavy is imported before a command runs: --help answers at once, and mlx finds its backend
 prepared.
@@ -28,19 +28,6 @@ def add_subcommands(subparsers: Any) -> None:
     """
     adding = subparsers.add_parser("add-mtp-weights", help=_ADD_HELP, description=_DESCRIPTION)
     add_arguments(adding)
-    inspecting = subparsers.add_parser(
-        "inspect", help="tell what a model is and whether it has its MTP head"
-    )
-    inspecting.add_argument(
-        "model", nargs="?", help="a directory or a hub id; without it, the bundled demo model"
-    )
-    inspecting.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPE_NAMES),
-        default="auto",
-        help="tell the memory for computing in this type (default: auto, as serve has it)",
-    )
-    inspecting.set_defaults(run=run_inspect)
     converting = subparsers.add_parser(
         "convert", help="make an MLX model with its MTP head from a Hugging Face checkpoint"
     )
@@ -56,25 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source-model",
         required=True,
         metavar="DIR_OR_HUB_ID",
-        help="the checkpoint that has the head: as a rule the BF16 original",
+        help="the checkpoint that has the head, usually the BF16 original",
     )
     _add_quantization_arguments(parser, "the model's own")
-    parser.add_argument("--revision", help="of the source on the hub: a branch, tag or commit")
+    parser.add_argument("--revision", help="branch, tag or commit of the source on the hub")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="make a directory of links to the model's files with the head in it, and leave the "
-        "model alone",
+        help="new directory with links to the model's files and the head; the model's directory "
+        "stays as it is",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check and tell; write nothing")
-    parser.add_argument("--force", action="store_true", help="replace a head that is there")
+    parser.add_argument("--dry-run", action="store_true", help="check and report; write nothing")
+    parser.add_argument("--force", action="store_true", help="replace an existing head")
     _add_verify(parser)
     parser.add_argument(
         "--mtp-norms",
         choices=("hf", "mlx"),
-        help="whether the source's norms are zero-centred (hf) or have the 1 added (mlx), where "
-        "its files don't tell",
+        help="whether the source's norms are zero-centred (hf) or have the 1 added (mlx), if its "
+        "files don't say",
     )
     parser.set_defaults(run=run_add)
 
@@ -85,24 +72,29 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quantize", action="store_true", help="quantize trunk and head")
     _add_quantization_arguments(parser, "4, 64, affine, as mlx-lm")
     parser.add_argument(
-        "--dtype", choices=DTYPE_NAMES, help="of what isn't quantized (default: the source's)"
+        "--dtype", choices=DTYPE_NAMES, help="type of what isn't quantized (default: the source's)"
     )
-    parser.add_argument("--revision", help="of the source on the hub: a branch, tag or commit")
+    parser.add_argument("--revision", help="branch, tag or commit of the source on the hub")
     _add_verify(parser)
     parser.set_defaults(run=run_convert)
 
 
 def _add_quantization_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--bits", type=int, metavar="N", help=f"per weight; 16 for none (default: {default})"
+        "--bits",
+        type=int,
+        metavar="N",
+        help=f"bits per weight; 16: unquantized (default: {default})",
     )
-    parser.add_argument("--group-size", type=int, metavar="N", help="weights that share a scale")
-    parser.add_argument("--mode", choices=MODE_NAMES, help="of the quantization")
+    parser.add_argument("--group-size", type=int, metavar="N", help="weights that share one scale")
+    parser.add_argument("--mode", choices=MODE_NAMES, help="quantization mode")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--verify", action="store_true", help="measure the head's drafts before it is put in place"
+        "--verify",
+        action="store_true",
+        help="measure the head's drafts before putting it in place",
     )
 
 
@@ -124,18 +116,10 @@ def run_add(options: argparse.Namespace) -> int:
         mtp_norms=options.mtp_norms,
     )
     console = Console()
-    directory = add_head(request, console)
+    add_head(request, console)
     if not options.dry_run:
-        console.say(f"Next: mlx-mtp serve {directory} --enable-mtp")
-    return 0
-
-
-def run_inspect(options: argparse.Namespace) -> int:
-    """Tell what a model is; returns the exit status."""
-    _prepare()
-    from mlx_mtp.convert.inspect_model import inspect_model
-
-    print("\n".join(inspect_model(options.model, options.dtype)))
+        # By the name that was given: of a hub id, the weights may not be in the cache yet.
+        console.say(f"Next: mlx-mtp serve {options.output or request.model} --enable-mtp")
     return 0
 
 
@@ -148,7 +132,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
     flags = _flags(options)
     if flags and not options.quantize:
-        raise UsageError("--bits, --group-size and --mode want --quantize (-q).")
+        raise UsageError("--bits, --group-size and --mode need --quantize (-q).")
     request = ConvertRequest(
         source=options.source,
         output=options.output,

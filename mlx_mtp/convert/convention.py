@@ -42,10 +42,10 @@ def norm_convention(
         return convention
     names = ", ".join(str(file.path) for file in files)
     raise ConvertError(
-        f"Whether the norms in {names} are zero-centred can't be known from the headers or from a "
-        "convolution's layout, and guessing would give a head that drafts badly. Say where the "
-        "head comes from: --mtp-norms hf for tensors as Hugging Face stores them (w), --mtp-norms "
-        "mlx where the 1 has been added (1 + w)."
+        f"Whether the norms in {names} are zero-centred can't be determined from the headers or "
+        "from a convolution's layout, and guessing would give a head that drafts badly. Say "
+        "where the head comes from: --mtp-norms hf for tensors as Hugging Face stores them (w), "
+        "--mtp-norms mlx where the 1 has been added (1 + w)."
     )
 
 

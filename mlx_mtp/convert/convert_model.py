@@ -47,7 +47,7 @@ def convert_model(request: ConvertRequest, console: Console) -> Path:
     """
     output = request.output.resolve()
     if output.exists():
-        raise ConvertError(f"{output} exists already: give --output a new directory.")
+        raise ConvertError(f"{output} already exists: give --output a new directory.")
     # Whether there is a head should not be learnt after the trunk's long conversion.
     source = open_source(request.source, request.revision)
     method = source.config.get("quantization_config", {}).get("quant_method")

@@ -82,7 +82,8 @@ class HubRepo:
             if found is not None:
                 return found.commit
         raise ConvertError(
-            f"{self.repo_id} has neither a config.json nor a safetensors file: it is no model."
+            f"{self.repo_id} has neither a config.json nor a safetensors file, so it is "
+            "not a model."
         )
 
     def small(self, name: str) -> Path | None:
@@ -107,6 +108,11 @@ class HubRepo:
                 self.repo_id, name, revision=self.commit
             )
         return list(header.tensors)
+
+    def names(self) -> list[str]:
+        """All files."""
+        with self._explained("the list of files"):
+            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
 
     def cached(self, name: str) -> Path | None:
         """A file that has been downloaded already."""
@@ -186,7 +192,7 @@ class HubRepo:
                 broken = error
             attempts = 1 if out.tell() > before else attempts + 1
             if attempts == _MAX_ATTEMPTS:
-                raise broken or ConnectionError("the hub ends the connection too early")
+                raise broken or ConnectionError("the hub closed the connection too early")
             if out.tell() < file.size:
                 time.sleep(self._retry_seconds)
         if out.tell() != file.size:
@@ -225,7 +231,7 @@ class HubRepo:
         size, etag, commit = found.size, found.etag, found.commit_hash
         # Etag and commit become names of files.
         if size is None or not _is_name(etag) or not _is_name(commit):
-            raise ConvertError(f"The hub does not tell the size of {name} in {self.repo_id}.")
+            raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
         return RemoteFile(name, size, str(etag), str(commit))
 
     def _known(self, name: str) -> RemoteFile:

@@ -129,8 +129,9 @@ class Layout:
         last = name.rpartition(".")[2]
         if last in _FOREIGN:
             raise ConvertError(
-                f"mtp.{name} in {tensor.file.path} belongs to a quantization that is not read "
-                "here. Give the BF16 original, its block-scaled FP8 release, or an MLX checkpoint."
+                f"mtp.{name} in {tensor.file.path} belongs to a quantization that is not "
+                "supported. Give the BF16 original, its block-scaled FP8 release, or an MLX "
+                "checkpoint."
             )
         if path is not None and f"{path}.scales" in self._tensors:
             return self._packed(path, tensor)
@@ -153,7 +154,7 @@ class Layout:
         module = self._modules.get(path)
         if module is None or not hasattr(module, "to_quantized") or weight.dtype != "U32":
             raise CheckpointError(
-                f"mtp.{path}.weight in {weight.file.path} has scales, but is no matrix that MLX "
+                f"mtp.{path}.weight in {weight.file.path} has scales, but is not a matrix that MLX "
                 f"quantizes (type {weight.dtype})."
             )
         shapes = {

@@ -116,7 +116,7 @@ class SafetensorsFile:
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= _MAX_HEADER:
             raise CheckpointError(
-                f"{self.path} is no safetensors file: its header would be {length} bytes long."
+                f"{self.path} is not a safetensors file: its header would be {length} bytes long."
             )
         if 8 + length > self.size:
             raise _truncated(self.path, 8 + length, self.size)
@@ -125,7 +125,7 @@ class SafetensorsFile:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
         if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path} has a damaged header: it is no JSON object.")
+            raise CheckpointError(f"{self.path} has a damaged header: it is not a JSON object.")
         return header, 8 + length
 
     def _info(self, name: str, entry: Any, start: int) -> TensorInfo:

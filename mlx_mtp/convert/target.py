@@ -119,7 +119,7 @@ class Target:
         if theirs.get(layers, ours.get(layers)) != ours.get(layers):
             warn(
                 f"{name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: if they "
-                "are not versions of one model, the head will draft badly (--verify tells)."
+                "are not versions of one model, the head will draft badly (--verify shows it)."
             )
 
 

@@ -60,17 +60,17 @@ def verify(model: Path, console: Console) -> Acceptance:
     console.say("Verifying: loading trunk and head ...")
     loaded = load_model(model, enable_mtp=True)
     acceptance = measure(loaded, _prompt_tokens(model), NUM_TOKENS)
-    console.say(f"Drafts that were right, over {acceptance.num_windows} tokens of greedy text:")
+    console.say(f"Drafts accepted, over {acceptance.num_windows} tokens of greedy text:")
     for depth, (rate, (low, high)) in enumerate(zip(acceptance.rates, HEALTHY, strict=True), 1):
         console.say(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
     if acceptance.rates[0] < BROKEN:
         raise ConvertError(
             f"The head is wrong: {acceptance.rates[0]:.1%} of its first drafts were right, and no "
             f"working head is below {BROKEN:.0%}. Is the source the model that this one was made "
-            "from, and are its norms of the convention that was taken (--mtp-norms)?"
+            "from, and is the norms' convention right (--mtp-norms)?"
         )
     if acceptance.rates[0] < HEALTHY[0][0]:
-        console.warn("That is less than healthy heads show: check that the source is the original.")
+        console.warn("That is less than with healthy heads: check that the source is the original.")
     return acceptance
 
 

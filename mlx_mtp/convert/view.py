@@ -43,5 +43,5 @@ def link_model(model: Path, directory: Path) -> None:
             link.symlink_to(path.resolve())
         elif not link.samefile(path):
             raise ConvertError(
-                f"{link} is another file than {path}: give --output a new or empty directory."
+                f"{link} is not the same file as {path}: give --output a new or empty directory."
             )

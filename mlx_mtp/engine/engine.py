@@ -196,7 +196,7 @@ class Engine:
         sequence = Sequence(request, stop_ids, min(sampling.max_tokens, room))
         with self._wake:
             if self.unhealthy_reason is not None:
-                raise EngineStoppedError(f"No request is taken: {self.unhealthy_reason}.")
+                raise EngineStoppedError(f"No requests are accepted: {self.unhealthy_reason}.")
             self._inbox.append(sequence)
             self._wake.notify()
 
@@ -271,7 +271,7 @@ class Engine:
         with self._wake:
             again = not self._stopping and self._restarts.take()
             if again:
-                logger.warning("The engine starts again.")
+                logger.warning("The engine is restarted.")
             elif not self._stopping:
                 self._failure = reason
             notes, self._inbox = self._inbox, []
@@ -285,7 +285,7 @@ class Engine:
             if self._keeper is not None:
                 self._keeper.save()
         except Exception:
-            logger.exception("The end of the engine's thread could not be told")
+            logger.exception("The end of the engine's thread could not be reported")
         if self._prefixes is not None:
             # Whatever killed the thread may have been in there.
             self._prefixes.clear()

@@ -82,19 +82,40 @@ def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) 
         depth: most drafts a step; not used without a head.
         num_draft_ids: size of a reduced draft vocabulary.
     """
-    args = model.causal_lm.args
     has_head = model.head is not None
     head = 0 if model.head is None else _nbytes(model.head)
     extra = 0 if num_draft_ids is None or not has_head else num_draft_ids * row_nbytes(model)
-    itemsize = model.causal_lm.model.norm.weight.dtype.size
-    return Footprint(
+    return footprint_of(
+        model.causal_lm.args,
         weights=_nbytes(model.model) - head,
         head=head + extra,
+        has_head=has_head,
+        itemsize=model.causal_lm.model.norm.weight.dtype.size,
+        depth=depth,
+    )
+
+
+def footprint_of(
+    args: Any, *, weights: int, head: int, has_head: bool, itemsize: int, depth: int
+) -> Footprint:
+    """A model's, by its config and the size of its weights.
+
+    Args:
+        args: mlx-lm's, of the language model.
+        weights: bytes, the head's not included.
+        head: bytes of the MTP head; 0 if they are among those of the weights.
+        has_head: it drafts.
+        itemsize: bytes of an activation.
+        depth: most drafts a step; not used without a head.
+    """
+    return Footprint(
+        weights=weights,
+        head=head,
         caches=CacheMemory.of(args, has_head=has_head, itemsize=itemsize),
         depth=depth if has_head else 0,
         heads=args.num_attention_heads,
         layer_floats=_layer_floats(args),
-        vocab_size=model.vocab_size,
+        vocab_size=int(args.vocab_size),
     )
 
 

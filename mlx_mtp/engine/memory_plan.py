@@ -15,6 +15,8 @@ MOST_PREFIX_CACHE = 8 * 10**9
 """Bytes that the prefix cache takes by itself."""
 _LEAST_TOKENS = 512
 """A server whose context is shorter is of no use; it is not started."""
+_SHORT_ROW = 4096
+_MORE = "If the machine has more memory than that, say so with --memory-limit."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,30 @@ class MemoryPlan:
         """How many rows of so many tokens fit, up to `most`."""
         return largest(1, most, lambda n: self.footprint.rows(n, tokens) <= self.rows) or 0
 
+    def shares(self) -> str:
+        """What each part gets, in words."""
+        model = self.footprint
+        parts = {
+            "weights": model.weights,
+            "head": model.head,
+            "prefix cache": self.prefix_cache,
+            "prefill chunk": self.chunk,
+            "rows": self.rows,
+        }
+        return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
+
+    def rows_at_once(self, max_num_seqs: int) -> str:
+        """How many rows fit, full ones and short ones, in words."""
+        counts = dict.fromkeys((self.max_model_len, min(_SHORT_ROW, self.max_model_len)))
+        return " or ".join(f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts)
+
     def lines(self, max_num_seqs: int) -> list[str]:
         """For the banner."""
-        print_ = self.footprint
-        parts = [f"{size_text(print_.weights)} weights"]
-        parts += [f"{size_text(print_.head)} head"] if print_.head else []
-        parts += [f"{size_text(self.prefix_cache)} prefix cache"] if self.prefix_cache else []
-        parts += [f"{size_text(self.chunk)} a prefill chunk", f"{size_text(self.rows)} rows"]
-        short = min(4096, self.max_model_len)
-        counts = dict.fromkeys((self.max_model_len, short))
-        fits = [f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts]
-        less = "; less than the model allows, for want of memory" if self.reduced else ""
+        less = ", less than the model allows: there is no memory for more" if self.reduced else ""
         return [
-            f"{size_text(self.limit.nbytes)} ({self.limit.source}): {', '.join(parts)}",
-            f"rows at once: {', or '.join(fits)}; context {self.max_model_len:,} tokens{less}",
+            f"{size_text(self.limit.nbytes)} ({self.limit.source}): {self.shares()}",
+            f"rows at once: {self.rows_at_once(max_num_seqs)}; context {self.max_model_len:,} "
+            f"tokens{less}",
         ]
 
 
@@ -94,9 +106,9 @@ def plan_memory(
     fixed = footprint.weights + footprint.head
     if fixed >= limit.nbytes:
         raise UsageError(
-            f"The model's weights take {size_text(fixed)}, but there are "
-            f"{size_text(limit.nbytes)} ({limit.source}). Use a model that is quantized to fewer "
-            "bits, or a smaller one; --memory-limit says that there is more."
+            f"Not enough memory: the model's weights take {size_text(fixed)} of "
+            f"{size_text(limit.nbytes)} ({limit.source}). Use a model with fewer bits per weight "
+            f"or a smaller one. {_MORE}"
         )
     if prefix_cache is None:
         prefix_cache = min((limit.nbytes - fixed) // 4, MOST_PREFIX_CACHE)
@@ -132,20 +144,16 @@ def _refusal(
     least: int,
     found: int | None,
 ) -> str:
-    kept = f" and {size_text(prefix_cache)} for the prefix cache" if prefix_cache else ""
+    kept = f", and the prefix cache takes {size_text(prefix_cache)} of that" if prefix_cache else ""
     flags = "a smaller --prefill-step-size"
     if prefix_cache:
         flags += " or --prefix-cache-size"
-    said = (
-        f"One request of {tokens if found else least:,} tokens takes "
-        f"{size_text(need(tokens if found else least))}, but of {size_text(limit.nbytes)} "
-        f"({limit.source}) the weights leave {size_text(limit.nbytes - fixed)}{kept}. "
-    )
-    if found is None:
-        return f"{said}Use {flags}, or a smaller model; --memory-limit says that there is more."
+    asked = tokens if found else least
+    other = "or a smaller model" if found is None else f"or --max-model-len {found} or less"
     return (
-        f"{said}Use --max-model-len {found} or less, or {flags}; --memory-limit says that there "
-        "is more."
+        f"Not enough memory: one request of {asked:,} tokens needs {size_text(need(asked))}. Of "
+        f"{size_text(limit.nbytes)} ({limit.source}) the weights leave "
+        f"{size_text(limit.nbytes - fixed)}{kept}. Use {flags}, {other}. {_MORE}"
     )
 
 

@@ -133,7 +133,7 @@ def works(name: str, where: Backend, check: Callable[[], float]) -> bool:
         error = check()
     except Exception as problem:
         logger.warning(
-            "The %s kernel does not run on %s, slower code does: %s", name, where, problem
+            "The %s kernel does not run on %s, slower code is used: %s", name, where, problem
         )
         return False
     if not error < _TOLERANCE:

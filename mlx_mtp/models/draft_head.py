@@ -60,7 +60,7 @@ def _take_rows(layer: nn.Module, ids: mx.array, vocab_size: int) -> nn.Module:
     for name, value in tree_flatten(layer.parameters()):
         if "." in name or value.ndim == 0 or value.shape[0] != vocab_size:
             raise ModelError(
-                f"No rows can be taken of lm_head: its {name} is {list(value.shape)} and not "
+                f"No rows can be taken from lm_head: its {name} is {list(value.shape)} and not "
                 f"{vocab_size} rows. Draft without --mtp-draft-vocab."
             )
         taken[name] = value[ids]

@@ -134,7 +134,7 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
         raise CheckpointError(
             f"{names} in {model_path} does not say in its header whether its norms are "
             f"zero-centred (metadata key {NORM_CONVENTION_KEY!r}: 'hf' or 'mlx'). "
-            "Write it again with scripts/add_mtp_weights.py."
+            "Write it again with `mlx-mtp add-mtp-weights --force`."
         )
     _, head = split_head(tensors)
     if not head:
@@ -201,7 +201,7 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
     if fp8:
         raise CheckpointError(
             f"The head in {source} is stored as FP8 ({fp8[0]}), which MLX can't run. "
-            "Convert it with scripts/add_mtp_weights.py."
+            "Convert it with `mlx-mtp add-mtp-weights`."
         )
 
     def quantization(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -241,7 +241,7 @@ def check_shapes(
     unknown = sorted(set(found) - set(expected))
     if unknown:
         raise CheckpointError(
-            f"The head in {source} has a tensor this model has no place for: mtp.{unknown[0]} "
+            f"The head in {source} has a tensor that this model has no place for: mtp.{unknown[0]} "
             f"{found[unknown[0]]}."
         )
 

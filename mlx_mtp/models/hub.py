@@ -17,7 +17,6 @@ _FILES = [
     "model*.safetensors",
     "mtp*.safetensors",
     "*.jinja",
-    "tokenizer.model",
     "*.txt",
 ]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)

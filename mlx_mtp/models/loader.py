@@ -110,8 +110,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         if part.get("model_file") is not None:
             raise UnsupportedModelError(
                 f"{path / 'config.json'} names a Python file to be run, as model_file "
-                f"{str(part['model_file'])[:80]!r}. mlx-mtp runs no code that a model brings; if "
-                "the model is of a family that is served, remove that entry."
+                f"{str(part['model_file'])[:80]!r}. mlx-mtp runs no code that comes with a model; "
+                "if the model is of a family that is served, remove that entry."
             )
     return config
 
@@ -174,7 +174,7 @@ def _add_head(trunk: _Trunk, path: Path, family: Family) -> str:
     """Build the head in the model; returns where its tensors were found."""
     found = read_sidecar(path) or trunk.head_in_files(path)
     if found is None:
-        raise _missing_head(path)
+        raise missing_head(str(path))
     args = family.causal_lm(trunk.model).args
     weights = to_mlx(found)
     layer = family.head_layer(args, moe=has_router(weights))
@@ -191,8 +191,8 @@ def _cast(found: _Trunk, dtype: str, memory: int, *, check: bool) -> None:
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
     if check and on_cpu and target != mx.float32 and _has_experts(found.model):
         raise UsageError(
-            f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts in "
-            "float32 alone. Use --dtype float32 or auto."
+            f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts "
+            "only in float32. Use --dtype float32 or auto."
         )
     _cast_floats(found.model, target)
     fits = _dequantized_size(found.model) < _DEQUANTIZED_SHARE * memory
@@ -239,12 +239,20 @@ def _norm_to_float32(key: str, value: mx.array) -> mx.array:
     return value.astype(mx.float32) if is_norm else value
 
 
-def _missing_head(path: Path) -> MissingHeadError:
+def missing_head(model: str, base: str | None = None, note: str = "") -> MissingHeadError:
+    """The error that says how to give a model its head.
+
+    Args:
+        model: a directory or a hub id.
+        base: the original model, where that is known.
+        note: a sentence for the end.
+    """
+    source = base or "<the original Hugging Face model>"
     return MissingHeadError(
-        f"{path} has no MTP head. Looked for {SIDECAR_PATTERN} beside the model, and for tensors "
-        f"named {', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions "
-        "lose the head; add it with: python scripts/add_mtp_weights.py --mlx-model-path "
-        f"{path} --source-model <the original Hugging Face model>. Or serve without --enable-mtp."
+        f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "
+        f"{', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions drop "
+        f"the head. Add it with `mlx-mtp add-mtp-weights --mlx-model-path {model} "
+        f"--source-model {source}`, or serve without --enable-mtp.{note and ' ' + note}"
     )
 
 
@@ -259,7 +267,8 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
     except FileNotFoundError as error:
         if default is not None:
             return default
-        raise ModelError(f"{path.parent} has no {path.name}; it is no model directory.") from error
+        message = f"{path.parent} has no {path.name}; it is not a model directory."
+        raise ModelError(message) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
     if not isinstance(content, dict):

@@ -169,7 +169,7 @@ class Constraint:
 
 
 def _failure(matcher: LLMatcher) -> GrammarError:
-    return GrammarError(f"The answer's grammar can't be followed further: {grammar_error(matcher)}")
+    return GrammarError(f"The answer's grammar can't be continued: {grammar_error(matcher)}")
 
 
 def _force(mask: np.ndarray, budget: BudgetState | None) -> bool:

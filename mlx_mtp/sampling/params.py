@@ -131,7 +131,7 @@ class SamplingParams:
             _within("thinking_budget", self.grammar.free_tokens, 0, 1 << 31)
         if self.grammar is not None and self.grammar.kind != "free" and self.ignore_eos:
             raise InvalidRequestError(
-                "ignore_eos does not go with a grammar, which says itself where an answer ends.",
+                "ignore_eos can't be combined with a grammar, which decides where an answer ends.",
                 param="ignore_eos",
             )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.config import DTYPE_NAMES
-from mlx_mtp.flags import at_least, one_of, text
+from mlx_mtp.engine_options import MODEL_DEFAULT, MODEL_HELP, add_dtype
+from mlx_mtp.flags import at_least, text
 
 
 def add_selftest(subparsers: Any) -> None:
@@ -27,21 +27,16 @@ def add_selftest(subparsers: Any) -> None:
         nargs="?",
         type=text,
         metavar="MODEL",
-        help="a directory or a hub id; without it, the bundled demo model",
+        help=f"{MODEL_HELP} (default: {MODEL_DEFAULT})",
     )
-    parser.add_argument(
-        "--dtype",
-        type=one_of("auto", *DTYPE_NAMES),
-        default="auto",
-        help="compute in auto, float32, bfloat16 or float16 (default: auto)",
-    )
+    add_dtype(parser)
     parser.add_argument(
         "--seconds",
         type=at_least(1.0),
         default=60.0,
-        metavar="X",
-        help="to take about so long after loading; what doesn't fit is skipped (default: 60)",
+        metavar="SECONDS",
+        help="time to take after loading; what doesn't fit is skipped (default: 60)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all that was measured, too"
+        "--json", type=Path, metavar="FILE", help="write everything that was measured"
     )

@@ -26,7 +26,8 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
     missing = sorted((choice.names or frozenset()) - known)
     if missing:
         raise InvalidRequestError(
-            f"{choice.field} names {missing[0]!r}, which is none of the tools.", param=choice.field
+            f"{choice.field} names {missing[0]!r}, which is not one of the tools.",
+            param=choice.field,
         )
     if choice.mode == "required" and not conversation.tools:
         raise InvalidRequestError(
@@ -117,6 +118,6 @@ def _rule(response: GrammarSpec) -> str:
     if response.kind == "choice":
         return " | ".join(json.dumps(choice) for choice in json.loads(response.value))
     raise UnsupportedParameterError(
-        f"An answer in the form of a {response.kind} does not go with tools.",
+        f"An answer in the form of a {response.kind} can't be combined with tools.",
         param="tools",
     )

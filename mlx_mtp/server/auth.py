@@ -47,7 +47,7 @@ def _keys_in(path: Path) -> list[str]:
     except UnicodeDecodeError:
         raise UsageError(f"--api-key-file {path} is not valid UTF-8.") from None
     if mode & stat.S_IROTH:
-        logger.warning("Everybody on this machine can read %s; chmod 600 it.", path)
+        logger.warning("Every user of this machine can read %s; chmod 600 it.", path)
     keys = []
     for number, line in enumerate(text.split("\n"), start=1):
         key = line.strip()
@@ -81,7 +81,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         error = AuthenticationError(
-            "This server wants its API key, as the header `Authorization: Bearer KEY` or "
+            "This server requires its API key, as the header `Authorization: Bearer KEY` or "
             "`x-api-key: KEY`."
         )
         response = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})

@@ -103,7 +103,7 @@ class LimitedProtocol(BoundedProtocol):
         self._idle_timer = None
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if begun and self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            self._answer_and_close(BodyTimeoutError("The request's head did not come in time."))
+            self._answer_and_close(BodyTimeoutError("The request's head did not arrive in time."))
         elif self.transport.get_write_buffer_size():
             self._abort()
         else:
@@ -131,7 +131,7 @@ class LimitedProtocol(BoundedProtocol):
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.gate.rejected["connections"] += 1
         error = ConnectionLimitError(
-            f"{self.limits.connections} clients are connected and busy; no more may.",
+            f"{self.limits.connections} clients are connected and busy; there is no room for more.",
             retry_after=UNKNOWN_RETRY_SECONDS,
         )
         await error_response(error, scope["path"])(scope, receive, send)

@@ -38,7 +38,7 @@ def read_wanted(given: int | Path | None) -> Wanted:
         # A number with a slip in it is taken for a file.
         raise UsageError(
             f"{FLAG} must be a number of tokens or a file of token ids, and {given} can't be read: "
-            f"{error.strerror if isinstance(error, OSError) else 'it is no UTF-8 text'}."
+            f"{error.strerror if isinstance(error, OSError) else 'it is not UTF-8 text'}."
         ) from error
     ids = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -78,7 +78,7 @@ def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> t
     if wanted <= len(added):
         raise UsageError(
             f"{FLAG} is {wanted}, but the tokenizer's {len(added)} added tokens, such as those "
-            f"that end an answer, are always in: it must be {len(added) + 1} or more."
+            f"that end an answer, are always included: it must be {len(added) + 1} or more."
         )
     ranked = [i for i in ids_by_frequency(definition) if i < vocab_size]
     return tuple(sorted(list(dict.fromkeys([*added, *ranked]))[:wanted]))
@@ -106,7 +106,7 @@ def ids_by_frequency(definition: Mapping[str, Any]) -> list[int]:
     if model.get("type") != "BPE":
         raise UsageError(
             f"{FLAG} can't choose tokens by itself: this tokenizer is {model.get('type')} and not "
-            "BPE, so nothing tells which tokens are frequent. Give a file of token ids."
+            "BPE, so it is not known which tokens are frequent. Give a file of token ids."
         )
     vocab: dict[str, int] = model["vocab"]
     by_id = sorted(vocab.items(), key=lambda item: item[1])

@@ -53,7 +53,7 @@ def encode(
         encoding = encoded(text)
     except (UnicodeEncodeError, TypeError) as error:
         raise InvalidRequestError(
-            "The prompt is no text that can be encoded: it has half of a surrogate pair."
+            "The prompt can't be encoded: it has half of a surrogate pair."
         ) from error
     if limit is not None and len(encoding) > limit:
         raise _too_many(str(len(encoding)), limit)

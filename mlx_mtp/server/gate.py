@@ -104,7 +104,7 @@ class Gate:
         if hang is not None:
             self.rejected["engine"] += 1
             raise EngineHungError(
-                f"No request is taken: {hang}.", retry_after=UNKNOWN_RETRY_SECONDS
+                f"No requests are accepted: {hang}.", retry_after=UNKNOWN_RETRY_SECONDS
             )
         if self._held >= self.capacity:
             raise self._full(1)

@@ -87,7 +87,7 @@ class Guard:
             if complete:
                 return await receive()
             late = BodyTimeoutError(
-                f"The request's body did not come within {self._body_seconds:g} seconds."
+                f"The request's body did not arrive within {self._body_seconds:g} seconds."
             )
             message = await within(deadline - time.monotonic(), receive(), late)
             complete = not message.get("more_body", False)

@@ -160,7 +160,7 @@ class BoundedProtocol(H11Protocol):
 def _refusal(cause: h11.RemoteProtocolError) -> RequestError:
     if cause.error_status_hint == HeadersTooLargeError.status:
         return HeadersTooLargeError(
-            f"The request line and headers are too much: at most {MAX_HEADER_BYTES} bytes and "
+            f"The request line and headers are too large: at most {MAX_HEADER_BYTES} bytes and "
             f"{MAX_HEADERS} headers are allowed."
         )
     # h11 quotes the client's own line, which may hold its key.

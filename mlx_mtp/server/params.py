@@ -44,7 +44,7 @@ class SamplingDefaults:
             given["temperature"] = 0.0
         try:
             if not isinstance(given.get("top_k", 0), int):
-                raise TypeError(f"top_k is {given['top_k']!r}, which is no integer")
+                raise TypeError(f"top_k is {given['top_k']!r}, which is not an integer")
             SamplingParams(max_tokens=1, **given).validate(vocab_size=1)
         except (InvalidRequestError, TypeError) as error:
             raise ModelError(
@@ -155,7 +155,7 @@ def room(prompt_tokens: int, options: Options, max_model_len: int) -> int:
     if prompt_tokens >= max_model_len:
         raise ContextLengthError(
             f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum. This "
-            f"model's maximum context length is {max_model_len} tokens, an answer's among them."
+            f"model's maximum context length is {max_model_len} tokens, the answer included."
         )
     if wanted is None:
         return max_model_len - prompt_tokens
@@ -179,6 +179,6 @@ def _token_id(key: str) -> int:
     # As an integer prints itself, so that no two keys name one token.
     if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
         raise InvalidRequestError(
-            f"logit_bias has the key {key[:40]!r}, which is no token id.", param="logit_bias"
+            f"logit_bias has the key {key[:40]!r}, which is not a token id.", param="logit_bias"
         )
     return int(key)

@@ -63,7 +63,7 @@ class Prompter:
         tools = [tool.for_template() for tool in conversation.offered_tools]
         if tools and not self.tokenizer.template_knows("tools"):
             raise UnsupportedParameterError(
-                "This model's chat template knows no tools.", param="tools"
+                "This model's chat template does not support tools.", param="tools"
             )
         kwargs = self._template_kwargs(conversation)
         try:

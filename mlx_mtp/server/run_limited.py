@@ -63,4 +63,4 @@ def _end(thread: threading.Thread) -> None:
         thread.join(_PAUSE)
         if not thread.is_alive():
             return
-    logger.error("A thread does not end; it is left behind.")
+    logger.error("A thread does not end; it is abandoned.")

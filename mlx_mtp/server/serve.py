@@ -60,8 +60,8 @@ def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> 
         return
     if not is_loopback(host):
         logger.warning(
-            "Whoever reaches %s on the network can use this server: it has no key. Add --api-key "
-            "or --api-key-file, or leave out --host.",
+            "Everyone who can reach %s on the network can use this server: it has no key. Add "
+            "--api-key or --api-key-file, or leave out --host.",
             host,
         )
     if ANY in cors_origins:

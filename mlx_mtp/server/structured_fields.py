@@ -20,7 +20,7 @@ def _as_schema(value: object) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise refusal(f"is no JSON text of a schema: {error}") from None
+        raise refusal(f"is not the JSON text of a schema: {error}") from None
 
 
 def _dumped(schema: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class GuidedFields(WireModel):
     def _at_most_one(self) -> GuidedFields:
         given = _given(self, GuidedFields)
         if len(given) > 1:
-            raise refusal(f"does not go with {given[0]}", field=given[1])
+            raise refusal(f"can't be combined with {given[0]}", field=given[1])
         return self
 
     def guided(self) -> tuple[str, GrammarSpec] | None:

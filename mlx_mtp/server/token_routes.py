@@ -74,7 +74,7 @@ def _ids_only(tokens: list[Any]) -> list[int]:
     # Not by pydantic, which lets no other thread run while it looks at a million of them.
     for number, token in enumerate(tokens):
         if not is_id(token):
-            raise refusal(f"entry {number} is no token id")
+            raise refusal(f"entry {number} is not a token id")
     return tokens
 
 

@@ -22,6 +22,7 @@ from mlx_mtp.server.tokenizer_files import SAFELY, damaged_file
 Message = dict[str, Any]
 
 _MAX_TEMPLATE_WORDS = 300
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
 # What jinja2 and transformers give to every template; another value would break the template.
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
@@ -59,6 +60,12 @@ class Tokenizer:
         Raises:
             ModelError: there is none, its files are damaged, or it isn't a byte-level BPE.
         """
+        if not any((path / name).is_file() for name in _VOCABULARIES):
+            # transformers makes an empty tokenizer for some types of model.
+            raise ModelError(
+                f"{path} has no tokenizer: there is no {' and no '.join(_VOCABULARIES)}."
+            )
+
         # Imported here: it takes seconds.
         from transformers import AutoTokenizer
 

@@ -26,8 +26,8 @@ def check_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ..
                 f"{vocab_size - 1}."
             )
         if token in found:
-            raise UsageError(f"{source} names token {token} twice; each may be there once.")
+            raise UsageError(f"{source} names token {token} twice; each may occur once.")
         found.add(token)
     if not found:
-        raise UsageError(f"{source} names no token; it must name one or more.")
+        raise UsageError(f"{source} names no token; it must name at least one.")
     return tuple(sorted(found))

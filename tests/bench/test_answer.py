@@ -138,13 +138,13 @@ def test_a_whole_answer_in_one_chunk_has_no_rate():
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        (piece("a") + piece("b"), "broke off after 2 chunks"),
-        (b"", "broke off after 0 chunks"),
+        (piece("a") + piece("b"), "cut off after 2 chunks"),
+        (b"", "cut off after 0 chunks"),
         (event(error={"message": "the GPU is on fire"}), "the GPU is on fire"),
         (event(error="short"), "error: short"),
-        (b"data: hello\n\n", "'hello', no chat completion chunk"),
-        (b"data: [1]\n\n", "no chat completion chunk"),
-        (b'data: {"choices": 3}\n\n', "no chat completion chunk"),
+        (b"data: hello\n\n", "'hello', which is not a chat completion chunk"),
+        (b"data: [1]\n\n", "not a chat completion chunk"),
+        (b'data: {"choices": 3}\n\n', "not a chat completion chunk"),
         (b"data: \xff\n\n", "not UTF-8"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -78,7 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, *, body: bool) -> None:
-        parts = self.path.partition("?")[0].split("/resolve/")
+        path = self.path.partition("?")[0]
+        if path.startswith(f"/api/models/{self.state.repo_id}/"):
+            self._answer_api(path)
+            return
+        parts = path.split("/resolve/")
         if len(parts) != 2 or parts[0] != f"/{self.state.repo_id}":
             self._fail(404, "RepoNotFound")
             return
@@ -92,6 +97,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(self.state.status[name], "Trouble")
         else:
             self._send(name, self.state.files[name], body=body)
+
+    def _answer_api(self, path: str) -> None:
+        """The commit, or the list of files; what a listing is made of is not logged."""
+        files = self.state.files
+        answer: object = {"_id": "1", "id": self.state.repo_id, "sha": COMMIT}
+        if "/tree/" in path:
+            answer = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                for name, data in files.items()
+            ]
+        elif isinstance(answer, dict):
+            answer["siblings"] = [{"rfilename": name} for name in files]
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def _send(self, name: str, content: bytes, *, body: bool) -> None:
         digest = hashlib.sha256(content).hexdigest()

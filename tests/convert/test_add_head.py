@@ -168,7 +168,7 @@ def test_output_is_a_model_of_links_and_the_model_is_left_alone(dirs, tmp_path):
     assert "nothing to do" in dirs.run(output=output)
     (output / "config.json").unlink()
     (output / "config.json").write_text("{}")
-    with pytest.raises(ConvertError, match="another file"):
+    with pytest.raises(ConvertError, match="not the same file"):
         dirs.run(output=output, force=True)
 
 
@@ -279,7 +279,7 @@ def test_a_source_without_a_head_says_so_plainly(dirs):
         (
             lambda raws: raws.update({"mtp.fc.qweight": Raw("U8", np.zeros((1,), "u1"))}),
             ConvertError,
-            "a quantization that is not read",
+            "a quantization that is not supported",
         ),
         (
             lambda raws: raws.update({"mtp.layers.1.x.weight": Raw("U8", np.zeros((1,), "u1"))}),

@@ -125,7 +125,7 @@ def test_two_files_of_two_conventions_are_an_error(tmp_path):
     for number, said in enumerate(["hf", "mlx"]):
         part = {name: raws[name] for name in names[number::2]}
         write_file(tmp_path / "source" / f"{number}.safetensors", part, {"norm_convention": said})
-    with pytest.raises(ConvertError, match="can't be known"):
+    with pytest.raises(ConvertError, match="can't be determined"):
         add(tmp_path)
 
 

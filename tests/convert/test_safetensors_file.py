@@ -34,10 +34,10 @@ def entry(**changes: object) -> dict[str, object]:
     ("content", "message"),
     [
         (b"", "header would be 0 bytes"),
-        (b"\xff" * 16, "no safetensors file"),
+        (b"\xff" * 16, "not a safetensors file"),
         ((500).to_bytes(8, "little") + b"{}", "truncated.*508"),
         ((4).to_bytes(8, "little") + b"nope", "damaged header"),
-        ((2).to_bytes(8, "little") + b"[]", "no JSON object"),
+        ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
     ],
 )
 def test_what_is_no_safetensors_file(tmp_path, content, message):

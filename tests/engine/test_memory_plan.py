@@ -53,7 +53,7 @@ def test_a_large_model_on_a_large_machine():
     assert found.rows + found.chunk + 46 * GB == 110 * GB
     assert found.num_rows(262_144, 32) < found.num_rows(4096, 32) == 32
     text = "\n".join(found.lines(32))
-    for part in ("110.0 GB (a test)", "45.0 GB weights", "1.0 GB head", "context 262,144 tokens"):
+    for part in ("110.0 GB (a test)", "weights 45.0 GB", "head 1.0 GB", "context 262,144 tokens"):
         assert part in text
 
 
@@ -71,18 +71,18 @@ def test_what_was_asked_for_is_refused_with_numbers_and_flags():
     with pytest.raises(UsageError) as caught:
         plan(54 * GB, wanted=262_144)
     message = str(caught.value)
-    assert re.search(r"262,144 tokens takes \d+\.\d GB, but of 54\.0 GB .* leave 8\.0 GB", message)
+    assert re.search(r"262,144 tokens needs \d+\.\d GB\. Of 54\.0 GB .* leave 8\.0 GB", message)
     assert f"--max-model-len {fits} or less" in message
     assert "--prefill-step-size" in message
     assert "--prefix-cache-size" not in message
-    with pytest.raises(UsageError, match=r"2\.0 GB for the prefix cache.*--prefix-cache-size"):
+    with pytest.raises(UsageError, match=r"the prefix cache takes 2\.0 GB.*--prefix-cache-size"):
         plan(54 * GB, wanted=262_144, prefix_cache=2 * GB)
 
 
 def test_weights_that_do_not_fit_and_no_room_for_a_row():
-    with pytest.raises(UsageError, match=r"weights take 46\.0 GB, but there are 40\.0 GB"):
+    with pytest.raises(UsageError, match=r"weights take 46\.0 GB of 40\.0 GB"):
         plan(40 * GB)
-    with pytest.raises(UsageError, match=r"512 tokens takes .* weights leave 1\.0 MB.*smaller"):
+    with pytest.raises(UsageError, match=r"512 tokens needs .* weights leave 1\.0 MB.*smaller"):
         plan(46 * GB + 10**6)
     with pytest.raises(UsageError, match="--prefix-cache-size"):
         plan(60 * GB, prefix_cache=14 * GB)

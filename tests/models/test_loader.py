@@ -109,7 +109,7 @@ def test_mlx_checkpoint_with_and_without_a_head(tmp_path, bits):
     (source / "tokenizer_config.json").write_bytes(_demo("tokenizer_config.json"))
     options = {} if bits is None else {"quantize": True, "q_bits": bits, "q_group_size": 32}
     mlx_lm_convert(str(source), str(target), dtype="float32", **options)
-    with pytest.raises(MissingHeadError, match=r"add_mtp_weights\.py"):
+    with pytest.raises(MissingHeadError, match=r"mlx-mtp add-mtp-weights"):
         load_model(target, enable_mtp=True)
     if bits is None:
         np.testing.assert_allclose(logits_of(target), logits_of(source), atol=2e-5)

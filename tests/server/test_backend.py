@@ -61,9 +61,9 @@ def test_one_backend_is_found(
 @pytest.mark.parametrize(
     ("system", "installed", "words"),
     [
-        ("Linux", ("mlx",), ["no backend", "mlx-mtp[cpu]", "mlx-mtp[cuda]", "never both"]),
-        ("Linux", (), ["not installed", "mlx-mtp[cpu]"]),
-        ("Darwin", (), ["not installed", "pip install mlx-mtp"]),
+        ("Linux", ("mlx",), ["no backend", ".[cpu]", ".[cuda]", "never both"]),
+        ("Linux", (), ["not installed", ".[cpu]"]),
+        ("Darwin", (), ["not installed", "Apple silicon", "pip install ."]),
         ("Linux", ("mlx", "mlx-cpu", "mlx-cuda-13"), ["overwrites", "mlx-cuda-13", "Uninstall"]),
     ],
 )

@@ -222,11 +222,11 @@ def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--memory-limit", "40MB"], ("weights take 45.4 MB", "40.0 MB (--memory-limit)")),
+        (["--memory-limit", "40MB"], ("weights take 45.4 MB", "of 40.0 MB (--memory-limit)")),
         (["--memory-limit", "70MB"], ("leave 24.6 MB", "--prefill-step-size")),
         (
             ["--memory-limit", "200MB", "--max-model-len", "65536"],
-            ("65,536 tokens takes ", "weights leave 154.6 MB", "--max-model-len "),
+            ("65,536 tokens needs ", "weights leave 154.6 MB", "--max-model-len "),
         ),
     ],
 )
@@ -292,17 +292,18 @@ def test_the_banners_address_can_be_reached() -> None:
 
 
 def test_the_banner_tells_the_depth() -> None:
-    assert "drafts   auto (follows what they cost and bring), head from /m/" in banner(depth="auto")
+    auto = banner(depth="auto")
+    assert "drafts   auto (follows measured cost and acceptance), head from /m/" in auto
     assert "drafts   0 tokens per step, head from /m/" in banner(depth=0)
     assert "drafts   none (--enable-mtp turns MTP on)" in banner(depth=0, mtp_enabled=False)
 
 
 def test_the_banner_tells_what_is_kept() -> None:
     assert "prefixes up to 8.00 GB of earlier prompts and answers are kept\n" in banner()
-    assert "in 4 bits: what is computed from them may differ in the last digit" in banner(
+    assert "in 4 bits: answers that reuse them may differ slightly" in banner(
         kv_cache_quantization=4
     )
-    assert "prefixes none are kept (--prefix-cache-size is 0)" in banner(prefix_cache_size=0)
+    assert "prefixes not kept (--prefix-cache-size is 0)" in banner(prefix_cache_size=0)
     kept = banner(prefix_cache_dir=Path("/p"), prefix_cache_dir_size=16 * 10**9)
     assert "are kept; up to 16.00 GB in /p\n" in kept
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,10 +83,57 @@ def test_printed_it_is_what_would_be_written(
     printed = capsys.readouterr().out
     assert not any(home.iterdir())
     main(["connect", client, "--url", url, "--write"])
-    head, _, body = printed.partition("\n")
     path = home / FILES[client]
-    assert head == f"# {path}"
+    before, _, body = printed.partition(f"# {path}\n")
     assert body.strip() == path.read_text().strip()
+    assert bool(before) == (client == "claude")
+
+
+def test_claude_for_one_session_comes_first(
+    serve: Serve, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables are those of the file, and no file is touched."""
+    for keys in ((), ("secret-key",)):
+        with serve(FakeEngine(answer([300])), api_keys=keys) as client:
+            monkeypatch.setenv("MLX_MTP_API_KEY", "secret-key")
+            url = str(client.base_url)
+            assert main(["connect", "claude", "--url", url]) == 0
+            printed = capsys.readouterr().out
+            assert not any(home.iterdir())
+            command = printed[printed.index("ANTHROPIC_BASE_URL") : printed.index("claude\n")]
+            environ = {"PATH": os.environ["PATH"], "MLX_MTP_API_KEY": "secret-key"}
+            found = subprocess.run(
+                ["sh", "-c", f"{command} env"],
+                env=environ,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.splitlines()
+            assert main(["connect", "claude", "--url", url, "--write"]) == 0
+            written = load(home / FILES["claude"])
+            wanted = written["env"] | {"ANTHROPIC_AUTH_TOKEN": keys[0] if keys else "none"}
+            assert {f"{name}={value}" for name, value in wanted.items()} <= set(found)
+            assert ("apiKeyHelper" in written) == bool(keys)
+            capsys.readouterr()
+            shutil.rmtree(home / ".claude")
+
+
+@pytest.mark.parametrize("client", FILES)
+def test_what_is_written_can_be_undone_as_it_says(
+    server: Served, home: Path, client: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = home / FILES[client]
+    for old in (None, OLD[client]):
+        if old is not None:
+            path.write_text(old)
+        assert main(["connect", client, "--url", str(server.base_url), "--write"]) == 0
+        said = capsys.readouterr().out
+        if client == "claude":
+            assert "Every Claude Code session" in said
+        assert ("default model" in said) == (client in ("opencode", "codex"))
+        undo = next(line for line in said.splitlines() if line.startswith("To undo this: "))
+        subprocess.run(["sh", "-c", undo.removeprefix("To undo this: ")], check=True)
+        assert (path.read_text() if path.exists() else None) == old
 
 
 OLD = {

@@ -112,7 +112,7 @@ def test_a_file(tokenizer, tmp_path):
         (b"[3, 4]\n", "line 1"),
         ("\u0663\n".encode(), "line 1"),
         (b"9" * 5000, "line 1 is '9"),
-        (b"\xff\xfe3", "can't be read: it is no UTF-8 text"),
+        (b"\xff\xfe3", "can't be read: it is not UTF-8 text"),
     ],
 )
 def test_files_that_are_wrong(tmp_path, content, message):

@@ -111,7 +111,7 @@ class ToolChoice(WireModel):
     @model_validator(mode="after")
     def _a_tool_has_a_name(self) -> ToolChoice:
         if (self.name is not None) != (self.type == "tool"):
-            raise refusal("is for type tool, and for no other", field="name")
+            raise refusal("is only for type tool", field="name")
         return self
 
     def choice(self) -> conversation.ToolChoice:

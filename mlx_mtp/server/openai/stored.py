@@ -88,7 +88,7 @@ class StoredChats:
         if chat is None:
             raise NotFoundError(
                 f"There is no stored chat completion {cut(name)!r}: it was made without "
-                "`store: true`, or has been deleted or dropped for newer ones."
+                "`store: true`, was deleted, or was replaced by newer ones."
             )
         return chat
 

@@ -169,7 +169,7 @@ class ChatRequest(GenerateRequest):
             )
         guided = self.guided()
         if guided is not None and self.response_format is not None:
-            raise refusal("does not go with response_format", field=guided[0])
+            raise refusal("can't be combined with response_format", field=guided[0])
         return self
 
     @property

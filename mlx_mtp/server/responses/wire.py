@@ -116,7 +116,7 @@ class TextFormat(WireModel):
     @model_validator(mode="after")
     def _a_schema_is_there(self) -> TextFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise refusal("is for type json_schema, and for no other", field="schema")
+            raise refusal("is only for type json_schema", field="schema")
         return self
 
     def grammar(self) -> GrammarSpec | None:
@@ -142,7 +142,7 @@ class StreamOptions(WireModel):
 
 
 def _no_state(_: object) -> object:
-    raise refusal("this server keeps no responses; send the whole chat as input", unsupported=True)
+    raise refusal("this server stores no responses; send the whole chat as input", unsupported=True)
 
 
 class ResponsesRequest(WireModel):

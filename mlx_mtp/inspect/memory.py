@@ -1,0 +1,169 @@
+"""What a model takes in memory when it is served, by the plan that `serve` makes at its start."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.cache.kv import rounded_capacity
+from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.engine.footprint import Footprint, footprint, footprint_of
+from mlx_mtp.engine.memory_plan import MemoryPlan, plan_memory
+from mlx_mtp.errors import ModelError, UsageError
+from mlx_mtp.inspect.found import Found
+from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.models.draft_head import row_nbytes
+from mlx_mtp.models.loader import DTYPES, load_model
+from mlx_mtp.units import size_text
+
+_ROWS = (1, 16)
+_TOKENS = (4096, 32768)
+_DEPTHS = (0, 1, 2, 3, MAX_DRAFT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a model asks for.
+
+    Args:
+        footprint: with as many drafts a step as `serve` may take.
+        dtype: activations have it.
+        where: how the size of the weights is meant.
+        allowed: most tokens that the model allows.
+        lm_head_row: bytes of one token's row of lm_head; None if that can't be known.
+    """
+
+    footprint: Footprint
+    dtype: mx.Dtype
+    where: str
+    allowed: int
+    lm_head_row: int | None = None
+
+
+def demand(found: Found, dtype: str) -> Demand:
+    """As `serve` would load the model: cast, and perhaps dequantized. No weight is read.
+
+    Where the weights are elsewhere, or can't be loaded as they are, their files' sizes stand for
+    them. Whether this machine can compute in `dtype` is not asked: the model may be meant for
+    another.
+
+    Args:
+        found: the model.
+        dtype: as `load_model` takes it.
+    """
+    has_head = found.head is not None
+    if found.directory is not None:
+        try:
+            model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
+        except ModelError:
+            pass
+        else:
+            in_use = model.causal_lm.model.norm.weight.dtype
+            shape = footprint(model, MAX_DRAFT_TOKENS)
+            return Demand(shape, in_use, "as loaded", model.max_model_len, row_nbytes(model))
+    args, in_use = found.target.args, stored_dtype(found.target.config, dtype)
+    shape = footprint_of(
+        args,
+        weights=found.trunk[0],
+        head=found.head_bytes,
+        has_head=has_head,
+        itemsize=in_use.size,
+        depth=MAX_DRAFT_TOKENS,
+    )
+    allowed = getattr(args, "max_position_embeddings", None) or _TOKENS[0]
+    return Demand(shape, in_use, "as stored", int(allowed))
+
+
+def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
+    """The type of activations, where config.json is all there is to know it by.
+
+    Args:
+        config: config.json.
+        dtype: as `load_model` takes it.
+    """
+    nested = config.get("text_config")
+    sources = (nested if isinstance(nested, dict) else {}, config)
+    stored = next((s[k] for s in sources for k in ("dtype", "torch_dtype") if k in s), "bfloat16")
+    if dtype == "auto":
+        dtype = "float32" if mx.default_device() == mx.cpu else str(stored)
+    return DTYPES.get(dtype, mx.bfloat16)
+
+
+def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
+    """How `serve` would share the memory out, without flags but --enable-mtp.
+
+    Raises:
+        UsageError: the model doesn't fit.
+    """
+    return plan_memory(
+        wanted.footprint,
+        limit,
+        allowed=wanted.allowed,
+        wanted=None,
+        prefill_step_size=EngineConfig().prefill_step_size,
+        prefix_cache=None,
+    )
+
+
+def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
+    """Whether it fits, and up to which context.
+
+    Args:
+        wanted: by the model.
+        limit: of the machine.
+    """
+    try:
+        planned = plan(wanted, limit)
+    except UsageError as error:
+        return {"fits": f"no. {error}"}
+    whole = f" of the model's {wanted.allowed:,}" if planned.reduced else ""
+    return {
+        "fits": f"yes, in {size_text(limit.nbytes)} ({limit.source}): context up to "
+        f"{planned.max_model_len:,}{whole} tokens",
+        "  shares": planned.shares(),
+        "  at once": planned.rows_at_once(EngineConfig().max_num_seqs),
+    }
+
+
+def memory_rows(wanted: Demand) -> dict[str, str]:
+    """What each part takes, in bytes.
+
+    Args:
+        wanted: by the model.
+    """
+    shape, memory = wanted.footprint, wanted.footprint.caches
+    name = str(wanted.dtype).removeprefix("mlx.core.")
+    weights = shape.weights + shape.head
+    head = f" and {memory.head_kv_per_token:,} of the head's" if memory.has_head else ""
+    rows = {
+        "memory": f"{size_text(weights)} of weights {wanted.where}; computed in {name}",
+        "  per token": f"{memory.kv_per_token:,} bytes of the trunk's keys and values{head}, "
+        f"allocated {rounded_capacity(1)} tokens at a time",
+        "  per row": f"{memory.row:,} bytes at any length: {memory.recurrent:,} recurrent state "
+        f"(float32), {memory.convolution:,} convolution, {memory.counters} counters",
+    }
+    depths = _DEPTHS if memory.has_head else _DEPTHS[:1]
+    windows = ", ".join(f"{memory.window(k):,} with {k}" for k in depths)
+    rows["  per window"] = f"bytes more per row while it decodes, by drafts a step: {windows}"
+    if memory.has_head and wanted.lm_head_row is not None:
+        rows["  draft vocab"] = f"{wanted.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
+    rows["rows x tokens"] = (
+        f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step and "
+        "room for a copy"
+    )
+    for count, tokens in itertools.product(_ROWS, _lengths(wanted.allowed)):
+        taken = shape.rows(count, tokens)
+        chunk = shape.chunk(min(EngineConfig().prefill_step_size, tokens), tokens)
+        total = size_text(taken + chunk + weights)
+        rows[f"  {count} x {tokens:,}"] = (
+            f"{size_text(taken)}; {total} with a prefill chunk and the weights"
+        )
+    return rows
+
+
+def _lengths(longest: int) -> list[int]:
+    return [tokens for tokens in _TOKENS if tokens <= longest] or [longest]

@@ -1,0 +1,229 @@
+"""`mlx-mtp inspect`: the plan that `serve` would make, the model, its head and the next command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_mtp import cli, parts
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.convert.commands import add_subcommands
+from mlx_mtp.errors import UnsupportedModelError
+from mlx_mtp.flags import resolve
+from mlx_mtp.inspect.command import add_inspect
+from mlx_mtp.inspect.found import find
+from mlx_mtp.inspect.memory import demand, plan, stored_dtype
+from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.units import size_text
+from tests.conftest import DEMO
+from tests.convert.checkpoints import write_source
+from tests.convert.fake_hub import FakeHub
+from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+
+LAYOUT = Layout("qwen3_next")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A command's status and what it printed."""
+    monkeypatch.setattr("mlx_mtp.convert.commands.signal.signal", lambda *_: None)
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    add_inspect(subparsers)
+    add_subcommands(subparsers)
+
+    def run(*arguments: object) -> tuple[int, str]:
+        options = parser.parse_args([str(a) for a in arguments])
+        capsys.readouterr()
+        status = options.run(options)
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def rows(said: str) -> dict[str, str]:
+    return {line[:14].strip(): line[14:] for line in said.splitlines()}
+
+
+def test_the_bundled_model(run):
+    status, said = run("inspect")
+    told = rows(said)
+    assert status == 0
+    assert told["model"] == str(DEMO)
+    assert told["family"].startswith("qwen3_next: 8 layers, 2 of them with attention")
+    assert told["quantization"] == "none"
+    size = sum(path.stat().st_size for path in DEMO.glob("model*.safetensors"))
+    assert told["weights"] == f"{size_text(size)} in 2 files"
+    assert told["MTP head"].startswith("in model-00002-of-00002.safetensors: 2.6 MB")
+    assert told["next"] == f"mlx-mtp serve {DEMO} --enable-mtp"
+
+
+def test_the_first_line_says_whether_it_fits(run):
+    for limit, words in (
+        ("8GB", "yes, in 8.0 GB (--memory-limit): context up to 65,536 tokens"),
+        ("300MB", "yes, in 300.0 MB (--memory-limit): context up to "),
+        ("40MB", "no. Not enough memory: the model's weights take "),
+        ("100MB", "no. Not enough memory: one request of 512 tokens needs "),
+    ):
+        _, said = run("inspect", "--memory-limit", limit)
+        label, text = said.splitlines()[0][:14].strip(), said.splitlines()[0][14:]
+        assert label == "fits"
+        assert text.startswith(words)
+    cut = rows(run("inspect", "--memory-limit", "300MB")[1])["fits"]
+    assert cut.endswith(" of the model's 65,536 tokens")
+
+
+@pytest.mark.parametrize("nbytes", [300 * 10**6, 1_700 * 10**6, 8 * 10**9])
+def test_the_plan_is_that_of_serve(nbytes):
+    options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
+    loaded = load_model(DEMO, enable_mtp=True, lazy=True)
+    config = parts.engine_config(options, max_num_seqs=EngineConfig().max_num_seqs)
+    theirs = parts.plan_memory(loaded, options, config)
+    ours = plan(demand(find(None), "auto"), MemoryLimit(nbytes, "--memory-limit"))
+    assert ours == theirs
+
+
+def test_a_model_without_and_with_a_sidecar(run, tmp_path):
+    write_checkpoint(tmp_path, Layout("qwen3_5", with_head=False))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = {"bits": 4, "group_size": 64, "model.layers.1.x": {"bits": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "README.md").write_text("---\nbase_model: Qwen/Original\n---\n")
+    told = rows(run("inspect", tmp_path)[1])
+    assert told["family"].endswith("dense")
+    assert told["quantization"].endswith("affine; 1 matrices differ")
+    assert told["MTP head"] == "none"
+    wanted = f"mlx-mtp add-mtp-weights --mlx-model-path {tmp_path} --source-model Qwen/Original"
+    assert told["next"].startswith(wanted)
+    without = told["per token"]
+    assert "with 1" not in told["per window"]
+    write_source(tmp_path / "source", Layout("qwen3_5"))
+    arguments = ["--mlx-model-path", tmp_path, "--source-model", tmp_path / "source"]
+    run("add-mtp-weights", *arguments)
+    told = rows(run("inspect", tmp_path)[1])
+    assert f"4 bits, affine; from {tmp_path / 'source'}, by mlx-mtp" in told["MTP head"]
+    assert told["next"].endswith("--enable-mtp")
+    assert told["per token"] != without
+    assert "with 1" in told["per window"]
+    (tmp_path / "mtp.safetensors").write_bytes(b"")
+    assert "can't be read" in rows(run("inspect", tmp_path)[1])["MTP head"]
+
+
+def test_the_memory_of_tokens_and_rows(run, tmp_path):
+    """Four layers, two with attention, and the head's own; tests/cache/test_memory.py measures."""
+    write_checkpoint(tmp_path, LAYOUT)
+    told = rows(run("inspect", tmp_path, "--dtype", "bfloat16")[1])
+    layer = 2 * 2 * 32 * 2  # keys and values, heads, width, bytes
+    assert told["per token"].startswith(f"{2 * layer:,} bytes of the trunk's keys and values and ")
+    assert f"and {layer:,} of the head's, allocated 256 tokens at a time" in told["per token"]
+    state, tail = 2 * 4 * 32 * 32 * 4, 2 * 3 * (2 * 64 + 128) * 2
+    assert f"{state:,} recurrent state (float32), {tail:,} convolution" in told["per row"]
+    assert told["per row"].startswith(f"{state + tail + 8:,} bytes at any length")
+    conv_input, written = 2 * 256 * 2, 2 * (64 * 2 + 4 * 33 * 4)
+    assert (
+        f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "
+        in (told["per window"])
+    )
+    # The model's context is shorter than the usual examples.
+    assert {label for label in told if " x " in label} == {"1 x 512", "16 x 512", "rows x tokens"}
+    shape = demand(find(str(tmp_path)), "bfloat16").footprint
+    for count in (1, 16):
+        assert told[f"{count} x 512"].startswith(f"{size_text(shape.rows(count, 512))}; ")
+    wide = rows(run("inspect", tmp_path, "--dtype", "float32")[1])
+    assert wide["per token"].startswith(f"{4 * layer:,} bytes")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_shown_are_those_that_are_loaded(tmp_path, family):
+    layout = Layout(family, stacked_experts=family == "qwen3_5_moe", dtype=mx.bfloat16)
+    for has_head in (True, False):
+        path = tmp_path / str(has_head)
+        path.mkdir()
+        write_checkpoint(path, Layout(**{**vars(layout), "with_head": has_head}))
+        shown = demand(find(str(path)), "auto")
+        loaded = load_model(path, enable_mtp=has_head)
+        parameters = [value for _, value in tree_flatten(loaded.model.parameters())]
+        weights = shown.footprint.weights + shown.footprint.head
+        assert weights == sum(value.nbytes for value in parameters)
+        assert shown.dtype == loaded.causal_lm.model.norm.weight.dtype
+
+
+def test_no_weights_are_read():
+    before = mx.get_active_memory()
+    assert demand(find(None), "auto").footprint.weights > 20_000_000
+    assert mx.get_active_memory() - before < 1_000_000
+
+
+def test_another_machines_type():
+    """A mixture of experts in bfloat16, which no CPU computes."""
+    shown = demand(find(None), "bfloat16")
+    stored = sum(path.stat().st_size for path in DEMO.glob("model*.safetensors"))
+    assert shown.dtype == mx.bfloat16
+    weights = shown.footprint.weights + shown.footprint.head
+    assert 0 <= stored - weights < 100_000  # the files' headers
+
+
+def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
+    write_checkpoint(tmp_path, LAYOUT)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] = 6  # of which two have no tensors
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for dtype in ("float32", "float16"):
+        told = rows(run("inspect", tmp_path, "--dtype", dtype)[1])
+        assert told["memory"] == f"{size_text(size)} of weights as stored; computed in {dtype}"
+    for where in ({"torch_dtype": "float16"}, {"text_config": {"dtype": "float16"}}):
+        expected = mx.float32 if mx.default_device() == mx.cpu else mx.float16
+        assert stored_dtype(where, "auto") == expected
+
+
+def test_what_no_family_serves_is_refused(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UnsupportedModelError, match="llama"):
+        run("inspect", tmp_path)
+
+
+@pytest.mark.parametrize("head", ["inside", "beside", None])
+def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
+    model = tmp_path / "model"
+    write_source(model, Layout("qwen3_next", with_head=head == "inside"), shards=3)
+    if head == "beside":
+        (model / "mtp.safetensors").write_bytes(b"x" * 5000)
+    (model / "README.md").write_text("---\nbase_model:\n- Qwen/Original\n---\n")
+    with FakeHub.of("Some/Model", model).serve() as hub:
+        code = (
+            "from mlx_mtp.inspect.report import inspect_model;"
+            "print('\\n'.join(inspect_model('Some/Model', 'auto', 1 << 33)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={
+                "HF_ENDPOINT": hub.url,
+                "HF_HOME": str(tmp_path / "home"),
+                "PATH": "/usr/bin",
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        told = rows(done.stdout)
+        assert hub.downloaded == {"config.json", "model.safetensors.index.json", "README.md"}
+    shards = sum(path.stat().st_size for path in model.glob("model-*"))
+    assert told["fits"].startswith("yes, in 8.6 GB")
+    if head == "inside":
+        assert told["weights"] == f"{size_text(shards)} in 3 files"
+        assert told["MTP head"].startswith("in model-00002-of-00003.safetensors, model-00003")
+    elif head == "beside":
+        assert told["MTP head"] == "in mtp.safetensors: 5.0 kB"
+    else:
+        assert told["MTP head"] == "none"
+        assert "--mlx-model-path Some/Model --source-model Qwen/Original;" in told["next"]
