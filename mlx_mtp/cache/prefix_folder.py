@@ -139,8 +139,13 @@ class UnfinishedFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._name, flags, 0o600, dir_fd=self._dir)
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> int:
-        """Write all pieces through to the disk; returns how many bytes that was."""
+    def write(self, pieces: Iterable[bytes | memoryview], used: int) -> int:
+        """Write all pieces through to the disk; returns how many bytes that was.
+
+        Args:
+            pieces: of the file.
+            used: its times, in nanoseconds; the system's own are some milliseconds late.
+        """
         written = 0
         try:
             for piece in pieces:
@@ -148,6 +153,7 @@ class UnfinishedFile:
                 while view:
                     count = os.write(self._fd, view)
                     view, written = view[count:], written + count
+            os.utime(self._fd, ns=(used, used))
             os.fsync(self._fd)
         finally:
             os.close(self._fd)

@@ -228,26 +228,27 @@ class PrefixWriter:
             return
         file = UnfinishedFile(self._folder, header.key)
         try:
-            file.write(piece for piece in pieces if self._go_on())
+            used = time.time_ns()
+            file.write((piece for piece in pieces if self._go_on()), used)
             # Removed or replaced while it was written: then it is not wanted any more.
             if not self._wanted(job):
                 file.discard()
                 return
             file.publish()
-            self._note_written(job, size)
+            self._note_written(job, size, used)
         except BaseException:
             file.discard()
             raise
         self._folder.sync()
 
-    def _note_written(self, job: _Write, size: int) -> None:
+    def _note_written(self, job: _Write, size: int, used: int) -> None:
         """A file has got its name. If it was removed just then, that is the queue's next job."""
         header = job.header
         with self.lock:
             latest = self._pending.get(header.key)
             if latest is None:
                 return
-            entry = Entry(header.key, header.parent, header.root, size, time.time_ns())
+            entry = Entry(header.key, header.parent, header.root, size, used)
             self._index.add(entry)
             if latest is job:
                 del self._pending[header.key]
