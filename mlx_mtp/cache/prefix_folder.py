@@ -139,8 +139,13 @@ class UnfinishedFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._name, flags, 0o600, dir_fd=self._dir)
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> int:
-        """Write all pieces through to the disk; returns how many bytes that was."""
+    def write(self, pieces: Iterable[bytes | memoryview], used: int) -> int:
+        """Write all pieces through to the disk; returns how many bytes that was.
+
+        Args:
+            pieces: of the file.
+            used: its times, in nanoseconds; the system's own are some milliseconds late.
+        """
         written = 0
         try:
             for piece in pieces:
@@ -148,18 +153,14 @@ class UnfinishedFile:
                 while view:
                     count = os.write(self._fd, view)
                     view, written = view[count:], written + count
+            os.utime(self._fd, ns=(used, used))
             os.fsync(self._fd)
         finally:
             os.close(self._fd)
         return written
 
-    def publish(self, used: int) -> None:
-        """Give it its name, in place of what has that now.
-
-        Args:
-            used: its times, in nanoseconds; those the system gives it are some milliseconds old.
-        """
-        os.utime(self._name, ns=(used, used), dir_fd=self._dir, follow_symlinks=False)
+    def publish(self) -> None:
+        """Give it its name, in place of what has that now."""
         os.replace(self._name, self._final, src_dir_fd=self._dir, dst_dir_fd=self._dir)
 
     def discard(self) -> None:

@@ -228,13 +228,13 @@ class PrefixWriter:
             return
         file = UnfinishedFile(self._folder, header.key)
         try:
-            file.write(piece for piece in pieces if self._go_on())
+            used = time.time_ns()
+            file.write((piece for piece in pieces if self._go_on()), used)
             # Removed or replaced while it was written: then it is not wanted any more.
             if not self._wanted(job):
                 file.discard()
                 return
-            used = time.time_ns()
-            file.publish(used)
+            file.publish()
             self._note_written(job, size, used)
         except BaseException:
             file.discard()

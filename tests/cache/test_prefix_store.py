@@ -299,6 +299,9 @@ def test_recency_survives_a_restart(open_store: Open, folder: Path) -> None:
     for i in (1, 2, 3):
         put(store, (), (i,))
     assert store.flush(PATIENCE)
+    # The system's own times would be those of its last tick: one for files that it wrote together.
+    said = sorted(path.stat().st_mtime_ns for path in files(folder))
+    assert said == sorted(entry.used for entry in store._index)
     store.read(key_of(1))
     store.close()
     again = open_store(max_bytes=3 * size)
@@ -445,10 +448,10 @@ def _hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thre
     began, go_on = threading.Event(), threading.Event()
     real = prefix_writer.UnfinishedFile.write
 
-    def slow(self: object, pieces: object) -> int:
+    def slow(self: object, pieces: object, used: int) -> int:
         began.set()
         assert go_on.wait(PATIENCE)
-        return real(self, pieces)
+        return real(self, pieces, used)
 
     monkeypatch.setattr(prefix_writer.UnfinishedFile, "write", slow)
     return began, go_on

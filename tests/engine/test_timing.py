@@ -116,6 +116,7 @@ def test_the_policy_is_told_of_every_decoding_step(tiny_models, overlap, depth):
     outcomes = [outcome for step in policy.steps for outcome in step.outcomes]
     assert sum(o.num_drafts for o in outcomes) == stats.num_draft_tokens
     assert sum(o.num_accepted for o in outcomes) == stats.num_accepted_tokens
-    assert sum(o.cut for o in outcomes) == 2
+    # No draft of theirs is left untried: of random weights none is right.
+    assert not any(o.cut for o in outcomes)
     assert stats.depths == ((1, depth), (2, depth))
     assert stats.parked is (depth == 0)
