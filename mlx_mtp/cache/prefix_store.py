@@ -1,8 +1,8 @@
 """The prefix cache on disk: nodes of a radix tree that outlive the process.
 
 The engine's thread puts, asks and removes; writing and reading are the work of two others, which
-see bytes and never an mlx array (`prefix_writer`, `prefix_reader`). Nothing that goes wrong with the
-disk reaches the engine: a write that can't be is dropped, and a file that doesn't fit is a miss.
+see bytes and never an mlx array (`prefix_writer`, `prefix_reader`). Nothing that goes wrong with
+the disk reaches the engine: a write that can't be is dropped, a file that doesn't fit is a miss.
 
 The files hold prompts and answers in clear, as tokens in their headers; they are for their owner
 alone (`prefix_folder`), but whoever reads the disk reads them.
