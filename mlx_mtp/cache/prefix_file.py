@@ -52,7 +52,7 @@ class HostArray:
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes | bytearray
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,9 @@ def read_arrays(
             go_on()
 
     for name, (dtype, shape) in header.arrays.items():
-        data = _exactly(file, _nbytes((dtype, shape)), check)
+        # A bytearray would be zeroed first, while no other thread can run.
+        data = np.empty(_nbytes((dtype, shape)), dtype=np.uint8).data
+        _fill(file, data, check)
         arrays[name] = HostArray(dtype, shape, data)
     if digest.hexdigest() != header.data_sha256:
         raise UnfitFileError("its content is damaged")
@@ -257,16 +259,21 @@ def _nbytes(spec: tuple[str, tuple[int, ...]]) -> int:
     return _ITEM_SIZES[dtype] * prod(shape)
 
 
-def _exactly(
-    file: FileIO, count: int, check: Callable[[memoryview], None] | None = None
-) -> bytearray:
+def _exactly(file: FileIO, count: int) -> bytearray:
     data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
+    _fill(file, memoryview(data))
+    return data
+
+
+def _fill(
+    file: FileIO, view: memoryview, check: Callable[[memoryview], None] | None = None
+) -> None:
+    """Read until a buffer is full, and have each piece checked."""
+    done = 0
+    while done < len(view):
         got = file.readinto(view[done : done + _SLICE])
         if not got:
             raise UnfitFileError("it ends too early")
         if check is not None:
             check(view[done : done + got])
         done += got
-    return data
