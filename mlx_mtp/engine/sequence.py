@@ -49,7 +49,7 @@ class Sequence:
         number: its place in the queue, once it has been considered.
         awaited: a prompt ahead of it, and the save point of that which it waits for.
         reads: it waits for its prefix to be read from the disk, or for its turn there.
-        skips_disk: that took too long, and what is in memory must do.
+        skips_disk: that took too long, or memory had no room for it; what is there must do.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
