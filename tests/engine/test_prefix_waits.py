@@ -93,6 +93,8 @@ def test_others_go_on_while_a_prefix_is_read_and_it_is_right_when_it_comes(begin
 
 
 def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatch):
+    # So that it is the reader that wakes it.
+    monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
     served, disk = begin()
     steps, original = [], EngineCore.step
 

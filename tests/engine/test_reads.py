@@ -359,14 +359,30 @@ def test_one_whose_prefix_is_here_waits_for_a_row_without_losing_it():
 def test_a_prompt_that_is_being_computed_is_waited_for_rather_than_read_for():
     """One that waits for the disk begins to wait for a leader: it gives its turn there back."""
     world = DiskWorld(step=16)
-    world.on_disk([*LONG, 8, 8])
+    world.on_disk([*LONG, 8, 8], [4] * 60)
     world.disk.broken = True
     world.add("leader", [*LONG, 7, *OTHER])
     world.add("follower", [*LONG, 7, *OTHER, 3])
+    world.add("third", [4] * 60)
     world.step()
+    world.disk.broken = False
     world.disk.state = HERE
+    for _ in range(3):
+        world.step()
+    assert world.admitted == ["leader", "third"]
     world.run()
-    assert world.computed == {"leader": 121, "follower": 1}
+    assert world.computed == {"leader": 121, "third": 0, "follower": 1}
+    world.check_at_rest()
+
+
+def test_of_those_whose_prefix_cannot_be_had_one_computes_it():
+    world = DiskWorld(step=1024)  # They would fit a chunk together.
+    world.on_disk(LONG)
+    world.disk.state = NEVER
+    for name in "abc":
+        world.add(name, [*LONG, 8])
+    world.run()
+    assert world.computed == {"a": 61, "b": 0, "c": 0}
     world.check_at_rest()
 
 
