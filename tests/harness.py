@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -171,6 +172,9 @@ class Driver:
         self.scheduler = Scheduler(config, depth, self.reuse)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
+        self.has_read = threading.Event()
+        if store is not None:
+            store.reader.on_done = self.has_read.set
 
     def add(self, wanted: Request) -> Sequence:
         own = () if wanted.sampling.ignore_eos else self.stop_ids
@@ -191,6 +195,9 @@ class Driver:
         for _ in range(limit):
             if self.core.idle:
                 return {name: self.tokens(name) for name in self.outputs}
+            if self.core.seconds_to_wait:
+                assert self.has_read.wait(self.core.seconds_to_wait)
+            self.has_read.clear()
             self.step()
         raise AssertionError("the engine did not come to rest")
 

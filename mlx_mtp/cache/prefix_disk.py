@@ -11,12 +11,14 @@ file stays as it is, and the lower part reads the rows that are its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
+from mlx_mtp.cache.prefix_arrays import to_mlx
+from mlx_mtp.cache.prefix_file import StoredNode
 from mlx_mtp.cache.prefix_keys import extend_key
-from mlx_mtp.cache.prefix_node import Node
+from mlx_mtp.cache.prefix_node import Fetch, Node
 from mlx_mtp.cache.prefix_state import Segment, Snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
@@ -60,23 +62,38 @@ class PrefixDisk:
         """See `Disk`."""
         return self._store.holds(_snapshot_key(node))
 
-    def nbytes(self, node: Node) -> int:
+    @property
+    def fetched_nbytes(self) -> int:
         """See `Disk`."""
-        return self._store.size(_key(node))
+        return self._store.reader.nbytes
 
-    def snapshot_nbytes(self, node: Node) -> int:
+    def cost(self, nodes: Sequence[Node], entry: Node) -> int:
         """See `Disk`."""
-        return self._store.size(_snapshot_key(node))
+        keys = (key for key in _keys(nodes, entry) if not self._store.reader.asked(key))
+        return sum(map(self._store.size, keys))
+
+    def fetch(self, nodes: Sequence[Node], entry: Node) -> Fetch:
+        """See `Disk`."""
+        reader = self._store.reader
+        if reader.hangs:
+            return Fetch.NEVER
+        for key in _keys(nodes, entry):
+            reader.ask(key, self._store.size(key))
+        return Fetch.HERE if reader.done else Fetch.COMING
+
+    def forget(self) -> None:
+        """See `Disk`."""
+        self._store.reader.forget()
 
     def read(self, node: Node) -> Segment | None:
         """See `Disk`."""
         try:
-            found = self._store.read(_key(node))
+            found = self._store.reader.take(_key(node))
             if found is None:
                 return None
             start, bits = int(found.header.extra["start"]), int(found.header.extra["bits"])
             end = start + found.header.num_tokens
-            segment = Segment(start, end, dict(found.arrays), bits or None)
+            segment = Segment(start, end, _to_mlx(found), bits or None)
             if start < node.start < end:
                 segment = segment.split(node.start - start)[1]
             mx.eval(segment.arrays)
@@ -88,14 +105,15 @@ class PrefixDisk:
     def read_snapshot(self, node: Node) -> Snapshot | None:
         """See `Disk`."""
         try:
-            found = self._store.read(_snapshot_key(node))
+            found = self._store.reader.take(_snapshot_key(node))
             if found is None:
                 return None
-            mx.eval(found.arrays)
+            snapshot = Snapshot(_to_mlx(found))
+            mx.eval(snapshot.arrays)
         except Exception:
             logger.exception("A prefix's states could not be read")
             return None
-        return Snapshot(dict(found.arrays))
+        return snapshot
 
     def keep(self, node: Node) -> None:
         """See `Disk`."""
@@ -159,6 +177,15 @@ def _key(node: Node) -> str:
             assert each.parent is not None
             each.key = extend_key(each.parent.key, each.tokens)
     return node.key
+
+
+def _keys(nodes: Sequence[Node], entry: Node) -> list[str]:
+    """Of nodes' KV and of one's snapshot."""
+    return [*map(_key, nodes), _snapshot_key(entry)]
+
+
+def _to_mlx(node: StoredNode) -> dict[str, mx.array]:
+    return {name: to_mlx(array) for name, array in node.arrays.items()}
 
 
 def _snapshot_key(node: Node) -> str:

@@ -12,7 +12,7 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -52,7 +52,7 @@ class HostArray:
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes | bytearray
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,19 @@ class NodeHeader:
     def data_nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(map(_nbytes, self.arrays.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNode:
+    """A node read back.
+
+    Args:
+        header: its key, parent, tokens and the like.
+        arrays: as they were put, in the host's memory.
+    """
+
+    header: NodeHeader
+    arrays: Mapping[str, HostArray]
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
@@ -177,20 +190,30 @@ def read_header(file: FileIO, size: int, key: str) -> NodeHeader:
     return header
 
 
-def read_arrays(file: FileIO, header: NodeHeader) -> dict[str, HostArray]:
+def read_arrays(
+    file: FileIO, header: NodeHeader, go_on: Callable[[], object] | None = None
+) -> dict[str, HostArray]:
     """Read all arrays and check them.
 
     Args:
         file: just behind the header.
         header: of the same file.
+        go_on: called between pieces of 4 MiB at most; what it raises ends the reading.
 
     Raises:
         UnfitFileError: they are not what was written.
     """
     digest, arrays = hashlib.sha256(), {}
+
+    def check(piece: memoryview) -> None:
+        digest.update(piece)
+        if go_on is not None:
+            go_on()
+
     for name, (dtype, shape) in header.arrays.items():
-        data = _exactly(file, _nbytes((dtype, shape)))
-        digest.update(data)
+        # A bytearray would be zeroed first, while no other thread can run.
+        data = np.empty(_nbytes((dtype, shape)), dtype=np.uint8).data
+        _fill(file, data, check)
         arrays[name] = HostArray(dtype, shape, data)
     if digest.hexdigest() != header.data_sha256:
         raise UnfitFileError("its content is damaged")
@@ -238,10 +261,19 @@ def _nbytes(spec: tuple[str, tuple[int, ...]]) -> int:
 
 def _exactly(file: FileIO, count: int) -> bytearray:
     data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
+    _fill(file, memoryview(data))
+    return data
+
+
+def _fill(
+    file: FileIO, view: memoryview, check: Callable[[memoryview], None] | None = None
+) -> None:
+    """Read until a buffer is full, and have each piece checked."""
+    done = 0
+    while done < len(view):
         got = file.readinto(view[done : done + _SLICE])
         if not got:
             raise UnfitFileError("it ends too early")
+        if check is not None:
+            check(view[done : done + got])
         done += got
-    return data

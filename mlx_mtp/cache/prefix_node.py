@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 Tokens = tuple[int, ...]
@@ -102,8 +104,24 @@ class Node:
             del self.parent.children[self.tokens[0]]
 
 
+class Fetch(enum.Enum):
+    """How far an entry on the disk has come."""
+
+    HERE = enum.auto()
+    COMING = enum.auto()
+    NEVER = enum.auto()
+
+
 class Disk(Protocol):
-    """Keeps nodes' KV and snapshots beyond memory. Nothing that goes wrong there is raised here."""
+    """Keeps nodes' KV and snapshots beyond memory. Nothing that goes wrong there is raised here.
+
+    What is to be read is asked for first (`fetch`) and taken when it is here (`read`,
+    `read_snapshot`), so that none of these takes long.
+    """
+
+    @property
+    def fetched_nbytes(self) -> int:
+        """Of all that was asked for and has not been read yet."""
 
     def holds(self, node: Node) -> bool:
         """The node's KV is there, or on its way."""
@@ -111,17 +129,24 @@ class Disk(Protocol):
     def holds_snapshot(self, node: Node) -> bool:
         """Its snapshot is."""
 
-    def nbytes(self, node: Node) -> int:
-        """At least what the KV will take in memory."""
+    def cost(self, nodes: Sequence[Node], entry: Node) -> int:
+        """At least what `fetch` would add to `fetched_nbytes`."""
 
-    def snapshot_nbytes(self, node: Node) -> int:
-        """At least what the snapshot will."""
+    def fetch(self, nodes: Sequence[Node], entry: Node) -> Fetch:
+        """Ask for the KV of nodes and the snapshot of one, or ask again how far they have come.
+
+        Returns:
+            HERE: what can be had of them is here. NEVER: the disk hangs.
+        """
+
+    def forget(self) -> None:
+        """What was asked for is not wanted any more."""
 
     def read(self, node: Node) -> SplitPayload | None:
-        """The KV of exactly the node's tokens; None if it can't be had."""
+        """The KV of exactly the node's tokens; None if it can't be had, or was not asked for."""
 
     def read_snapshot(self, node: Node) -> Payload | None:
-        """The snapshot; None if it can't be had."""
+        """The snapshot; as `read`."""
 
     def keep(self, node: Node) -> None:
         """Write what is not there yet of a node and of the path to it, which are in memory."""

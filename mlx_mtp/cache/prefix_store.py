@@ -1,8 +1,8 @@
 """The prefix cache on disk: nodes of a radix tree that outlive the process.
 
-The engine's thread puts, reads and removes; writing is another thread's work, which sees bytes and
-never an mlx array (`prefix_writer`). Nothing that goes wrong with the disk reaches the engine: a
-write that can't be is dropped, and a file that doesn't fit is a miss.
+The engine's thread puts, asks and removes; writing and reading are the work of two others, which
+see bytes and never an mlx array (`prefix_writer`, `prefix_reader`). Nothing that goes wrong with
+the disk reaches the engine: a write that can't be is dropped, a file that doesn't fit is a miss.
 
 The files hold prompts and answers in clear, as tokens in their headers; they are for their owner
 alone (`prefix_folder`), but whoever reads the disk reads them.
@@ -13,16 +13,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_arrays import TYPES, to_host, to_mlx
+from mlx_mtp.cache.prefix_arrays import TYPES, to_host
 from mlx_mtp.cache.prefix_file import (
     NodeHeader,
+    StoredNode,
     UnfitFileError,
     encode_tokens,
     read_arrays,
@@ -30,23 +31,11 @@ from mlx_mtp.cache.prefix_file import (
 )
 from mlx_mtp.cache.prefix_folder import PrefixFolder
 from mlx_mtp.cache.prefix_index import Entry, PrefixIndex
+from mlx_mtp.cache.prefix_reader import PrefixReader
 from mlx_mtp.cache.prefix_writer import PrefixWriter
 from mlx_mtp.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNode:
-    """A node read back.
-
-    Args:
-        header: its key, parent, tokens and the like.
-        arrays: as they were put, not on the device yet.
-    """
-
-    header: NodeHeader
-    arrays: Mapping[str, mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +75,7 @@ class PrefixStore:
     Attributes:
         path, max_bytes: as given.
         found: headers of the nodes that were there at the start, parents before children.
+        reader: reads them on a thread of its own.
 
     Raises:
         UsageError: the directory can't be used, isn't safe, or another process uses it.
@@ -109,6 +99,7 @@ class PrefixStore:
         self._num_unfit = 0
         self._closed = False
         self._now = 0
+        self.reader = PrefixReader(self.read)
         self._writer = PrefixWriter(
             self._folder, self._index, max_bytes, max_queued_bytes, retry_seconds
         )
@@ -166,24 +157,27 @@ class PrefixStore:
         writer.put(header, host, nbytes)
         return True
 
-    def read(self, key: str) -> StoredNode | None:
-        """Read a node; None if it isn't here or doesn't fit.
+    def read(self, key: str, go_on: Callable[[], object] | None = None) -> StoredNode | None:
+        """Read a node; None if it isn't here or doesn't fit. Takes as long as the disk does.
 
         One that still waits to be written is given back from the queue. One that doesn't fit is
-        removed, with all that builds on it. Takes as long as the disk does.
+        removed, with all that builds on it.
+
+        Args:
+            key: the node's.
+            go_on: called between two pieces; what it raises ends the reading, and is raised.
         """
         if self._closed:
             return None
         waiting = self._writer.waiting(key)
         if waiting is not None:
-            header, host = waiting
-            return StoredNode(header, {name: to_mlx(array) for name, array in host.items()})
+            return StoredNode(*waiting)
         if key not in self:
             return None
         try:
             with self._folder.open(key) as file:
                 header = self._checked_header(file, key)
-                arrays = read_arrays(file, header)
+                arrays = read_arrays(file, header, go_on)
         except UnfitFileError as error:
             self._reject(key, error)
             return None
@@ -192,7 +186,7 @@ class PrefixStore:
             self.remove_under(key)
             return None
         self.touch(key)
-        return StoredNode(header, {name: to_mlx(array) for name, array in arrays.items()})
+        return StoredNode(header, arrays)
 
     def touch(self, key: str) -> None:
         """The node was used, from memory perhaps: it and its ancestors count as recent."""
@@ -246,7 +240,8 @@ class PrefixStore:
         """Write what is queued, for so long at most, and leave the directory to others."""
         if not self._closed:
             self._closed = True
-            if self._writer.close(seconds):
+            self.reader.stop()
+            if self._writer.close(seconds) and self.reader.ended():
                 self._folder.close()
             else:
                 logger.warning("The disk of %s hangs; it is left as it is.", self._folder.path)

@@ -7,7 +7,7 @@ their end, the snapshot, and a match ends only there.
 An entry is a snapshot with the KV of the path to it. The least recently used goes first. Where
 others lie beyond it, the snapshot alone goes: they need the KV.
 
-With a disk, what goes from memory stays in the tree while the disk has it, and is read back when it
+With a disk, what goes from memory stays in the tree while the disk has it, and is fetched when it
 is wanted. Memory and disk each forget what they have used least.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from mlx_mtp.cache.prefix_node import Disk, Node, Payload, SplitPayload, Tokens
+from mlx_mtp.cache.prefix_node import Disk, Fetch, Node, Payload, SplitPayload, Tokens
 from mlx_mtp.cache.prefix_thinning import spare
 
 
@@ -62,24 +62,49 @@ class PrefixTree:
             node = node.parent
         return node
 
-    def load(self, node: Node) -> bool:
-        """Read an entry that is on the disk alone, and the path to it.
+    @property
+    def fetched_nbytes(self) -> int:
+        """Of what is on its way from the disk, or here and not taken in; beside `nbytes`."""
+        return 0 if self._disk is None else self._disk.fetched_nbytes
+
+    def fetch(self, node: Node) -> Fetch:
+        """Have an entry read that is on the disk alone, and the path to it.
+
+        To be asked again, with what then matches: nothing of the path is kept here meanwhile.
 
         Returns:
-            False if it has no room in memory now, or can't be read: then it is gone from the tree,
-            with all that lies beyond what is missing.
+            HERE: `load` takes it in. NEVER: it has no room in memory now, or the disk hangs.
         """
         assert self._disk is not None and node.snapshot is None
         path = node.path()
         absent = [n for n in path if n.kv is None]
-        more = sum(map(self._disk.nbytes, absent)) + self._disk.snapshot_nbytes(node)
+        for each in path:
+            self.pin(each)
+        fits = self._make_room(self._disk.cost(absent, node))
+        for each in reversed(path):
+            self.unpin(each)
+        return self._disk.fetch(absent, node) if fits else Fetch.NEVER
+
+    def load(self, node: Node) -> bool:
+        """Take in an entry that has been fetched.
+
+        Returns:
+            False if it couldn't be read: then it is gone from the tree, with all that lies beyond
+            what is missing.
+        """
+        path = node.path()
         for each in path:
             self.pin(each)
         try:
-            return self._make_room(more) and self._read(node, absent)
+            return self._read(node, [n for n in path if n.kv is None])
         finally:
             for each in reversed(path):
                 self.unpin(each)
+
+    def forget_fetched(self) -> None:
+        """What was fetched and not loaded is not wanted any more."""
+        if self._disk is not None:
+            self._disk.forget()
 
     def touch(self, node: Node) -> None:
         """The entry is used."""
@@ -197,6 +222,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget all entries but those that are pinned; what is on the disk stays there."""
+        self.forget_fetched()
         for node in [n for n in self._entries if not n.pins]:
             self._forget(node)
 
@@ -276,11 +302,12 @@ class PrefixTree:
 
     def _make_room(self, more: int) -> bool:
         """Forget entries until so many bytes fit; none if they can't."""
-        if self.nbytes + more <= self.limit:
+        room = self.limit - self.fetched_nbytes - more
+        if self.nbytes <= room:
             return True
-        if self._kept_nbytes() + more > self.limit:
+        if self._kept_nbytes() > room:
             return False
-        while self.nbytes + more > self.limit:
+        while self.nbytes > room:
             oldest = next((n for n in self._entries if not n.pins), None)
             if oldest is None:
                 return False

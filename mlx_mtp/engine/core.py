@@ -55,6 +55,18 @@ class EngineCore:
         """No request is here and nothing is in flight."""
         return self._scheduler.idle and not self._in_flight
 
+    @property
+    def seconds_to_wait(self) -> float | None:
+        """For how long there is nothing to do unless something new comes; None: until then.
+
+        While requests are here and none is admitted, all of them wait for the disk.
+        """
+        if self.idle:
+            return None
+        if self._in_flight or self._last_plan is None or self._last_plan.live:
+            return 0.0
+        return self._scheduler.seconds_left
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
         self._scheduler.add(sequence)

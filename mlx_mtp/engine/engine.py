@@ -114,7 +114,10 @@ class Engine:
         self._inbox: list[Sequence | str] = []
         # Requests that were taken and whose end has not been delivered, in their order.
         self._open: dict[str, None] = {}
+        self._has_read = False
         self._wake = threading.Condition()
+        if store is not None:
+            store.reader.on_done = self._wake_up
         self._started = False
         self._stopping = False
         self._failure: str | None = None
@@ -302,7 +305,7 @@ class Engine:
     def _loop(self, core: EngineCore) -> None:
         while True:
             self._heartbeat.end()
-            self._take_inbox(core, wait=core.idle)
+            self._take_inbox(core, core.seconds_to_wait)
             if self._stopping:
                 return
             self._heartbeat.turn()
@@ -316,10 +319,14 @@ class Engine:
             if self._keeper is not None:
                 self._keeper.save_now_and_then()
 
-    def _take_inbox(self, core: EngineCore, *, wait: bool) -> None:
+    def _take_inbox(self, core: EngineCore, seconds: float | None) -> None:
+        """Take in what was left here; if nothing was, wait for so long at most."""
         with self._wake:
-            if wait:
-                self._wake.wait_for(lambda: self._inbox or self._stopping)
+            if seconds != 0.0:
+                self._wake.wait_for(
+                    lambda: self._inbox or self._stopping or self._has_read, seconds
+                )
+            self._has_read = False
             notes, self._inbox = self._inbox, []
         self._note_open(notes)
         for note in notes:
@@ -334,6 +341,12 @@ class Engine:
                 self._open[note.request_id] = None
             else:
                 self._open.pop(note, None)
+
+    def _wake_up(self) -> None:
+        """The disk has answered."""
+        with self._wake:
+            self._has_read = True
+            self._wake.notify()
 
     def _send(self, outputs: Many[RequestOutput]) -> None:
         if outputs and self._deliver is not None:

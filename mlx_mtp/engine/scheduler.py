@@ -44,7 +44,7 @@ class Scheduler:
         self._reuse = reuse
         self._memory = memory
         self._waiting = FairQueue[Sequence]()
-        # Set aside when their turn came: what they share with another prompt is being computed.
+        # Set aside when their turn came: their prefix is being computed with another's, or read.
         self._held: list[Sequence] = []
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
@@ -76,6 +76,11 @@ class Scheduler:
         """No request is here."""
         return self.num_waiting == 0 and self.num_running == 0
 
+    @property
+    def seconds_left(self) -> float:
+        """For how long a read from the disk is waited for at most, from now on."""
+        return 0.0 if self._reuse is None else self._reuse.seconds_left
+
     def add(self, sequence: Sequence) -> None:
         """Queue a request; clients take turns (see `FairQueue`)."""
         self._waiting.add(sequence)
@@ -85,6 +90,9 @@ class Scheduler:
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if sequence.request_id == request_id:
                 sequence.status = Status.FINISHED
+        for sequence in (*self._waiting, *self._held):
+            if sequence.finished and self._reuse is not None:
+                self._reuse.release(sequence)
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
         self._held = [s for s in self._held if not s.finished]
 
@@ -222,9 +230,6 @@ class Scheduler:
             alike = not group or (group[0].prefix is None) == (prefix is None)
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
-            if not self._has_memory((*self._admitted(), *group, sequence)):
-                # None overtakes it (engine/admission.py).
-                break
             self._waiting.pop()
             if self._reuse is not None:
                 self._reuse.begin(sequence, prefix)
@@ -236,14 +241,23 @@ class Scheduler:
             self._next_group += 1
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The first that need not wait for another's prefill; those that must are set aside."""
-        if self._reuse is None:
-            return self._waiting.peek() if len(self._waiting) else None
+        """The first that there is memory for; those that wait for their prefix are set aside.
+
+        None overtakes one that waits for memory alone (engine/admission.py).
+        """
+        reuse = self._reuse
         self._put_back()
         prefilling = [s for _, members in self._groups for s in members] + group
         while len(self._waiting):
-            if not self._reuse.held_back(self._waiting.peek(), prefilling):
-                return self._waiting.peek()
+            sequence = self._waiting.peek()
+            if reuse is None or not reuse.held_back(sequence, prefilling):
+                if not self._has_memory((*self._admitted(), *group, sequence)):
+                    return None
+                # What could not be read after all, another may be computing.
+                if reuse is None or not (
+                    reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)
+                ):
+                    return sequence
             self._held.append(self._waiting.set_aside())
         return None
 
@@ -253,9 +267,11 @@ class Scheduler:
         Not all at once when their wait is over: a burst that shares a prefix would then go before
         every other client.
         """
-        assert self._reuse is not None
-        free = [s for s in self._held if not self._reuse.waits(s)]
-        self._held = [s for s in self._held if self._reuse.waits(s)]
+        held, self._held = self._held, []
+        free: list[Sequence] = []
+        for sequence in held:
+            waits = self._reuse is not None and self._reuse.waits(sequence)
+            (self._held if waits else free).append(sequence)
         for sequence in sorted(free, key=lambda s: s.number or 0, reverse=True):
             self._waiting.put_back(sequence)
 

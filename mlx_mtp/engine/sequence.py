@@ -48,6 +48,8 @@ class Sequence:
         salt: whose prefixes it may use: the `root_key` of its salt.
         number: its place in the queue, once it has been considered.
         awaited: a prompt ahead of it, and the save point of that which it waits for.
+        reads: it waits for its prefix to be read from the disk, or for its turn there.
+        skips_disk: that took too long, or memory had no room for it; what is there must do.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
@@ -69,6 +71,8 @@ class Sequence:
         self.salt = root_key(request.cache_salt or None)
         self.number: int | None = None
         self.awaited: tuple[Sequence, int] | None = None
+        self.reads = False
+        self.skips_disk = False
         self.num_cached = 0
         self.steps_in_flight = 0
         self.positions_in_flight = 0

@@ -8,8 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.cache.prefix_arrays import to_mlx
+from mlx_mtp.cache.prefix_file import StoredNode
 from mlx_mtp.cache.prefix_keys import extend_key, root_key
-from mlx_mtp.cache.prefix_store import PrefixStore, StoredNode
+from mlx_mtp.cache.prefix_store import PrefixStore
 
 ROOT = root_key(None)
 FINGERPRINT = "f" * 64
@@ -54,7 +56,7 @@ def check_whole(node: StoredNode, tokens: Sequence[int], nbytes: int = 2048) -> 
     """The node is the one that `put` made of these tokens, all of its path."""
     wanted = payload(tokens, nbytes)
     assert node.arrays.keys() == wanted.keys()
-    assert all(same(node.arrays[name], wanted[name]) for name in wanted)
+    assert all(same(to_mlx(node.arrays[name]), wanted[name]) for name in wanted)
 
 
 def files(folder: Path, pattern: str = "*.safetensors") -> list[Path]:

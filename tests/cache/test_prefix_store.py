@@ -15,6 +15,7 @@ import pytest
 from safetensors import safe_open
 
 from mlx_mtp.cache import prefix_writer
+from mlx_mtp.cache.prefix_arrays import to_mlx
 from mlx_mtp.cache.prefix_folder import PrefixFolder, UnfinishedFile
 from tests.cache.stored_nodes import (
     DTYPES,
@@ -59,7 +60,7 @@ def test_every_dtype_comes_back_bit_by_bit(open_store: Open) -> None:
     assert node is not None
     assert node.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
-        assert same(node.arrays[name], array), name
+        assert same(to_mlx(node.arrays[name]), array), name
 
 
 def test_restart_finds_the_tree_parents_first(open_store: Open) -> None:

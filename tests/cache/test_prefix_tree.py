@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_mtp.cache.prefix_node import Node, common_length
+from mlx_mtp.cache.prefix_node import Fetch, Node, common_length
 from mlx_mtp.cache.prefix_thinning import NUM_RECENT, spare
 from mlx_mtp.cache.prefix_tree import PrefixTree
 
@@ -70,7 +71,8 @@ def check_integrity(tree: PrefixTree, disk: FakeDisk | None = None) -> None:
             total += node.snapshot.nbytes
         needed = any(child.kv is not None for child in node.children.values())
         assert node.snapshot is not None or needed or node.pins, "nobody needs this"
-    assert total == tree.nbytes <= tree.limit
+    assert total == tree.nbytes
+    assert total + tree.fetched_nbytes <= tree.limit
     assert len(tree) == sum(n.snapshot is not None for n in nodes)
     if not nodes and disk is None:
         assert not tree._roots
@@ -317,6 +319,9 @@ class FakeDisk:
         self.kv: dict[tuple[str, tuple[int, ...]], FakeKV] = {}
         self.snapshots: dict[tuple[str, tuple[int, ...]], FakeState] = {}
         self.broken = False
+        self.state = Fetch.HERE
+        # Size and content of what was asked for, as it was then.
+        self.fetched: dict[tuple, tuple] = {}
 
     @staticmethod
     def key(node: Node) -> tuple[str, tuple[int, ...]]:
@@ -331,19 +336,39 @@ class FakeDisk:
     def holds_snapshot(self, node: Node) -> bool:
         return self.key(node) in self.snapshots
 
-    def nbytes(self, node: Node) -> int:
-        return self.kv[self.key(node)].nbytes if self.holds(node) else 0
+    @property
+    def fetched_nbytes(self) -> int:
+        return sum(size for size, _ in self.fetched.values())
 
-    def snapshot_nbytes(self, node: Node) -> int:
-        return STATE
+    def files(self, nodes: Sequence[Node], entry: Node) -> dict[tuple, tuple]:
+        """What a fetch would read: sizes and content by key."""
+        found: dict[tuple, tuple] = {}
+        for key in map(self.key, nodes):
+            kv = self.kv.get(key)
+            found[key] = (0 if kv is None else kv.nbytes, None if self.broken else kv)
+        snapshot = None if self.broken else self.snapshots.get(self.key(entry))
+        return found | {("snapshot", *self.key(entry)): (STATE, snapshot)}
+
+    def cost(self, nodes: Sequence[Node], entry: Node) -> int:
+        files = self.files(nodes, entry)
+        return sum(size for key, (size, _) in files.items() if key not in self.fetched)
+
+    def fetch(self, nodes: Sequence[Node], entry: Node) -> Fetch:
+        if self.state is not Fetch.NEVER:
+            self.fetched = self.files(nodes, entry) | self.fetched
+        return self.state
+
+    def forget(self) -> None:
+        self.fetched.clear()
 
     def read(self, node: Node) -> FakeKV | None:
-        kv = None if self.broken else self.kv.get(self.key(node))
+        _, kv = self.fetched.pop(self.key(node), (0, None))
         # The file may begin before the node does.
-        return kv and FakeKV(kv.tokens[-len(node.tokens) :])
+        kv = kv and FakeKV(kv.tokens[-len(node.tokens) :])
+        return kv if kv and kv.tokens == node.tokens else None
 
     def read_snapshot(self, node: Node) -> FakeState | None:
-        return None if self.broken else self.snapshots.get(self.key(node))
+        return self.fetched.pop(("snapshot", *self.key(node)), (0, None))[1]
 
     def keep(self, node: Node) -> None:
         for each in node.path():
@@ -443,7 +468,7 @@ class LifeWithDisk(Life):
             default=(),
         )
         assert (() if node is None else path_of(node)) == best
-        if node is None or (node.snapshot is None and not self.tree.load(node)):
+        if node is None or (node.snapshot is None and not self.bring(node)):
             again = self.tree.match(salt, tokens, in_memory=True)
             assert again is None or again.snapshot.tokens == path_of(again)
             return
@@ -453,6 +478,22 @@ class LifeWithDisk(Life):
         if pin and len(self.pinned) < 2:
             self.tree.pin(node)
             self.pinned.append(node)
+
+    def bring(self, node: Node) -> bool:
+        """Fetch an entry, or what has not been fetched of it, and load it."""
+        if self.tree.fetch(node) is not Fetch.HERE:
+            return False
+        assert self.tree.load(node) == (node.snapshot is not None)
+        self.tree.forget_fetched()
+        return node.snapshot is not None
+
+    @rule(tokens=tokens, salt=st.sampled_from("ab"))
+    def ask(self, tokens: list[int], salt: str) -> None:
+        """Something is fetched; what comes between this and its use is up to the other rules."""
+        node = self.tree.match(salt, tuple(tokens))
+        if node is not None and node.snapshot is None:
+            self.tree.forget_fetched()
+            self.tree.fetch(node)
 
     def usable(self, salt: str) -> list[Node]:
         return [
@@ -479,10 +520,12 @@ class LifeWithDisk(Life):
         node = self.tree.match(salt, tuple(tokens))
         if node is not None and node.snapshot is None:
             self.disk.broken = True
-            roomy = not self.pinned
-            assert not self.tree.load(node)
+            self.tree.forget_fetched()
+            if self.tree.fetch(node) is Fetch.HERE:
+                assert not self.tree.load(node)
+                assert self.tree.match(salt, tuple(tokens)) is not node
+            self.tree.forget_fetched()
             self.disk.broken = False
-            assert not roomy or self.tree.match(salt, tuple(tokens)) is not node
 
     @rule()
     def clear(self) -> None:

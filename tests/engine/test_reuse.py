@@ -126,10 +126,7 @@ class World:
             end = start + length
             if end in row.save_points:
                 if self.saves:
-                    tokens = row.prompt[:end]
-                    here = self.tree.covered(row.salt, tokens)
-                    kv = Fake() if here < end else None
-                    self.tree.insert(row.salt, tokens, here, kv, Fake())
+                    self.save(row.salt, row.prompt[:end])
                 row.saved(end)
             tokens = (7,) if end == row.num_prompt else ()
             results.append(
@@ -140,6 +137,10 @@ class World:
             results.append(RowResult(row, 1, 1, (7,), finished=row.num_output + 1 >= 2))
         self.policy.update(results)
         return plan
+
+    def save(self, salt: str, tokens: tuple[int, ...]) -> None:
+        here = self.tree.covered(salt, tokens)
+        self.tree.insert(salt, tokens, here, Fake() if here < len(tokens) else None, Fake())
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):

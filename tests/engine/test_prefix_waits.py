@@ -1,0 +1,180 @@
+"""An engine on its thread while the disk takes its time: the others go on, and the one that waits
+gets its prefix, or its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_mtp.cache import prefix_reader
+from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import reuse
+from mlx_mtp.engine.build import build_engine
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.scheduler import Scheduler
+from tests.engine.cases import EOS
+from tests.engine.test_engine import Client, wait_until
+from tests.engine.test_prefix_disk import MARK, PATIENCE, words
+from tests.harness import greedy, plain, request
+from tests.tiny_models import FAMILIES, VOCAB
+
+PROMPT = words(1, 70)
+CONFIG = EngineConfig(num_draft_tokens=2, prefix_cache_size=64 << 20, prefill_step_size=32)
+
+
+class SlowDisk:
+    """A store whose reads wait until they may go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = PrefixStore(folder, MARK, 1 << 30)
+        self.began, self.go_on = threading.Event(), threading.Event()
+        original = self.store.reader._read
+
+        def slow(key, go_on):
+            self.began.set()
+            assert self.go_on.wait(2 * PATIENCE)
+            return original(key, go_on)
+
+        self.store.reader._read = slow
+
+
+@pytest.fixture
+def begin(tiny_models, tmp_path):
+    """Starts a server's like on a directory that has PROMPT's prefix."""
+    made: list[tuple[Client, SlowDisk]] = []
+
+    def start() -> tuple[Client, SlowDisk]:
+        disk = SlowDisk(tmp_path / "prefixes")
+        model = tiny_models[FAMILIES[0]]
+        engine = build_engine(model, CONFIG, VOCAB, (EOS,), store=disk.store)
+        made.append((Client(engine), disk))
+        return made[-1]
+
+    first, disk = start()
+    disk.go_on.set()
+    first.engine.submit(request("first", PROMPT, greedy(1, ignore_eos=True)))
+    first.wait("first")
+    assert first.engine.stop(PATIENCE)
+    yield start
+    for served, disk in made:
+        disk.go_on.set()
+        assert served.engine.stop(PATIENCE)
+
+
+def reused(served: Client, name: str) -> int:
+    return sum(o.num_reused_tokens for o in served.outputs[name])
+
+
+def test_others_go_on_while_a_prefix_is_read_and_it_is_right_when_it_comes(begin, tiny_models):
+    served, disk = begin()
+    stream = request("stream", [7, 8, 9], greedy(400, ignore_eos=True))
+    wants = request("wants", [*PROMPT, 5], greedy(12, ignore_eos=True))
+    served.engine.submit(stream)
+    served.wait_for_tokens("stream", 3)
+    served.engine.submit(wants)
+    assert disk.began.wait(PATIENCE)
+    # Whatever the engine does from now on, it does while the disk is silent.
+    served.wait_for_tokens("stream", len(served.tokens("stream")) + 30)
+    late = request("late", [11, 12], greedy(5, ignore_eos=True))
+    served.engine.submit(late)
+    served.wait("late")
+    assert served.tokens("wants") == []
+    assert served.engine.stats().num_requests_waiting == 1
+    disk.go_on.set()
+    served.wait("wants", "stream")
+    assert reused(served, "wants") == len(PROMPT)
+    for each in (stream, wants, late):
+        expected = plain(tiny_models[FAMILIES[0]], each, VOCAB).tokens
+        assert tuple(served.tokens(each.request_id)) == expected
+
+
+def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatch):
+    # So that it is the reader that wakes it.
+    monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
+    served, disk = begin()
+    steps, original = [], EngineCore.step
+
+    def counted(self):
+        steps.append(time.monotonic())
+        return original(self)
+
+    monkeypatch.setattr(EngineCore, "step", counted)
+    served.engine._heartbeat._hang_seconds = 0.2
+    names = ("one", "two")
+    for name in names:
+        served.engine.submit(request(name, [*PROMPT, 5], greedy(3, ignore_eos=True)))
+    assert disk.began.wait(PATIENCE)
+    wait_until(lambda: served.engine.stats().num_requests_waiting == 2)
+    before = len(steps)
+    time.sleep(1.0)
+    # A request may have come while the first was looked at; a loop that spins takes thousands.
+    assert len(steps) - before <= 2
+    assert served.engine.hang_reason is None
+    assert served.engine.healthy
+    disk.go_on.set()
+    served.wait(*names)
+    assert [reused(served, name) for name in names] == [len(PROMPT)] * 2
+
+
+def test_a_read_that_takes_too_long_is_not_waited_for(begin, tiny_models, monkeypatch):
+    """Alone in the engine, which has to wake up by itself; the next finds what the first saved."""
+    monkeypatch.setattr(reuse, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(prefix_reader, "READ_SECONDS", 0.2)
+    served, disk = begin()
+    for name in ("one", "two"):
+        wants = request(name, [*PROMPT, 5], greedy(6, ignore_eos=True), None)
+        served.engine.submit(wants)
+        served.wait(name)
+        assert disk.began.is_set()
+        assert reused(served, name) == (0 if name == "one" else len(PROMPT) + 1)
+        expected = plain(tiny_models[FAMILIES[0]], wants, VOCAB).tokens
+        assert tuple(served.tokens(name)) == expected
+
+
+def test_one_that_waits_can_be_cancelled(begin):
+    served, disk = begin()
+    served.engine.submit(request("leaves", [*PROMPT, 5], greedy(6)))
+    assert disk.began.wait(PATIENCE)
+    served.engine.cancel("leaves")
+    wait_until(lambda: served.engine.stats().num_requests_waiting == 0)
+    assert disk.store.reader.nbytes == 0
+    disk.go_on.set()
+    served.engine.submit(request("stays", [*PROMPT, 5], greedy(6)))
+    served.wait("stays")
+    assert reused(served, "stays") == len(PROMPT)
+    assert served.tokens("leaves") == []
+
+
+def test_the_engine_stops_while_a_read_hangs(begin, monkeypatch):
+    monkeypatch.setattr(prefix_reader, "_STOP_SECONDS", 0.1)
+    served, disk = begin()
+    served.engine.submit(request("waits", [*PROMPT, 5], greedy(6)))
+    assert disk.began.wait(PATIENCE)
+    assert served.engine.stop(PATIENCE)
+    assert served.outputs["waits"][-1].finish_reason == "error"
+
+
+def test_another_engine_thread_begins_without_the_reads_of_the_one_before(begin, monkeypatch):
+    served, disk = begin()
+    served.engine.submit(request("hit", [*PROMPT, 5], greedy(6)))
+    assert disk.began.wait(PATIENCE)
+    original = Scheduler.schedule
+
+    def broken(self):
+        monkeypatch.setattr(Scheduler, "schedule", original)
+        raise RuntimeError("a bug in the scheduler")
+
+    monkeypatch.setattr(Scheduler, "schedule", broken)
+    served.engine.submit(request("also hit", [3, 4], greedy(6)))
+    served.wait("hit", "also hit")
+    assert served.outputs["hit"][-1].finish_reason == "error"
+    wait_until(lambda: served.engine.stats().num_restarts == 1)
+    assert disk.store.reader.nbytes == 0
+    disk.go_on.set()
+    served.engine.submit(request("after", [*PROMPT, 5], greedy(6)))
+    served.wait("after")
+    assert reused(served, "after") == len(PROMPT)
