@@ -7,18 +7,18 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.config import DraftTokens, EngineConfig
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_keeper import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
+from mlx_mtp.engine.info import EngineInfo
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse
@@ -37,37 +37,6 @@ from mlx_mtp.speculative.depth import DepthPolicy
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Many[RequestOutput]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What a client of the engine needs to know of the model.
-
-    Args:
-        vocab_size: token ids are below this.
-        eos_token_ids: ids that end a sequence unless it ignores them.
-        max_model_len: most tokens of prompt and answer together.
-        num_draft_tokens: drafts per step where a request doesn't say; 0 when MTP is off.
-        model_type: as in config.json.
-        mtp_enabled: there is a source of drafts.
-        max_num_seqs: rows that are computed at once.
-        prefix_cache_size: bytes that the prefix cache may take; 0: there is none.
-        kv_cache_quantization: bits of the KV in it; None: as it is.
-        prefix_cache_dir: where it is kept on the disk as well; None: nowhere.
-        prefix_cache_dir_size: bytes that the files may take.
-    """
-
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    num_draft_tokens: DraftTokens
-    model_type: str
-    mtp_enabled: bool
-    max_num_seqs: int
-    prefix_cache_size: int = 0
-    kv_cache_quantization: int | None = None
-    prefix_cache_dir: Path | None = None
-    prefix_cache_dir_size: int = 0
 
 
 class Engine:
