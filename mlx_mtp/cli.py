@@ -94,7 +94,7 @@ def serve(options: argparse.Namespace) -> int:
 
     from mlx_mtp.server.app import STOP_SECONDS, create_app
     from mlx_mtp.server.auth import read_keys
-    from mlx_mtp.server.serve import bind, give_up, make_server, warn_if_open
+    from mlx_mtp.server.serve import bind, give_up, make_server, run, warn_if_open
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
@@ -148,11 +148,7 @@ def serve(options: argparse.Namespace) -> int:
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: print_or_discard(told)
         )
-        try:
-            server.run(sockets=[sock])
-        finally:
-            # Leaving by force, uvicorn doesn't stop the engine.
-            ended = engine.stop(STOP_SECONDS)
+        ended = run(server, sock, lambda: engine.stop(STOP_SECONDS))
     if not ended:
         give_up("the engine's thread hangs and can't be ended")
     return 0

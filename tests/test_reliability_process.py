@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.process import MODEL, Server, running
+from tests.process import MODEL, Server, running, start
 
 STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
 
@@ -182,3 +182,17 @@ def test_the_engine_dies_and_comes_back_three_times() -> None:
         assert ask(server, 30).status_code == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_server() -> None:
+    """A pipe takes some 800 lines of the access log."""
+    server = start("--enable-mtp")
+    with server.process as process, httpx.Client(base_url=server.url, timeout=60) as client:
+        try:
+            for _ in range(2000):
+                assert client.get("/health").status_code == 200
+            assert ask(server, 5).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()

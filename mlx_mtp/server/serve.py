@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mlx_mtp.errors import UsageError
+from mlx_mtp.server.background_log import BackgroundLog, in_background
 from mlx_mtp.server.connections import Limits, limited
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.hosts import ANY, is_loopback
@@ -157,6 +158,24 @@ def make_server(
         server_header=False,
     )
     return Server(config, context, on_ready)
+
+
+def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) -> bool:
+    """Serve until a signal, then stop the engine; returns whether that has ended.
+
+    Where nobody reads what the server logs, the process ends here: what is left to be written
+    would hold up its end.
+    """
+    log = BackgroundLog()
+    with in_background(log):
+        try:
+            server.run(sockets=[sock])
+        finally:
+            # Leaving by force, uvicorn doesn't stop the engine.
+            ended = stop_engine()
+    if not log.end():
+        os._exit(0 if ended else 1)
+    return ended
 
 
 def give_up(reason: str) -> NoReturn:
