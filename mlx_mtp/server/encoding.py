@@ -63,8 +63,8 @@ def encode(
 def _too_many(count: str, limit: int) -> ContextLengthError:
     # Agents know these words, and shorten the chat (docs/clients.md).
     return ContextLengthError(
-        f"The prompt is too long: {count} tokens > {limit - 1} maximum. The maximum context length "
-        f"is {limit} tokens here."
+        f"The prompt is too long: {count} tokens > {limit - 1} maximum. This model's maximum "
+        f"context length is {limit} tokens."
     )
 
 

@@ -11,10 +11,10 @@ from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.wire_help import saying
 
-# As the clients' own code looks for them: Claude Code, opencode, Continue.
+# As the clients' own code looks for them: Claude Code, opencode, Continue, LiteLLM.
 SHOULD_MATCH = (
     r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)",
-    r"maximum context length is \d+ tokens",
+    r"This model's maximum context length is \d+ tokens",
 )
 CHAT = ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]})
 MESSAGES = ("/v1/messages", lambda text: {**CHAT[1](text), "max_tokens": 8})

@@ -61,7 +61,10 @@ function checksFor(chat) {
       Reading.parse(await stream.output);
       const asked = { ...common, prompt: question, schema: Reading };
       Reading.parse((await generateObject(asked)).object);
-      Reading.parse(await streamObject(asked).object);
+      const streamed = streamObject(asked);
+      // It reads no further ahead than its reader does.
+      for await (const piece of streamed.partialObjectStream) assert.ok(piece);
+      Reading.parse(await streamed.object);
     },
   };
 }
