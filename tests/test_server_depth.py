@@ -31,7 +31,11 @@ def timings(server: Server, **body: object) -> dict[str, float]:
     return answer.json()["timings"]
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, pytest.param({"temperature": 1.0, "seed": 5}, marks=pytest.mark.full)],
+    ids=["greedy", "seeded"],
+)
 def test_auto_gives_the_answers_of_plain_decoding(servers, options):
     """Sixteen at once; every fourth asks for a depth of its own, or for none."""
     alone = {q: ask(servers["off"], q, **options) for q in QUESTIONS}

@@ -58,7 +58,7 @@ def test_the_sdk_gets_an_answer_streaming_and_not(servers):
     [
         {"temperature": 0},
         {"temperature": 1.0, "seed": 5},
-        {"temperature": 1.3, "top_p": 0.9, "seed": 6},
+        pytest.param({"temperature": 1.3, "top_p": 0.9, "seed": 6}, marks=pytest.mark.full),
     ],
     ids=["greedy", "seeded", "nucleus"],
 )

@@ -52,6 +52,7 @@ def test_the_whole_command(tmp_path):
         assert any("speed" in what for what in found["skipped"])
 
 
+@pytest.mark.full
 def test_little_time_is_told(small, capsys):
     assert cli.main(["selftest"], {}) == 0
     told = capsys.readouterr().out
