@@ -166,8 +166,16 @@ def test_no_more_is_used_than_was_planned(model: LoadedModel, rows: int, step: i
 
 
 def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
-    """Not with its square, and not with how many short rows run beside it."""
-    peaks = {n: prefill_memory.measure(model, n, 0, 128).prefill for n in (512, 1024, 1536)}
+    """Not with its square, and not with how many short rows run beside it.
+
+    The least of three: on a busy machine buffers are freed late, and never early.
+    """
+
+    def peak(tokens: int, rows: int = 0) -> int:
+        runs = [prefill_memory.measure(model, tokens, rows, 128) for _ in range(3)]
+        return min(run.prefill - (run.before if rows else 0) for run in runs)
+
+    peaks = {n: peak(n) for n in (512, 1024, 1536)}
     first, second = peaks[1024] - peaks[512], peaks[1536] - peaks[1024]
     # By the square the second would be 2 times the first; buffers come in steps of 256 tokens.
     assert 0 < second < 1.3 * first
@@ -178,8 +186,7 @@ def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
     kept = caches.kv_per_token + caches.head_kv_per_token
     # Scores, their mask, the rows themselves, and one copy of a layer's as they grow.
     assert per_token < 1.2 * (scores + 128 + 2 * kept)
-    beside = prefill_memory.measure(model, 1024, 4, 128)
-    assert beside.prefill - beside.before < 1.1 * peaks[1024]
+    assert peak(1024, rows=4) < 1.1 * peaks[1024]
 
 
 def test_without_a_size_the_prefix_cache_gets_a_share_of_what_is_left():
