@@ -106,17 +106,19 @@ def serve(options: argparse.Namespace) -> int:
             calibration_seconds=options.calibration_seconds,
             kv_cache_quantization=parts.bits(options.kv_cache_quantization),
         )
+        limit = parts.memory_limit(options)
         plans: list[tuple[MemoryPlan, PrefixStore | None]] = []
 
         def plan(model: LoadedModel) -> None:
             # Before the weights are read: what can't fit should not be learnt by swapping, nor
             # after a long load that a directory can't be used.
-            memory = parts.plan_memory(model, options, limits)
+            memory = parts.plan_memory(model, options, limits, limit)
             plans.append((memory, parts.open_prefix_store(model, options, limits, memory)))
 
         loaded, tokenizer = parts.load(
             options,
             enable_mtp=options.enable_mtp,
+            memory=limit.nbytes,
             before_reading=plan,
         )
         ((memory, store),) = plans

@@ -28,9 +28,10 @@ def load(
     options: argparse.Namespace,
     *,
     enable_mtp: bool,
+    memory: int | None = None,
     before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer; `before_reading` sees the model before its weights are read."""
+    """The model and its tokenizer; `memory` and `before_reading` are those of `load_model`."""
     if enable_mtp and options.model is not None:
         from mlx_mtp.convert.hub_head import check_head_on_hub
 
@@ -44,7 +45,7 @@ def load(
         path,
         enable_mtp=enable_mtp,
         dtype=options.dtype,
-        memory=memory_limit(options).nbytes,
+        memory=memory,
         before_reading=before_reading,
     )
     return loaded, Tokenizer.load(path)
@@ -54,18 +55,17 @@ def memory_limit(options: argparse.Namespace) -> MemoryLimit:
     """What may be used: what --memory-limit says, or what the machine has."""
     from mlx_mtp.machine import MemoryLimit, machine_memory
 
-    given = getattr(options, "memory_limit", None)
+    given = options.memory_limit
     return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
 
 
 def plan_memory(
-    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig, limit: MemoryLimit
 ) -> MemoryPlan:
     """How the memory will be shared out, before any weight is read."""
     from mlx_mtp.engine.build import plan_for
     from mlx_mtp.machine import wire_memory
 
-    limit = memory_limit(options)
     wanted = options.mtp_draft_vocab
     num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
     plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)

@@ -86,7 +86,7 @@ def test_the_plan_is_that_of_serve(nbytes):
     options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
     loaded = load_model(DEMO, enable_mtp=True, lazy=True)
     config = parts.engine_config(options, max_num_seqs=EngineConfig().max_num_seqs)
-    theirs = parts.plan_memory(loaded, options, config)
+    theirs = parts.plan_memory(loaded, options, config, parts.memory_limit(options))
     ours = plan(demand(find(None), "auto"), MemoryLimit(nbytes, "--memory-limit"))
     assert ours == theirs
 
