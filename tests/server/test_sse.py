@@ -1,12 +1,15 @@
-"""Streams from within: what is written to the socket at one time."""
+"""Streams from within: what is written to the socket at one time, and the lock's interval."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
+
+import pytest
 
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import StepError
@@ -19,6 +22,7 @@ from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.openai.writer import ChatWriter, Envelope
 from mlx_mtp.server.parsing.answer import PlainParser
+from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine, endless, fake_logprobs, out
@@ -125,3 +129,23 @@ def test_what_came_before_an_error_is_written(tokenizer: Tokenizer) -> None:
         assert last[1:] == ["[DONE]"]
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_interval")
+def test_a_server_has_its_threads_take_turns_more_often() -> None:
+    seen = []
+
+    class Stub:
+        def run(self, sockets: object) -> None:
+            seen.append(sys.getswitchinterval())
+
+    with bind("127.0.0.1", 0) as sock:
+        assert run(cast(Server, Stub()), sock, lambda: True)
+    assert seen == [pytest.approx(SWITCH_SECONDS)]
