@@ -21,7 +21,8 @@ from mlx_mtp.server.gate import Gate
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.openai.writer import ChatWriter, Envelope
-from mlx_mtp.server.parsing.answer import PlainParser
+from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser, ThinkThenTools
+from mlx_mtp.server.parsing.think import ThinkParser
 from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -33,7 +34,8 @@ PATIENCE = 30.0
 class Stream:
     """One chat's events, whose steps the test brings."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser | None = None) -> None:
+        self._parser = parser or PlainParser()
         self._text_bytes = tokenizer.text_bytes
         engine = FakeEngine(endless(40))
         self.dispatcher = Dispatcher(engine)
@@ -50,12 +52,12 @@ class Stream:
         self.pieces: AsyncIterator[bytes] = stream_events(generation, writer, PATIENCE)
 
     def _choice(self, index: int) -> Choice:
-        return Choice(index, Detokenizer(self._text_bytes), PlainParser())
+        return Choice(index, Detokenizer(self._text_bytes), self._parser)
 
-    def step(self, token: int, finish: Any = None) -> None:
-        """A step has brought a token."""
-        logprobs = (fake_logprobs(token, self.request),)
-        self._arrived(out(token, finish=finish, logprobs=logprobs))
+    def step(self, *tokens: int, finish: Any = None) -> None:
+        """A step has brought tokens."""
+        logprobs = tuple(fake_logprobs(token, self.request) for token in tokens)
+        self._arrived(out(*tokens, finish=finish, logprobs=logprobs))
 
     def fail(self, error: StepError) -> None:
         """A step has failed."""
@@ -87,7 +89,7 @@ def test_steps_that_have_come_together_are_written_at_once(tokenizer: Tokenizer)
     async def main() -> None:
         stream = Stream(tokenizer)
         for token in tokens:
-            stream.step(token, "length" if token == tokens[-1] else None)
+            stream.step(token, finish="length" if token == tokens[-1] else None)
         first, last = [events(piece) async for piece in stream.pieces]
         role, *contents, finish = first
         assert told(role) == ("", [])
@@ -106,12 +108,44 @@ def test_a_step_does_not_wait_for_the_next(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         stream = Stream(tokenizer)
         for number, token in enumerate(tokens):
-            stream.step(token, "length" if token == tokens[-1] else None)
+            stream.step(token, finish="length" if token == tokens[-1] else None)
             piece = await anext(stream.pieces)
             assert tokenizer.token_text(token) in [told(e)[0] for e in events(piece)]
             assert (b'"role"' in piece) == (number == 0)
         (last,) = [piece async for piece in stream.pieces]
         assert events(last)[-1] == "[DONE]"
+
+    asyncio.run(main())
+
+
+def test_the_tokens_of_a_step_are_one_event(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("one two three")
+    words = [tokenizer.token_text(token) for token in tokens]
+
+    async def main() -> None:
+        stream = Stream(tokenizer)
+        stream.step(*tokens)
+        _, content = events(await anext(stream.pieces))
+        assert told(content) == ("one two three", words)
+        stream.step(tokens[0], finish="length")
+        content, _ = events(await anext(stream.pieces))
+        assert told(content) == (words[0], words[:1])
+
+    asyncio.run(main())
+
+
+def test_reasoning_and_answer_of_a_step_are_two_events(tokenizer: Tokenizer) -> None:
+    thought, said = tokenizer.encode("I think so."), tokenizer.encode("It is so.")
+    tokens = (*thought, *tokenizer.encode("</think>"), *said)
+
+    async def main() -> None:
+        think = ThinkParser(opened=True, with_tools=False)
+        stream = Stream(tokenizer, ThinkThenTools(think, None))
+        stream._text_bytes = tokenizer.text_bytes_with(["</think>"])
+        stream.step(*tokens)
+        _, reasoning, content = events(await anext(stream.pieces))
+        assert reasoning["choices"][0]["delta"] == {"reasoning_content": "I think so."}
+        assert told(content) == ("It is so.", [tokenizer.token_text(token) for token in said])
 
     asyncio.run(main())
 
