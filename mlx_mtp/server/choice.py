@@ -80,7 +80,8 @@ class Delta:
 class Choice:
     """One sequence: detokenizes it, parses it and counts its tokens.
 
-    Tokens are taken singly: nothing of what comes out depends on how many a step brought.
+    Tokens are taken singly: nothing of what comes out depends on how many a step brought, but for
+    the number of pieces that it comes in.
 
     Args:
         index: among the answer's choices.
