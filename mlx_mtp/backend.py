@@ -7,10 +7,12 @@ with global symbols replaces.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
 import logging
+import os
 import platform
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from mlx_mtp.errors import BackendError
 logger = logging.getLogger(__name__)
 
 _CUDA_DISTRIBUTIONS = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
+_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _REFERENCE_BLAS = "reference BLAS (slow)"
 
 
@@ -107,6 +110,7 @@ def _fast_blas() -> str:
         except (OSError, LookupError) as error:
             logger.debug("no OpenBLAS from %s: %s", source.__name__.strip("_"), error)
             continue
+        _leave_a_core(library)
         return f"{_describe(library)} ({where})"
     logger.warning(
         "No OpenBLAS found: mlx falls back to the reference BLAS, whose matrix products are about "
@@ -147,6 +151,19 @@ def _cmeel() -> tuple[ctypes.CDLL, str]:
 
 def _load(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+
+def _leave_a_core(library: ctypes.CDLL) -> None:
+    """One core is for the thread that builds the steps, unless the user has said how many to use.
+
+    OpenBLAS starts a thread for each core, and between two products these spin for milliseconds:
+    on two cores they take more from that thread than they give.
+    """
+    if any(os.environ.get(name) for name in _BLAS_THREADS):
+        return
+    with contextlib.suppress(AttributeError):  # As in `_describe`: not every build has them.
+        count = int(library.openblas_get_num_threads())
+        library.openblas_set_num_threads(max(count - 1, 1))
 
 
 def _package_folder(name: str) -> Path:

@@ -80,7 +80,8 @@ class Delta:
 class Choice:
     """One sequence: detokenizes it, parses it and counts its tokens.
 
-    Tokens are taken singly: nothing of what comes out depends on how many a step brought.
+    Tokens are taken singly: nothing of what comes out depends on how many a step brought, but for
+    the number of pieces that it comes in.
 
     Args:
         index: among the answer's choices.
@@ -125,7 +126,7 @@ class Choice:
         self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
         reason = "stop" if self._ended_early else output.finish_reason
         if reason is None:
-            return Delta(self.index, tuple(self._pieces(events)))
+            return Delta(self.index, _joined(self._pieces(events)))
         return self._finish(reason, events)
 
     def _take(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
@@ -153,8 +154,8 @@ class Choice:
         if reason == "stop" and self._parser.num_calls:
             reason = "tool_calls"
         self.finish_reason = reason
-        pieces = [*self._pieces(events), *self._rest()]
-        return Delta(self.index, tuple(pieces), reason, self._detokenizer.stop)
+        pieces = _joined([*self._pieces(events), *self._rest()])
+        return Delta(self.index, pieces, reason, self._detokenizer.stop)
 
     def _pieces(self, events: Iterable[Event]) -> Iterable[Piece]:
         for event in events:
@@ -173,6 +174,24 @@ class Choice:
             tokens = self._tokens.rest()
             if tokens:
                 yield Content("", tokens)
+
+
+def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same, with neighbouring pieces of one text as one: a step is told at once."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(last, Content) and isinstance(piece, Content) and piece.broken_call is None:
+            tokens = (*last.tokens, *piece.tokens)
+            joined[-1] = Content(last.text + piece.text, tokens, last.broken_call)
+        elif isinstance(last, Reasoning) and isinstance(piece, Reasoning):
+            joined[-1] = Reasoning(last.text + piece.text)
+        elif isinstance(last, ToolArguments) and isinstance(piece, ToolArguments):
+            # The start of the next call stands between the arguments of two.
+            joined[-1] = ToolArguments(last.call, last.text + piece.text)
+        else:
+            joined.append(piece)
+    return tuple(joined)
 
 
 class _TokenQueue:

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
 """How long clients may take to read the error that ended their answer."""
+SWITCH_SECONDS = 0.001
+"""After this time a thread that builds a step in Python lets the event loop go on, which needs the
+interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step."""
 _BACKLOG = 2048
 _SPARE_FILES = 64
 """Files that are open beside the clients' connections."""
@@ -166,6 +169,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) ->
     Where nobody reads what the server logs, the process ends here: what is left to be written
     would hold up its end.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     log = BackgroundLog()
     with in_background(log):
         try:

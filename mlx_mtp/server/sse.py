@@ -48,10 +48,10 @@ async def _disconnected(receive: Receive) -> None:
 async def stream_events(
     generation: Generation, writer: Writer, patience: float
 ) -> AsyncIterator[bytes]:
-    """One generation as server-sent events.
+    """One generation as server-sent events; those that are told at one time come as one piece.
 
-    An error before the first of them is raised, so that it can still become an HTTP status; a
-    later one is an event of the stream.
+    An error before the first of them is raised, so that it can still become an HTTP status; a later
+    one is an event of the stream.
 
     Args:
         generation: its answers.
@@ -60,18 +60,15 @@ async def stream_events(
     """
     begun = False
     try:
-        async for event in _events(generation, writer, patience):
+        async for events in _events(generation, writer, patience):
             begun = True
-            yield event
+            yield events
     except Exception as error:
         if not begun:
             raise
         if not isinstance(error, MlxMtpError):
             logger.exception("a stream failed")
-        for event in writer.failure(error):
-            yield event
-    if writer.done:
-        yield writer.done
+        yield b"".join((*writer.failure(error), writer.done))
 
 
 async def _events(generation: Generation, writer: Writer, patience: float) -> AsyncIterator[bytes]:
@@ -80,15 +77,13 @@ async def _events(generation: Generation, writer: Writer, patience: float) -> As
         if not deltas:
             yield writer.keep_alive
             continue
-        if not opened:
-            opened = True
-            for event in writer.opening(generation):
-                yield event
+        events = [] if opened else [*writer.opening(generation)]
+        opened = True
         for delta in deltas:
-            for event in writer.delta(delta, generation):
-                yield event
-    for event in writer.ending(generation):
-        yield event
+            events.extend(writer.delta(delta, generation))
+        if events:
+            yield b"".join(events)
+    yield b"".join((*writer.ending(generation), writer.done))
 
 
 class EventStreamResponse(Response):
@@ -119,11 +114,11 @@ class EventStreamResponse(Response):
 
     async def _send(self, generation: Generation, send: Send) -> None:
         started = False
-        async for event in stream_events(generation, self._writer, self._patience):
+        async for events in stream_events(generation, self._writer, self._patience):
             if not started:
                 # Not earlier: an error before the first event is still an HTTP status.
                 start = {"type": "http.response.start", "status": self.status_code}
                 await send({**start, "headers": self.raw_headers})
                 started = True
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

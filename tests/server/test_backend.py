@@ -108,6 +108,27 @@ for line in open("/proc/self/maps"):
     assert "openblas" in run(code).stdout
 
 
+def blas_threads(**environ: str) -> int:
+    """How many threads OpenBLAS may use after `prepare`."""
+    code = """
+import ctypes
+from mlx_mtp import backend
+backend.prepare()
+print(ctypes.CDLL(None).openblas_get_num_threads())
+"""
+    unset = dict.fromkeys(backend._BLAS_THREADS, "")
+    return int(run(code, **unset | environ).stdout)
+
+
+@pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is no core to be left")
+def test_one_core_is_left_to_the_thread_that_builds_the_steps() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert blas_threads() == max(blas_threads(OPENBLAS_NUM_THREADS=str(cores)) - 1, 1)
+    assert blas_threads(OPENBLAS_NUM_THREADS="2") == 2
+    assert blas_threads(OMP_NUM_THREADS="2") == 2
+
+
 @pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
 def test_coming_after_mlx_is_told() -> None:
     code = """
