@@ -361,6 +361,30 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     assert served.engine.stats().num_restarts == 1
 
 
+def test_stop_waits_for_a_thread_that_is_just_being_started(client, monkeypatch):
+    served = client()
+    starts, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "mlx-mtp-engine":
+            starts.set()
+            assert go_on.wait(60)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    with served.held_at(2, request("a", [5, 6], greedy(400, ignore_eos=True))):
+        fail_next_turn(monkeypatch)
+    assert starts.wait(60)
+    stopping = threading.Thread(target=served.engine.stop)
+    stopping.start()
+    stopping.join(0.3)
+    assert stopping.is_alive(), "it took the thread for one that has ended"
+    go_on.set()
+    stopping.join()
+    assert not served.engine._thread.is_alive()
+
+
 def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, monkeypatch):
     served = client()
     stats = EngineCore.stats
