@@ -183,5 +183,6 @@ def test_a_conversation_with_a_tools_result(server: Server) -> None:
 def test_who_sends_json_as_what_it_accepts_gets_a_stream_all_the_same(server: Server) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
     headers = {"Accept": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
+    url = f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, headers=headers, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream")

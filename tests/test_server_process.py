@@ -46,7 +46,7 @@ def stream(server: Server, question: str, **options: object) -> str:
 
 def test_the_sdk_gets_an_answer_streaming_and_not(servers):
     server = servers["on"]
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     text = ask(server, STORY)
     assert text.startswith("Once upon a time")
     assert stream(server, STORY) == text

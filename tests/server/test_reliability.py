@@ -241,7 +241,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
 
 def is_closed(client: Served) -> bool:
     try:
-        socket.create_connection(client.address, timeout=5).close()
+        socket.create_connection(client.address, timeout=30).close()
     except OSError:
         return True
     return False
