@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,16 +137,20 @@ def test_places_come_back_from_requests_that_fail_or_leave(serve: Serve) -> None
 def test_openais_library_waits_and_tries_again(serve: Serve) -> None:
     valve = Valve()
     engine = small(valve)
-    with serve(engine, max_queue=0) as client, ThreadPoolExecutor(1) as pool:
+    rejected = "mlx_mtp:requests_rejected_total{reason=queue_full}"
+    with (
+        serve(engine, max_queue=0) as client,
+        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=5) as told,
+        ThreadPoolExecutor(2) as pool,
+    ):
         job = pool.submit(client.post, CHAT, json=chat_body())
         assert engine.wait_for(lambda: len(engine.submitted) == 1)
-        base = f"{client.base_url}/v1"
-        sdk = openai.OpenAI(base_url=base, api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError, match="--max-queue"):
-            sdk.chat.completions.create(**chat_body())
-        threading.Timer(0.5, lambda: setattr(valve, "is_open", True)).start()
-        told = openai.OpenAI(base_url=base, api_key="none", max_retries=2)
-        assert told.chat.completions.create(**chat_body()).choices[0].message.content
+            told.with_options(max_retries=0).chat.completions.create(**chat_body())
+        waiting = pool.submit(told.chat.completions.create, **chat_body())
+        wait_until(lambda: samples(client)[rejected] == 2)
+        valve.is_open = True
+        assert waiting.result().choices[0].message.content
         assert job.result().status_code == 200
 
 
