@@ -1,22 +1,26 @@
 """Peak memory of long prompts in chunks: alone, and beside rows that decode.
 
-Each case runs in a process of its own, for the resident set's peak is the process's. mlx's own peak
-is taken step by step, so that the prompt's chunks and its joining the other rows (whose room then
+Each case runs in a process of its own: the resident set's peak is the process's, and what earlier
+work left behind would be freed meanwhile and taken from the case's peak. mlx's own peak is taken
+step by step, so that the prompt's chunks and its joining the other rows (whose room then
 becomes as long as its own: docs/architecture.md, Known limits) are told apart.
 
     python -m benchmarks.prefill_memory [--tokens 8192 16384 32768] [--rows 0 4] [--step 512]
+                                        [--model DIR]
 
-The bundled model in float32; minutes on two cores.
+The bundled model by default, in float32; minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from mlx_mtp import backend
 
@@ -39,6 +43,7 @@ from mlx_mtp.speculative.depth import FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer
 
 SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
+ROOT = Path(__file__).resolve().parents[1]
 _MIB = 1 << 20
 
 
@@ -68,7 +73,12 @@ class Peaks:
 
 
 def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
-    """Run one prompt of `tokens` tokens while `rows` short rows decode."""
+    """Run one prompt of `tokens` tokens while `rows` short rows decode.
+
+    Only in a process that has nothing else on the device: see `measure_apart`.
+    """
+    gc.collect()
+    mx.synchronize()
     weights = mx.get_active_memory()
 
     def step_peak() -> int:
@@ -111,6 +121,25 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
     )
 
 
+def measure_apart(model: Path, cases: list[tuple[int, int]], step: int) -> list[Peaks]:
+    """`measure` in a new process, one case after the other.
+
+    Args:
+        model: its directory.
+        cases: (tokens, rows) of each.
+        step: tokens of a prompt's chunk.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; what it said is on this process's stderr.
+    """
+    command = [sys.executable, "-m", "benchmarks.prefill_memory", "--model", str(model.resolve())]
+    for tokens, rows in cases:
+        command += ["--case", str(tokens), str(rows)]
+    command += ["--step", str(step)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    return [Peaks(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
 def _sequence(model: LoadedModel, tokens: int, answer: int, name: str) -> Sequence:
     prompt = tuple((i * 7919) % model.vocab_size for i in range(tokens))
     sampling = SamplingParams(max_tokens=answer, temperature=0.0)
@@ -143,20 +172,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--rows", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--step", type=int, default=512)
-    parser.add_argument("--case", help=argparse.SUPPRESS, type=int, nargs=2)
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
+    parser.add_argument("--case", help=argparse.SUPPRESS, type=int, nargs=2, action="append")
     options = parser.parse_args()
     if options.case:
-        model = load_model(BUNDLED_MODEL, enable_mtp=True)
-        tokens, rows = options.case
-        print(json.dumps(asdict(measure(model, tokens, rows, options.step))))
+        model = load_model(options.model, enable_mtp=True)
+        for tokens, rows in options.case:
+            print(json.dumps(asdict(measure(model, tokens, rows, options.step))), flush=True)
         return
     found = []
     for rows in options.rows:
         for tokens in options.tokens:
-            case = ["--case", str(tokens), str(rows), "--step", str(options.step)]
-            command = [sys.executable, "-m", "benchmarks.prefill_memory", *case]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found.append(Peaks(**json.loads(done.stdout)))
+            found += measure_apart(options.model, [(tokens, rows)], options.step)
             print(_table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(_table(found))
 

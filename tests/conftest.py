@@ -12,12 +12,19 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from tests.harness import MEASURED
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+
+# A busy machine makes any example slow: by default one of more than 200 ms fails.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 DEMO = Path(backend.__file__).parent / "demo"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,6 @@ def test_calls_in_chats(server: Server) -> None:
 
 
 def test_calls_in_messages(server: Server) -> None:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     tool = {"name": "get_weather", "description": "d", "input_schema": SCHEMA}
     tool["description"] = WEATHER["function"]["description"]
 
@@ -82,19 +82,20 @@ def test_calls_in_messages(server: Server) -> None:
         more = {"tools": [tool], "extra_body": {"temperature": 0}}
         return {"model": MODEL, "max_tokens": 200, "messages": messages, **more}
 
-    def whole(city: str) -> Any:
+    def whole(client: anthropic.Anthropic, city: str) -> Any:
         message = client.messages.create(**fields(city))
         assert message.stop_reason == "tool_use"
         (block,) = message.content
         return block.input
 
-    def streamed(city: str) -> Any:
+    def streamed(client: anthropic.Anthropic, city: str) -> Any:
         with client.messages.stream(**fields(city)) as stream:
             (block,) = stream.get_final_message().content
         return block.input
 
-    all_cities(whole)
-    all_cities(streamed)
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        all_cities(partial(whole, client))
+        all_cities(partial(streamed, client))
 
 
 def test_calls_in_responses(server: Server) -> None:
@@ -183,5 +184,6 @@ def test_a_conversation_with_a_tools_result(server: Server) -> None:
 def test_who_sends_json_as_what_it_accepts_gets_a_stream_all_the_same(server: Server) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
     headers = {"Accept": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
+    url = f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, headers=headers, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -51,23 +51,25 @@ def wait_for_rows(server: Server, count: int) -> None:
     "sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
 )
 def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals) -> None:
-    """Two rows run and two requests wait: all four are answered in full; the fifth is refused."""
-    with running("--max-num-seqs", "2") as server, ThreadPoolExecutor(4) as pool:
+    """Two rows run and two requests wait: all four are answered in full; the next is refused.
+
+    A stream beside them, which the test leaves when it has seen enough, keeps the server from
+    having drained before.
+    """
+    with running("--max-num-seqs", "3") as server, ThreadPoolExecutor(4) as pool:
+        beside = events(server, 20_000)
+        next(beside)
         jobs = [pool.submit(ask, server, 150) for _ in range(4)]
-        wait_for_rows(server, 2)
+        wait_for_rows(server, 3)
         server.process.send_signal(sig)
-        refused = None
-        for _ in range(200):  # Until the signal has been seen.
-            answer = httpx.get(f"{server.url}/health", timeout=30)
-            if answer.status_code == 503:
-                refused = ask(server, 5)
-                break
+        while (health := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
             time.sleep(0.01)
-        assert answer.json()["status"] == "draining"
-        assert refused is not None
+        assert health.json()["status"] == "draining"
+        refused = ask(server, 5)
         assert refused.status_code == 503
         assert refused.headers["connection"] == "close"
         assert int(refused.headers["retry-after"]) >= 1
+        beside.close()
         answers = [job.result() for job in jobs]
         assert [a.status_code for a in answers] == [200] * 4
         texts = {a.json()["choices"][0]["message"]["content"] for a in answers}

@@ -154,6 +154,6 @@ def test_bad_salts(server: Server, path: str, salt: object) -> None:
     prompts = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}
     messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     body = {"model": MODEL, "cache_salt": salt, **prompts.get(path, messages)}
-    answer = httpx.post(f"{server.url}/v1/{path}", json=body)
+    answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
     assert answer.status_code == 400
     assert "cache_salt" in answer.text

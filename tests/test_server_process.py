@@ -46,7 +46,7 @@ def stream(server: Server, question: str, **options: object) -> str:
 
 def test_the_sdk_gets_an_answer_streaming_and_not(servers):
     server = servers["on"]
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     text = ask(server, STORY)
     assert text.startswith("Once upon a time")
     assert stream(server, STORY) == text
@@ -88,6 +88,7 @@ def test_a_client_that_goes_away_frees_its_row(servers):
         assert server.metric("num_requests_running") == 1
     server.wait_until_empty()
     body["stream"] = False
+    patience = httpx.Timeout(60, read=1.0)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=1.0)
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=patience)
     server.wait_until_empty()

@@ -142,7 +142,8 @@ class Engine:
             self._wake.notify()
         atexit.unregister(self.stop)
         while True:
-            thread = self._thread
+            with self._wake:
+                thread = self._thread
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout)
             # A thread that died may have started another meanwhile.
@@ -225,8 +226,10 @@ class Engine:
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
         if again:
-            self._thread = self._new_thread()
-            self._thread.start()
+            # Under the lock: `stop` would take a thread that is not started for one that has ended.
+            with self._wake:
+                self._thread = self._new_thread()
+                self._thread.start()
 
     def _live(self, scheduler: Scheduler) -> None:
         if self._stopping:

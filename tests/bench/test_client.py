@@ -34,7 +34,7 @@ from tests.bench.fake_server import (
 )
 
 PROMPTS = [Prompt("one", 1), Prompt("two", 2)]
-ASKING = Asking(max_tokens=5, timeout=20)
+ASKING = Asking(max_tokens=5, timeout=60)
 
 
 def open_server(fake: FakeServer, **more: Any) -> HttpServer:
@@ -65,7 +65,7 @@ def test_answers_come_in_the_order_of_the_prompts():
 
 
 def test_all_are_asked_at_once():
-    together = threading.Barrier(9, timeout=20)
+    together = threading.Barrier(9, timeout=30)
 
     def chat(body: dict[str, Any]) -> Reply:
         if body["max_tokens"] == 5:

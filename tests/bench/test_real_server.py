@@ -16,7 +16,8 @@ from mlx_mtp.bench.tables import NOTHING
 from tests.bench.test_commands import table_of
 from tests.process import Server, running
 
-FEW = ("--rounds", "1", "--max-tokens", "16", "--seed", "3")
+# So many tokens that they don't come in one piece, however late they are read.
+FEW = ("--rounds", "1", "--max-tokens", "64", "--seed", "3")
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def read(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_models(server: Server) -> None:
-    listed = httpx.get(f"{server.url}/v1/models", headers=HEADERS).json()
+    listed = httpx.get(f"{server.url}/v1/models", headers=HEADERS, timeout=60).json()
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert (card["id"], card["object"]) == (MODEL, "model")

@@ -37,7 +37,7 @@ def never() -> bool:
 
 def test_it_measures_sizes_near_1_and_leaves_the_runner_idle(runner):
     costs = StepCosts(K)
-    config = EngineConfig(calibration_seconds=60.0, prefill_step_size=64)
+    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
     calibrate(costs, config, runner, stopping=never)
     table = costs.table()
     assert set(table) == {1, 2, 4}
@@ -53,7 +53,7 @@ def test_what_an_earlier_run_measured_is_checked_in_part(runner):
     costs = StepCosts(K)
     costs.load(known)
     before = costs.relative(1)[1]
-    calibrate(costs, EngineConfig(calibration_seconds=60.0), runner, stopping=never)
+    calibrate(costs, EngineConfig(calibration_seconds=3600.0), runner, stopping=never)
     assert costs.relative(1)[1] < 0.8 * before
     table = costs.table()
     # One row is known but checked, four rows lack depths, and of two nothing is known.
@@ -77,7 +77,7 @@ def test_its_time_is_bounded(runner, overlap):
 
 def test_it_keeps_to_the_most_rows_and_stops_when_asked(runner):
     costs = StepCosts(K)
-    config = EngineConfig(calibration_seconds=60.0, max_num_seqs=1)
+    config = EngineConfig(calibration_seconds=3600.0, max_num_seqs=1)
     calibrate(costs, config, runner, stopping=never)
     assert set(costs.table()) == {1}
     asked = itertools.count()
@@ -97,7 +97,7 @@ def test_a_failing_step_ends_it_with_a_warning(runner, monkeypatch, caplog):
 
     monkeypatch.setattr(MTPProposer, "propose", failing)
     costs = StepCosts(K)
-    calibrate(costs, EngineConfig(calibration_seconds=60.0), runner, stopping=never)
+    calibrate(costs, EngineConfig(calibration_seconds=3600.0), runner, stopping=never)
     assert "failed while step costs were measured" in caplog.text
     assert set(costs.table()) == {1}
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -41,13 +42,37 @@ class Client:
         self.engine = engine
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.changed = threading.Condition()
+        self._holds_when: Callable[[], bool] | None = None
+        self._is_held = False
         engine.start(self._deliver)
 
     def _deliver(self, outputs) -> None:
         with self.changed:
             for output in outputs:
                 self.outputs[output.request_id].append(output)
+            self._is_held = self._holds_when is not None and self._holds_when()
             self.changed.notify_all()
+            assert self.changed.wait_for(lambda: not self._is_held, timeout=60)
+
+    @contextlib.contextmanager
+    def held_at(self, count: int, *requests: Request) -> Iterator[None]:
+        """These are submitted, each has so many tokens, and the engine's thread waits meanwhile.
+
+        Without that, a test's own thread may be so late that they have ended.
+        """
+        names = [each.request_id for each in requests]
+        with self.changed:
+            self._holds_when = lambda: all(len(self.tokens(name)) >= count for name in names)
+        for each in requests:
+            self.engine.submit(each)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self._is_held, timeout=60)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._holds_when, self._is_held = None, False
+                self.changed.notify_all()
 
     def wait(self, *names: str) -> None:
         def ended() -> bool:
@@ -210,11 +235,10 @@ def test_bad_requests_are_refused_and_hurt_nobody(client):
 
 def test_cancel_frees_the_row(client):
     served = client(config=EngineConfig(max_num_seqs=1))
-    served.engine.submit(request("long", [5, 6], greedy(400, ignore_eos=True)))
-    served.engine.submit(request("next", [7, 8], greedy(5, ignore_eos=True)))
-    served.wait_for_tokens("long", 6)
-    served.engine.cancel("long")
-    served.engine.cancel("never there")
+    with served.held_at(6, request("long", [5, 6], greedy(400, ignore_eos=True))):
+        served.engine.submit(request("next", [7, 8], greedy(5, ignore_eos=True)))
+        served.engine.cancel("long")
+        served.engine.cancel("never there")
     served.wait("next")
     assert len(served.tokens("long")) < 400
     assert served.engine.stats().num_requests_running == 0
@@ -243,11 +267,10 @@ class Faulty(MTPProposer):
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(client, tiny_models, kind, caplog):
     proposer = Faulty(tiny_models["qwen3_next"])
     served = client(proposer=proposer)
-    served.engine.submit(request("a", [5, 6], greedy(200, ignore_eos=True)))
-    served.engine.submit(request("b", [7, 8, 9], greedy(200, ignore_eos=True)))
-    served.wait_for_tokens("a", 5)
-    served.wait_for_tokens("b", 5)
-    proposer.kind = kind
+    prompts = {"a": [5, 6], "b": [7, 8, 9]}
+    running = [request(name, ids, greedy(200, ignore_eos=True)) for name, ids in prompts.items()]
+    with served.held_at(5, *running):
+        proposer.kind = kind
     served.wait("a", "b")
     for name in ("a", "b"):
         last = served.outputs[name][-1]
@@ -265,8 +288,6 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(client, tiny_mod
 def test_a_failed_prefill_does_not_touch_the_running_rows(client, tiny_models, monkeypatch):
     served = client()
     running = request("running", [5, 6], greedy(150, ignore_eos=True))
-    served.engine.submit(running)
-    served.wait_for_tokens("running", 3)
     model = tiny_models["qwen3_next"]
     original = type(model).hidden
 
@@ -275,8 +296,9 @@ def test_a_failed_prefill_does_not_touch_the_running_rows(client, tiny_models, m
             raise RuntimeError("no memory for this prompt")
         return original(self, tokens, cache)
 
-    monkeypatch.setattr(type(model), "hidden", failing)
-    served.engine.submit(request("poison", [7] * 11, greedy(5)))
+    with served.held_at(3, running):
+        monkeypatch.setattr(type(model), "hidden", failing)
+        served.engine.submit(request("poison", [7] * 11, greedy(5)))
     served.wait("poison", "running")
     assert served.outputs["poison"][-1].finish_reason == "error"
     assert tuple(served.tokens("running")) == plain(model, running, VOCAB).tokens
@@ -284,9 +306,11 @@ def test_a_failed_prefill_does_not_touch_the_running_rows(client, tiny_models, m
 
 def test_stop_ends_what_is_left_and_refuses_more(client):
     served = client()
-    served.engine.submit(request("a", [5, 6], greedy(400, ignore_eos=True)))
-    served.wait_for_tokens("a", 2)
-    served.engine.stop()
+    with served.held_at(2, request("a", [5, 6], greedy(400, ignore_eos=True))):
+        stopping = threading.Thread(target=served.engine.stop)
+        stopping.start()
+        wait_until(lambda: not served.engine.healthy)
+    stopping.join()
     served.wait("a")
     assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)
     assert not served.engine.healthy
@@ -316,11 +340,10 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     client, tiny_models, monkeypatch
 ):
     served = client(config=EngineConfig(max_num_seqs=1, num_draft_tokens=2))
-    for name in ("running", "waiting"):
-        served.engine.submit(request(name, [5, 6], greedy(400, ignore_eos=True)))
-    served.wait_for_tokens("running", 3)
     schedule = Scheduler.schedule
-    fail_next_turn(monkeypatch)
+    with served.held_at(3, request("running", [5, 6], greedy(400, ignore_eos=True))):
+        served.engine.submit(request("waiting", [5, 6], greedy(400, ignore_eos=True)))
+        fail_next_turn(monkeypatch)
     served.wait("running", "waiting")
     for name in ("running", "waiting"):
         assert isinstance(served.outputs[name][-1].error, EngineStoppedError)
@@ -336,6 +359,30 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     assert served.engine.healthy
     wait_until(lambda: served.engine.stats().generation_tokens >= counted.generation_tokens + 20)
     assert served.engine.stats().num_restarts == 1
+
+
+def test_stop_waits_for_a_thread_that_is_just_being_started(client, monkeypatch):
+    served = client()
+    starts, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "mlx-mtp-engine":
+            starts.set()
+            assert go_on.wait(60)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    with served.held_at(2, request("a", [5, 6], greedy(400, ignore_eos=True))):
+        fail_next_turn(monkeypatch)
+    assert starts.wait(60)
+    stopping = threading.Thread(target=served.engine.stop)
+    stopping.start()
+    stopping.join(0.3)
+    assert stopping.is_alive(), "it took the thread for one that has ended"
+    go_on.set()
+    stopping.join()
+    assert not served.engine._thread.is_alive()
 
 
 def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, monkeypatch):
@@ -363,9 +410,8 @@ def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client
     served = client()
     for number in range(4):
         assert served.engine.healthy
-        served.engine.submit(request(f"r{number}", [5, 6], greedy(400, ignore_eos=True)))
-        served.wait_for_tokens(f"r{number}", 2)
-        fail_next_turn(monkeypatch)
+        with served.held_at(2, request(f"r{number}", [5, 6], greedy(400, ignore_eos=True))):
+            fail_next_turn(monkeypatch)
         served.wait(f"r{number}")
     wait_until(lambda: not served.engine.healthy)
     assert "a bug in the scheduler" in served.engine.unhealthy_reason
@@ -392,18 +438,25 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
         runners.append(self)
         original(self, *parts)
 
+    # Looked at on the engine's thread: what other threads free later is cached again.
+    left: list[tuple[object, ...]] = []
+    release = ModelRunner.release
+
+    def looked_at(self):
+        release(self)
+        batches = self.batches
+        left.append((batches.decoding, batches.ready, batches.prefilling, mx.get_cache_memory()))
+
     monkeypatch.setattr(ModelRunner, "__init__", noted)
+    monkeypatch.setattr(ModelRunner, "release", looked_at)
     served = client(config=EngineConfig(num_draft_tokens=2, prefill_step_size=32))
     for name, length in (("a", 8), ("b", 40)):
-        served.engine.submit(request(name, range(2, 40), greedy(length, ignore_eos=True)))
-        served.wait_for_tokens(name, 4)
-        assert runners[0].batches.decoding is not None
-        if name == "b":
-            served.engine.cancel(name)
-        wait_until(lambda: runners[0].batches.decoding is None)
-        assert not runners[0].batches.ready
-        assert not runners[0].batches.prefilling
-    assert mx.get_cache_memory() == 0
+        with served.held_at(4, request(name, range(2, 40), greedy(length, ignore_eos=True))):
+            assert runners[0].batches.decoding is not None
+            if name == "b":
+                served.engine.cancel(name)
+        wait_until(lambda: left)
+        assert left.pop() == (None, [], {}, 0)
 
 
 def test_settings_out_of_range_are_refused(tiny_models):

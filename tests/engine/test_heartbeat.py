@@ -143,8 +143,8 @@ def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypat
 
     monkeypatch.setattr(ModelRunner, "run", hanging)
     served.engine.submit(wanted[2])
-    wait_until(lambda: served.engine.hang_reason is not None)
-    assert "a decoding step of 1 row" in served.engine.hang_reason
+    # On a busy machine the prefill before it may be called a hang too.
+    wait_until(lambda: "a decoding step of 1 row" in (served.engine.hang_reason or ""))
     # It may recover, so what it has waits; whether to ask it for more is the server's affair.
     assert served.engine.healthy
     go_on.set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -112,6 +114,7 @@ def test_the_plan_is_made_before_a_weight_is_read():
     seen = []
 
     def look(model: LoadedModel) -> None:
+        gc.collect()  # What earlier tests left would be freed in between.
         before = mx.get_active_memory()
         seen.append((footprint(model, 8), mx.get_active_memory() - before))
         raise UsageError("no")
@@ -155,7 +158,7 @@ def test_no_more_is_used_than_was_planned(model: LoadedModel, rows: int, step: i
     """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
     found = footprint(model, prefill_memory.DEPTH)
     tokens = 1500
-    used = prefill_memory.measure(model, tokens, rows, step)
+    (used,) = prefill_memory.measure_apart(model.path, [(tokens, rows)], step)
     chunk = found.chunk(step, tokens)
     longest = tokens + prefill_memory.ANSWER
     short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
@@ -168,25 +171,29 @@ def test_no_more_is_used_than_was_planned(model: LoadedModel, rows: int, step: i
 def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
     """Not with its square, and not with how many short rows run beside it.
 
-    The least of three: on a busy machine buffers are freed late, and never early.
+    The least of three: mlx's CPU backend allocates ahead of the thread that computes and frees, so
+    a peak differs by some 5% between runs, and by how much it is ahead.
     """
+    lengths = (512, 1024, 2048)
+    cases = [(n, 0) for n in lengths] + [(1024, 4)]
+    found = prefill_memory.measure_apart(model.path, cases * 3, 128)
 
     def peak(tokens: int, rows: int = 0) -> int:
-        runs = [prefill_memory.measure(model, tokens, rows, 128) for _ in range(3)]
-        return min(run.prefill - (run.before if rows else 0) for run in runs)
+        runs = [run for run in found if (run.tokens, run.rows) == (tokens, rows)]
+        return min(run.prefill - run.before for run in runs)
 
-    peaks = {n: peak(n) for n in (512, 1024, 1536)}
-    first, second = peaks[1024] - peaks[512], peaks[1536] - peaks[1024]
-    # By the square the second would be 2 times the first; buffers come in steps of 256 tokens.
-    assert 0 < second < 1.3 * first
-    per_token = second / 512
+    first, second = (peak(b) - peak(a) for a, b in pairwise(lengths))
+    # By the square the second would be 4 times the first, and in proportion it is 2 times; 5% off
+    # in each of the three are 2.6.
+    assert 0 < second < 3 * first
+    per_token = second / 1024
     args = model.causal_lm.args
     scores = 128 * args.num_attention_heads * 4
     caches = footprint(model, 1).caches
     kept = caches.kv_per_token + caches.head_kv_per_token
     # Scores, their mask, the rows themselves, and one copy of a layer's as they grow.
     assert per_token < 1.2 * (scores + 128 + 2 * kept)
-    assert peak(1024, rows=4) < 1.1 * peaks[1024]
+    assert peak(1024, rows=4) < 1.1 * peak(1024)
 
 
 def test_without_a_size_the_prefix_cache_gets_a_share_of_what_is_left():

@@ -386,12 +386,14 @@ def test_the_bytes_that_are_counted_are_those_that_are_held(tiny_models):
     warm.prefixes.tree.clear()
     warm.runner.batches.decoding = None
     gc.collect()
+    mx.synchronize()
     before = mx.get_active_memory()
     for number in range(5):
         text = [*words(20, 400 - 80 * number), *words(number + 30, 70)]
         ask(warm, request(f"r{number}", text, greedy(4, ignore_eos=True)))
     warm.runner.batches.decoding = None
     gc.collect()
+    mx.synchronize()
     held = mx.get_active_memory() - before
     assert warm.prefixes.tree.nbytes > 1_500_000
     # mlx copies no slice that leaves out less than 16 KB of its buffer.

@@ -73,12 +73,11 @@ def test_others_go_on_while_a_prefix_is_read_and_it_is_right_when_it_comes(begin
     served, disk = begin()
     stream = request("stream", [7, 8, 9], greedy(400, ignore_eos=True))
     wants = request("wants", [*PROMPT, 5], greedy(12, ignore_eos=True))
-    served.engine.submit(stream)
-    served.wait_for_tokens("stream", 3)
-    served.engine.submit(wants)
+    with served.held_at(3, stream):
+        served.engine.submit(wants)
     assert disk.began.wait(PATIENCE)
     # Whatever the engine does from now on, it does while the disk is silent.
-    served.wait_for_tokens("stream", len(served.tokens("stream")) + 30)
+    served.wait_for_tokens("stream", min(len(served.tokens("stream")) + 30, 400))
     late = request("late", [11, 12], greedy(5, ignore_eos=True))
     served.engine.submit(late)
     served.wait("late")

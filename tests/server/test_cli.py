@@ -176,7 +176,7 @@ def test_a_port_is_in_use_as_soon_as_it_is_bound() -> None:
         with pytest.raises(UsageError, match=f"Port {port} on 127.0.0.1 is in use"):
             bind("127.0.0.1", port)
         # Early clients wait.
-        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        socket.create_connection(("127.0.0.1", port), timeout=30).close()
 
 
 def test_an_address_that_is_not_ours_is_told() -> None:
@@ -465,7 +465,7 @@ def test_serve_for_real(server: tuple[subprocess.Popen[str], str, str]) -> None:
     process, address, printed = server
     assert "mlx-mtp-demo" in printed
     assert "2 tokens per step" in printed
-    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{address}/health", timeout=60).json() == {"status": "ok"}
     _, url, *flags = shell_words(printed[printed.index("curl ") :])
     *headers, body = flags[1::2]
     sent = dict(header.replace("$MLX_MTP_API_KEY", "k").split(": ") for header in headers)

@@ -87,18 +87,26 @@ def test_a_reader_that_stalls_is_ended_and_holds_nobody_up(serve: Serve) -> None
 
 
 def test_a_stalled_readers_answer_waits_in_a_bounded_buffer(serve: Serve) -> None:
-    engine = FakeEngine(flood)
-    with serve(engine, stall_timeout=60.0) as client, connect(client, 4096) as raw:
+    steps = 0
+
+    def counted(request: Request) -> Iterator[Output]:
+        nonlocal steps
+        for output in flood(request):
+            steps += 1
+            yield output
+
+    with serve(FakeEngine(counted), stall_timeout=60.0) as client, connect(client, 4096) as raw:
         ask(raw, stream=True)
         connection = connection_of(client, raw)
         wait_until(lambda: connection.flow.write_paused)
-        held = [connection.transport.get_write_buffer_size()]
+        held = []
         for _ in range(20):
-            time.sleep(0.02)
+            until = steps + 20
+            wait_until(lambda until=until: steps >= until)
             held.append(connection.transport.get_write_buffer_size())
         # One write past the mark at which uvicorn waits, and not one more.
         assert max(held) < (64 << 10) + (32 << 10)
-        assert len(set(held)) == 1
+        assert held == sorted(held, reverse=True)  # The system may take some late.
 
 
 def connection_of(client: Served, raw: socket.socket) -> Any:
@@ -111,7 +119,7 @@ def connection_of(client: Served, raw: socket.socket) -> Any:
 
 
 def test_a_reader_that_is_slow_but_reads_gets_all(serve: Serve) -> None:
-    with serve(FakeEngine(answer([40] * 900, sizes=[64])), stall_timeout=5.0) as client:
+    with serve(FakeEngine(answer([40] * 900, sizes=[64])), stall_timeout=30.0) as client:
         with connect(client, 4096) as raw:
             ask(raw, stream=True, logprobs=True, top_logprobs=20)
             got = b""
@@ -142,7 +150,9 @@ def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
     "sent", [b"", b"GET /heal", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: b"]
 )
 def test_a_head_that_does_not_come_ends_the_connection(serve: Serve, sent: bytes) -> None:
-    with serve(FakeEngine(answer([300])), head_timeout=0.3) as client, connect(client) as raw:
+    # All but nothing must have come by then.
+    seconds = 1.0 if sent else 0.3
+    with serve(FakeEngine(answer([300])), head_timeout=seconds) as client, connect(client) as raw:
         for byte in sent:
             raw.sendall(bytes([byte]))
         got = rest_of(raw)
@@ -152,22 +162,23 @@ def test_a_head_that_does_not_come_ends_the_connection(serve: Serve, sent: bytes
 
 def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
     with serve(FakeEngine(answer([300])), head_timeout=0.5) as client, connect(client) as raw:
-        raw.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        with contextlib.suppress(OSError):
+            raw.sendall(b"GET /health HTTP/1.1\r\nX: ")
         drip(raw)
 
 
 def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve: Serve) -> None:
     engine = FakeEngine(answer([300]))
-    with serve(engine, api_keys=("k",), head_timeout=0.5) as client, connect(client) as raw:
+    with serve(engine, api_keys=("k",), head_timeout=1.0) as client, connect(client) as raw:
         raw.sendall(f"{POST}Content-Length: 9999\r\n\r\n".encode())
         assert raw.recv(12) == b"HTTP/1.1 401"
         drip(raw)
 
 
 def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
-    with serve(FakeEngine(answer([300])), head_timeout=1.0) as client, connect(client) as raw:
+    with serve(FakeEngine(answer([300])), head_timeout=2.0) as client, connect(client) as raw:
         began, count = time.monotonic(), 0
-        while time.monotonic() - began < 2.0:
+        while time.monotonic() - began < 3.0:
             raw.sendall((GET + b"\r\n") * 3)
             got = b""
             while got.count(b'{"status":"ok"}') < 3:
@@ -182,7 +193,7 @@ def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
 def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:
     valve = Valve()
     with (
-        serve(FakeEngine(valve), head_timeout=0.2, keep_alive_seconds=0.05) as client,
+        serve(FakeEngine(valve), head_timeout=1.0, keep_alive_seconds=0.1) as client,
         client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
     ):
         lines = response.iter_lines()

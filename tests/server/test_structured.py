@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -22,6 +24,7 @@ from mlx_mtp.errors import EngineError, GrammarError, UnsupportedParameterError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.grammar_check import GrammarChecker
 from mlx_mtp.server.structured import MAX_CACHED, Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
@@ -211,23 +214,36 @@ def test_hostile_grammars_are_refused_while_others_stream(serve: Serve, name: st
         assert again.json() == response.json()
 
 
-def test_others_are_answered_while_a_grammar_takes_its_time(serve: Serve) -> None:
+def test_others_are_answered_while_a_grammar_takes_its_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole streams, one after the other: what had been buffered before would not be enough."""
-    with serve(FakeEngine(answer([300] * 5))) as client, httpx.Client(timeout=120) as other:
-        statuses: list[int] = []
+    began = threading.Event()
+    check, paused = GrammarChecker.check, []
 
-        def ask_for_it() -> None:
-            hostile = chat_body(**HOSTILE["endless"])
-            statuses.append(other.post(f"{client.base_url}{CHAT}", json=hostile).status_code)
+    def stopped(self: GrammarChecker, spec: GrammarSpec) -> None:
+        # The process that tries it out works on it for as long as the test likes.
+        paused.append(self._process or self._start())
+        paused[0].send_signal(signal.SIGSTOP)
+        began.set()
+        check(self, spec)
 
-        asking = threading.Thread(target=ask_for_it)
-        asking.start()
-        answered = 0
-        while asking.is_alive():
-            answered += len(events(client)) > 3
-        asking.join()
-        assert statuses == [400]
-        assert answered > 10
+    monkeypatch.setattr(GrammarChecker, "check", stopped)
+    with (
+        serve(FakeEngine(answer([300] * 5))) as client,
+        httpx.Client(timeout=120) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        hostile = chat_body(**HOSTILE["endless"])
+        asking = pool.submit(other.post, f"{client.base_url}{CHAT}", json=hostile)
+        assert began.wait(30)
+        try:
+            for _ in range(12):
+                assert len(events(client)) > 3
+            assert not asking.done()
+        finally:
+            paused[0].send_signal(signal.SIGCONT)
+        assert asking.result().status_code == 400
 
 
 @pytest.fixture
