@@ -119,7 +119,7 @@ def connection_of(client: Served, raw: socket.socket) -> Any:
 
 
 def test_a_reader_that_is_slow_but_reads_gets_all(serve: Serve) -> None:
-    with serve(FakeEngine(answer([40] * 900, sizes=[64])), stall_timeout=30.0) as client:
+    with serve(FakeEngine(answer([40] * 1000, sizes=[1])), stall_timeout=30.0) as client:
         with connect(client, 4096) as raw:
             ask(raw, stream=True, logprobs=True, top_logprobs=20)
             got = b""
