@@ -19,6 +19,7 @@ from mlx_mtp.server.parsing.events import (
     ToolBroken,
     ToolEnd,
     ToolStart,
+    merged,
 )
 
 
@@ -126,7 +127,7 @@ class Choice:
         self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
         reason = "stop" if self._ended_early else output.finish_reason
         if reason is None:
-            return Delta(self.index, _joined(self._pieces(events)))
+            return Delta(self.index, tuple(self._pieces(events)))
         return self._finish(reason, events)
 
     def _take(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
@@ -154,11 +155,11 @@ class Choice:
         if reason == "stop" and self._parser.num_calls:
             reason = "tool_calls"
         self.finish_reason = reason
-        pieces = _joined([*self._pieces(events), *self._rest()])
-        return Delta(self.index, pieces, reason, self._detokenizer.stop)
+        pieces = [*self._pieces(events), *self._rest()]
+        return Delta(self.index, tuple(pieces), reason, self._detokenizer.stop)
 
     def _pieces(self, events: Iterable[Event]) -> Iterable[Piece]:
-        for event in events:
+        for event in merged(events):  # A step's tokens are told at once.
             if isinstance(event, Text):
                 yield Content(event.text, self._tokens.of(event.start, event.text))
             elif isinstance(event, ToolBroken):
@@ -174,24 +175,6 @@ class Choice:
             tokens = self._tokens.rest()
             if tokens:
                 yield Content("", tokens)
-
-
-def _joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same, with neighbouring pieces of one text as one: a step is told at once."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(last, Content) and isinstance(piece, Content) and piece.broken_call is None:
-            tokens = (*last.tokens, *piece.tokens)
-            joined[-1] = Content(last.text + piece.text, tokens, last.broken_call)
-        elif isinstance(last, Reasoning) and isinstance(piece, Reasoning):
-            joined[-1] = Reasoning(last.text + piece.text)
-        elif isinstance(last, ToolArguments) and isinstance(piece, ToolArguments):
-            # The start of the next call stands between the arguments of two.
-            joined[-1] = ToolArguments(last.call, last.text + piece.text)
-        else:
-            joined.append(piece)
-    return tuple(joined)
 
 
 class _TokenQueue:

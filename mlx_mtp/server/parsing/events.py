@@ -77,7 +77,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Text) and isinstance(last, Text):
+        if isinstance(event, Text) and isinstance(last, Text) and _follows(event, last):
             joined[-1] = Text(last.text + event.text, last.start)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
             joined[-1] = Reasoning(last.text + event.text)
@@ -86,3 +86,8 @@ def merged(events: Iterable[Event]) -> list[Event]:
         else:
             joined.append(event)
     return joined
+
+
+def _follows(text: Text, last: Text) -> bool:
+    # Where something between them is not shown, one start would not do for both.
+    return text.start == last.start + len(last.text)
