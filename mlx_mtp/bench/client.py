@@ -113,8 +113,9 @@ class HttpServer:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._ask(prompt)) for prompt in prompts]
-        except* BenchError as failures:
+        except ExceptionGroup as failures:
             # The first one tells why; the others were cancelled, or failed in its wake.
+            # Not by `except*`: in Python 3.11.2 what is raised there comes out as a group.
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
