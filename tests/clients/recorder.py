@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.loopback import LoopbackServer
 
 SECONDS = 600
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "host", "keep-alive"}
@@ -81,9 +83,9 @@ def recording(server_url: str) -> Iterator[Recorder]:
 
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
         setattr(Handler, f"do_{method}", Handler.forward)
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    proxy = LoopbackServer(Handler)
     proxy.daemon_threads = True
-    recorder = Recorder(f"http://127.0.0.1:{proxy.server_port}")
+    recorder = Recorder(proxy.url)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
     try:

@@ -8,8 +8,10 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from tests.loopback import LoopbackServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -53,10 +55,10 @@ class FakeHub:
         class Handler(_Handler):
             state = hub
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = LoopbackServer(Handler)
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
-        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        self.url = server.url
         try:
             yield self
         finally:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import BUNDLED_MODEL, resolve_model
+from tests.loopback import LoopbackServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WANTED = {
@@ -94,10 +95,10 @@ def etag(data: bytes) -> str:
 @pytest.fixture
 def hub() -> Iterator[str]:
     FakeHub.asked = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
+    with LoopbackServer(FakeHub) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server.url
         server.shutdown()
         thread.join()
 
