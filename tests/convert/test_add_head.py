@@ -110,7 +110,9 @@ def test_a_second_run_does_nothing_and_says_so(dirs):
     dirs.run()
     first = dirs.sidecar.stat()
     assert "nothing to do" in dirs.run()
-    assert dirs.sidecar.stat() == first
+    second = dirs.sidecar.stat()
+    # Not all of it: to read a file may change when it was read.
+    assert (second.st_ino, second.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
 
 
 def test_the_same_head_from_another_place_is_the_same(dirs, tmp_path):
