@@ -185,7 +185,13 @@ class Engine:
         if self._store is None:
             return stats
         disk = self._store.stats()
-        prefixes = replace(stats.prefix_cache, num_files=disk.num_nodes, file_nbytes=disk.nbytes)
+        prefixes = replace(
+            stats.prefix_cache,
+            num_files=disk.num_nodes,
+            file_nbytes=disk.nbytes,
+            num_files_written=disk.num_written,
+            num_files_dropped=disk.num_dropped,
+        )
         return replace(stats, prefix_cache=prefixes)
 
     def _check(self, request: Request) -> None:

@@ -17,6 +17,8 @@ class PrefixCacheStats:
         num_entries: prefixes in it that a prompt can go on from.
         num_files: on the disk.
         file_nbytes: that these take.
+        num_files_written: since the start.
+        num_files_dropped: since the start, as the disk is slow or full, or they are too large.
     """
 
     queries: int = 0
@@ -25,6 +27,8 @@ class PrefixCacheStats:
     num_entries: int = 0
     num_files: int = 0
     file_nbytes: int = 0
+    num_files_written: int = 0
+    num_files_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,14 @@ class EngineCollector(Collector):
         )
         yield _gauge("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files)
         yield _gauge("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes)
+        yield _counter(
+            "prefix_cache_files_written", "Prefixes written.", prefixes.num_files_written
+        )
+        yield _counter(
+            "prefix_cache_files_dropped",
+            "Prefixes not written: the disk is slow or full, or they are too large.",
+            prefixes.num_files_dropped,
+        )
         yield from self._speculation(stats)
 
     def _speculation(self, stats: EngineStats) -> Iterable[Metric]:

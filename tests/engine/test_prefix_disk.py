@@ -330,7 +330,7 @@ def test_when_the_disk_is_full_of_files_what_stays_is_whole(tiny_models, ties, s
 def test_an_engine_that_stops_leaves_a_whole_directory(demo_model, tmp_path):
     """What its last answers left is written when `stop` returns, and the directory is free."""
     config = EngineConfig(num_draft_tokens=2, prefix_cache_size=ROOM)
-    prompt, reused = words(90, 40), []
+    prompt, reused, num_written = words(90, 40), [], 0
     for name in ("first", "second"):
         store = prefix_store(demo_model, config, "float32", tmp_path / "own", 1 << 30)
         engine = build_engine(demo_model, config, 4096, (EOS,), store=store)
@@ -347,7 +347,10 @@ def test_an_engine_that_stops_leaves_a_whole_directory(demo_model, tmp_path):
             assert done.wait(PATIENCE)
         finally:
             assert engine.stop(PATIENCE)
-        assert engine.stats().prefix_cache.num_files >= 2
+        counted = engine.stats().prefix_cache
+        num_written += counted.num_files_written
+        assert counted.num_files == num_written >= 2
+        assert counted.num_files_dropped == 0
     assert reused == [0, 40]
 
 

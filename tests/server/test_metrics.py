@@ -36,7 +36,14 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
         parked=True,
         num_restarts=2,
         prefix_cache=PrefixCacheStats(
-            queries=10, hits=11, nbytes=12, num_entries=13, num_files=14, file_nbytes=15
+            queries=10,
+            hits=11,
+            nbytes=12,
+            num_entries=13,
+            num_files=14,
+            file_nbytes=15,
+            num_files_written=16,
+            num_files_dropped=17,
         ),
     )
     with serve(engine) as client:
@@ -63,6 +70,8 @@ def test_the_engines_counters_under_their_promised_names(serve: Serve) -> None:
             "mlx_mtp:prefix_cache_entries": 13,
             "mlx_mtp:prefix_cache_files": 14,
             "mlx_mtp:prefix_cache_file_bytes": 15,
+            "mlx_mtp:prefix_cache_files_written_total": 16,
+            "mlx_mtp:prefix_cache_files_dropped_total": 17,
             "mlx_mtp:spec_decode_num_drafts_total": 5,
             "mlx_mtp:spec_decode_num_draft_tokens_total": 6,
             "mlx_mtp:spec_decode_num_accepted_tokens_total": 7,
