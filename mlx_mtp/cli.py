@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
@@ -28,11 +27,6 @@ from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 from mlx_mtp.selftest.arguments import add_selftest
-
-if TYPE_CHECKING:
-    from mlx_mtp.cache.prefix_store import PrefixStore
-    from mlx_mtp.engine.memory_plan import MemoryPlan
-    from mlx_mtp.models.loaded import LoadedModel
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -107,21 +101,14 @@ def serve(options: argparse.Namespace) -> int:
             kv_cache_quantization=parts.bits(options.kv_cache_quantization),
         )
         limit = parts.memory_limit(options)
-        plans: list[tuple[MemoryPlan, PrefixStore | None]] = []
-
-        def plan(model: LoadedModel) -> None:
-            # Before the weights are read: what can't fit should not be learnt by swapping, nor
-            # after a long load that a directory can't be used.
-            memory = parts.plan_memory(model, options, limits, limit)
-            plans.append((memory, parts.open_prefix_store(model, options, limits, memory)))
-
         loaded, tokenizer = parts.load(
-            options,
-            enable_mtp=options.enable_mtp,
-            memory=limit.nbytes,
-            before_reading=plan,
+            options, enable_mtp=options.enable_mtp, memory=limit.nbytes, lazy=True
         )
-        ((memory, store),) = plans
+        # Before the weights are read: what can't fit should not be learnt by swapping, nor
+        # after a long load that a directory can't be used.
+        memory = parts.plan_memory(loaded, options, limits, limit)
+        store = parts.open_prefix_store(loaded, options, limits, memory)
+        loaded.read()
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
         engine = parts.engine(loaded, tokenizer, options, limits, memory, store)
         config = ServerConfig(

@@ -6,7 +6,6 @@ Everything heavy is imported when it is needed: see `cli`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +28,9 @@ def load(
     *,
     enable_mtp: bool,
     memory: int | None = None,
-    before_reading: Callable[[LoadedModel], None] = lambda _: None,
+    lazy: bool = False,
 ) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer; `memory` and `before_reading` are those of `load_model`."""
+    """The model and its tokenizer; `memory` and `lazy` are those of `load_model`."""
     if enable_mtp and options.model is not None:
         from mlx_mtp.convert.hub_head import check_head_on_hub
 
@@ -41,13 +40,7 @@ def load(
     from mlx_mtp.server.tokenizer import Tokenizer
 
     path = resolve_model(options.model)
-    loaded = load_model(
-        path,
-        enable_mtp=enable_mtp,
-        dtype=options.dtype,
-        memory=memory,
-        before_reading=before_reading,
-    )
+    loaded = load_model(path, enable_mtp=enable_mtp, dtype=options.dtype, memory=memory, lazy=lazy)
     return loaded, Tokenizer.load(path)
 
 

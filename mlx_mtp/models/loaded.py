@@ -9,11 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.errors import ModelError
+from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.models import few_rows
 from mlx_mtp.models.family import Family, lm_logits, output_layer, text_config
 from mlx_mtp.models.head import MTPHead
@@ -75,6 +76,23 @@ class LoadedModel:
                         f"{self.path}: eos_token_id names {token!r}, but this model's token ids "
                         f"are 0 to {self.vocab_size - 1}."
                     )
+
+    def read(self) -> None:
+        """Read the weights, which else are read when they are first used.
+
+        Raises:
+            UsageError: this machine can't compute in their type.
+        """
+        parameters = self.model.parameters()
+        if mx.default_device() == mx.cpu:
+            for name, value in tree_flatten(parameters):
+                if ".switch_mlp." in name and value.dtype in (mx.bfloat16, mx.float16):
+                    dtype = str(value.dtype).rpartition(".")[2]
+                    raise UsageError(
+                        f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of "
+                        "experts only in float32. Use --dtype float32 or auto."
+                    )
+        mx.eval(parameters)
 
     @property
     def vocab_size(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ def load_model(
     dtype: str = "auto",
     lazy: bool = False,
     memory: int | None = None,
-    before_reading: Callable[[LoadedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
@@ -63,16 +61,16 @@ def load_model(
         enable_mtp: load the head, which must then be there.
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on the CPU (which has no MoE in
             any other type), else as the checkpoint is stored.
-        lazy: read no weights until they are used; shapes and types are known at once. Whether
-            this machine can compute in `dtype` is not checked.
+        lazy: read no weights until they are used, or until `LoadedModel.read`; shapes and types
+            are known at once.
         memory: bytes that there are for it; None: what the machine has. On the CPU
             a quantized model is expanded to float32 if that takes less than half of it.
-        before_reading: called when shapes and types are known, and no weight has been read.
 
     Raises:
         UnsupportedModelError: no family serves it, or it wants code of its own to be run.
         MissingHeadError: `enable_mtp`, and there is no head.
         CheckpointError: a tensor or file is missing, misshapen or damaged.
+        UsageError: the type is unknown, or this machine can't compute in it.
     """
     config = _read_config(path)
     generation_config = read_json(path / "generation_config.json", default={})
@@ -82,7 +80,7 @@ def load_model(
     head_source = _add_head(found, path, family) if enable_mtp else None
     # The model's class refers to `found`, which would keep the head as it was stored as well.
     found.head = {}
-    _cast(found, dtype, machine_memory().nbytes if memory is None else memory, check=not lazy)
+    _cast(found, dtype, machine_memory().nbytes if memory is None else memory)
     loaded = LoadedModel(
         path=path,
         config=config,
@@ -93,9 +91,8 @@ def load_model(
         slow_few_rows=few_rows.are_slow(config),
     )
     loaded.check()
-    before_reading(loaded)
     if not lazy:
-        mx.eval(found.model.parameters())
+        loaded.read()
     return loaded
 
 
@@ -184,16 +181,11 @@ def _add_head(trunk: _Trunk, path: Path, family: Family) -> str:
     return found.source
 
 
-def _cast(found: _Trunk, dtype: str, memory: int, *, check: bool) -> None:
+def _cast(found: _Trunk, dtype: str, memory: int) -> None:
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
-    if check and on_cpu and target != mx.float32 and _has_experts(found.model):
-        raise UsageError(
-            f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of experts "
-            "only in float32. Use --dtype float32 or auto."
-        )
     _cast_floats(found.model, target)
     fits = _dequantized_size(found.model) < _DEQUANTIZED_SHARE * memory
     if on_cpu and target == mx.float32 and fits:
@@ -201,10 +193,6 @@ def _cast(found: _Trunk, dtype: str, memory: int, *, check: bool) -> None:
         dequantize_model(found.model)
         # Modes whose scales are no floats come out in BF16.
         _cast_floats(found.model, target)
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(".switch_mlp." in name for name, _ in tree_flatten(model.parameters()))
 
 
 def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
