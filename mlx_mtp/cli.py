@@ -17,14 +17,13 @@ from dataclasses import replace
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
 from mlx_mtp.bench.arguments import add_bench
-from mlx_mtp.config import ServerConfig
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
 from mlx_mtp.flags import add_flags, characters, resolve
 from mlx_mtp.generate_options import GENERATE_FLAGS
 from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS
+from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
 from mlx_mtp.selftest.arguments import add_selftest
 
@@ -111,24 +110,7 @@ def serve(options: argparse.Namespace) -> int:
         loaded.read()
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
         engine = parts.engine(loaded, tokenizer, options, limits, memory, store)
-        config = ServerConfig(
-            model_name=options.served_model_name or _model_name(options.model),
-            host=options.host,
-            port=sock.getsockname()[1],
-            api_keys=keys,
-            allowed_hosts=options.allowed_host,
-            cors_origins=options.cors_origin,
-            max_body_bytes=options.max_body_size,
-            max_choices=options.max_choices,
-            seed=options.seed,
-            reasoning_parser=options.reasoning_parser,
-            tool_call_parser=options.tool_call_parser,
-            max_queue=options.max_queue,
-            request_timeout=options.request_timeout,
-            drain_timeout=options.drain_timeout,
-            body_timeout=options.body_timeout,
-            max_stored_completions=options.max_stored_completions,
-        )
+        config = parts.server_config(options, sock.getsockname()[1], keys)
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
         gc.collect()
@@ -205,9 +187,3 @@ def _set_up_logging(level: str) -> None:
     # Ours alone: at the level info other libraries tell of each request they make.
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s")
     logging.getLogger("mlx_mtp").setLevel(level.upper())
-
-
-def _model_name(model: str | None) -> str:
-    if model is None:
-        return BUNDLED_NAME
-    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model

@@ -6,13 +6,14 @@ Everything heavy is imported when it is needed: see `cli`.
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.config import EngineConfig
+from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.errors import UsageError
-from mlx_mtp.options import PREFIX_CACHE_DIR_SIZE
+from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE
 
 if TYPE_CHECKING:
     from mlx_mtp.cache.prefix_store import PrefixStore
@@ -151,6 +152,36 @@ def engine_config(options: argparse.Namespace, **limits: Any) -> EngineConfig:
         prefill_step_size=options.prefill_step_size,
         **limits,
     )
+
+
+def server_config(options: argparse.Namespace, port: int, keys: tuple[str, ...]) -> ServerConfig:
+    """What the server's flags say; the port is the one that was bound."""
+    return ServerConfig(
+        model_name=options.served_model_name or model_name(options.model),
+        host=options.host,
+        port=port,
+        api_keys=keys,
+        allowed_hosts=options.allowed_host,
+        cors_origins=options.cors_origin,
+        max_body_bytes=options.max_body_size,
+        max_choices=options.max_choices,
+        seed=options.seed,
+        reasoning_parser=options.reasoning_parser,
+        tool_call_parser=options.tool_call_parser,
+        max_queue=options.max_queue,
+        request_timeout=options.request_timeout,
+        drain_timeout=options.drain_timeout,
+        body_timeout=options.body_timeout,
+        max_stored_completions=options.max_stored_completions,
+    )
+
+
+def model_name(model: str | None) -> str:
+    """The id that clients see where none is given: a directory's own name, or the hub's."""
+    if model is None:
+        return BUNDLED_NAME
+    # Not resolved: a link's own name is the one that was chosen.
+    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
 
 
 def bits(quantization: str) -> int | None:

@@ -205,7 +205,7 @@ class HttpServer:
         status = response.status_code
         if status == httpx.codes.OK:
             return
-        told = _told(response)
+        told = _error_text(response)
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise BenchError(
                 f"{where} answered {status}: {told} Give the server's key with --api-key."
@@ -239,7 +239,7 @@ def base_url(url: str) -> str:
     return str(parsed.copy_with(path=path, query=None, fragment=None))
 
 
-def _told(response: httpx.Response) -> str:
+def _error_text(response: httpx.Response) -> str:
     """The server's own words, in one line."""
     try:
         error = response.json()["error"]

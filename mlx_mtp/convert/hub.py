@@ -1,4 +1,8 @@
-"""Single files of a repository on the Hugging Face hub, into its usual cache."""
+"""Single files of a repository on the Hugging Face hub, into its usual cache.
+
+`hf_hub_download` names what it has received anew in each run, so that an interrupted download of
+gigabytes begins from nothing. Here it goes on where it broke off, also in another run.
+"""
 
 from __future__ import annotations
 

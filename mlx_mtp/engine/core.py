@@ -85,7 +85,7 @@ class EngineCore:
             self._runner.settle()
         plan = self._scheduler.schedule()
         last, self._last_plan = self._last_plan, plan
-        self._heartbeat.begin(*_told(plan, last or plan))
+        self._heartbeat.begin(*_description(plan, last or plan))
         launched = self._runner.run(plan)
         # The rows of a launch that failed are gone: the next plan must not count on them.
         failed = any(window.error is not None for window in launched)
@@ -132,7 +132,7 @@ class EngineCore:
         return outputs
 
 
-def _told(plan: Plan, last: Plan) -> tuple[Kind, str]:
+def _description(plan: Plan, last: Plan) -> tuple[Kind, str]:
     """What a turn works on, by rough sizes, and in words.
 
     With look-ahead it launches a plan and waits for the one before it.

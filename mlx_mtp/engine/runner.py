@@ -292,7 +292,7 @@ class ModelRunner:
             for sequence in rows:
                 sequence.launched(0)
             self.batches.drop(rows)
-            return Launched(rows, (0,) * len(rows), error=self._told(error))
+            return Launched(rows, (0,) * len(rows), error=self._as_step_error(error))
 
     def _failed(self, window: Launched, error: Exception) -> list[RowResult]:
         """Results of a window that failed, and of all rows whose state now depends on it."""
@@ -300,10 +300,10 @@ class ModelRunner:
         for sequence in others:
             sequence.launched(0)
         rows = [*zip(window.sequences, window.num_positions), *((s, 0) for s in others)]
-        told = self._told(error)
+        told = self._as_step_error(error)
         return [RowResult(s, n, error=told) for s, n in rows]
 
-    def _told(self, error: Exception) -> StepError:
+    def _as_step_error(self, error: Exception) -> StepError:
         """What the requests of a failed step end with."""
         # Its buffers are free once the error, which holds on to them, has been dealt with.
         self._failed_last = True

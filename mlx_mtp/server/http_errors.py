@@ -75,11 +75,11 @@ def error_response(
     else:
         body = error_body(error)
     return JSONResponse(
-        body, status_code=_status(error), headers={**(headers or {}), **_told(error)}
+        body, status_code=_status(error), headers={**(headers or {}), **_extra_headers(error)}
     )
 
 
-def _told(error: Exception) -> dict[str, str]:
+def _extra_headers(error: Exception) -> dict[str, str]:
     """Headers that go with an error."""
     headers = {}
     if isinstance(error, RequestError | EngineError) and error.retry_after is not None:

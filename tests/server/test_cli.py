@@ -216,7 +216,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 )
 def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    assert cli._model_name(model) == name
+    assert parts.model_name(model) == name
 
 
 @pytest.mark.parametrize(
