@@ -45,7 +45,8 @@ class Disk:
 
 
 @pytest.fixture
-def disk():
+def disk(monkeypatch):
+    monkeypatch.setattr(prefix_reader, "_STOP_SECONDS", PATIENCE)
     made = Disk()
     yield made
     made.reader.stop()
