@@ -71,7 +71,7 @@ def test_a_reader_that_stalls_is_ended_and_holds_nobody_up(serve: Serve) -> None
     engine = FakeEngine(script)
     with serve(engine, stall_timeout=600.0) as client, connect(client, 4096) as raw:
         ask(raw, stream=True)
-        connection = connection_of(client, raw)
+        connection = narrowed(client, raw)
         wait_until(lambda: connection.flow.write_paused)
         for _ in range(3):
             assert stream(client, max_tokens=5)
@@ -80,6 +80,7 @@ def test_a_reader_that_stalls_is_ended_and_holds_nobody_up(serve: Serve) -> None
     engine = FakeEngine(script)
     with serve(engine, stall_timeout=0.5) as client, connect(client, 4096) as raw:
         ask(raw, stream=True)
+        narrowed(client, raw)
         wait_until(lambda: bool(engine.cancelled))
         assert engine.cancelled == {engine.submitted[0].request_id}
         wait_until(lambda: samples(client)["mlx_mtp:num_requests_held"] == 0)
@@ -97,7 +98,7 @@ def test_a_stalled_readers_answer_waits_in_a_bounded_buffer(serve: Serve) -> Non
 
     with serve(FakeEngine(counted), stall_timeout=60.0) as client, connect(client, 4096) as raw:
         ask(raw, stream=True)
-        connection = connection_of(client, raw)
+        connection = narrowed(client, raw)
         wait_until(lambda: connection.flow.write_paused)
         held = []
         for _ in range(20):
@@ -116,6 +117,15 @@ def connection_of(client: Served, raw: socket.socket) -> Any:
 
     wait_until(lambda: bool(found()))
     return found()[0]
+
+
+def narrowed(client: Served, raw: socket.socket) -> Any:
+    """The same, for which the system keeps little: by itself it takes megabytes, which a busy
+    machine needs half a minute to write."""
+    connection = connection_of(client, raw)
+    own_end = connection.transport.get_extra_info("socket")
+    own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return connection
 
 
 def test_a_reader_that_is_slow_but_reads_gets_all(serve: Serve) -> None:
