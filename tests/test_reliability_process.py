@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -40,9 +40,10 @@ def events(server: Server, max_tokens: int) -> Iterator[str]:
         yield from (line for line in answer.iter_lines() if line)
 
 
-def wait_for_rows(server: Server, count: int) -> None:
+def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], beside: int) -> None:
+    """Until the server has these requests and some beside them; one that is answered was taken."""
     deadline = time.monotonic() + 60
-    while server.metric("num_requests_running") < count:
+    while sum(job.done() for job in jobs) + server.metric("num_requests_held") < len(jobs) + beside:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -56,11 +57,12 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals) -> None:
     A stream beside them, which the test leaves when it has seen enough, keeps the server from
     having drained before.
     """
-    with running("--max-num-seqs", "3") as server, ThreadPoolExecutor(4) as pool:
+    few = ("--max-num-seqs", "3", "--drain-timeout", "300")
+    with running(*few) as server, ThreadPoolExecutor(4) as pool:
         beside = events(server, 20_000)
         next(beside)
         jobs = [pool.submit(ask, server, 150) for _ in range(4)]
-        wait_for_rows(server, 3)
+        wait_until_taken(server, jobs, beside=1)
         server.process.send_signal(sig)
         while (health := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
             time.sleep(0.01)
@@ -155,7 +157,10 @@ def test_health_tells_a_hang_while_it_lasts_and_recovers() -> None:
 
 
 DEATH = """
+from mlx_mtp.engine import engine, faults
 from mlx_mtp.engine.scheduler import Scheduler
+# All of it is within a minute, however slow the machine is.
+engine.RestartBudget = lambda: faults.RestartBudget(lambda: 0.0)
 schedule = Scheduler.schedule
 def dying(self):
     if any(s.num_prompt == 3 for s in self._waiting):

@@ -243,6 +243,9 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     assert not store.holds(key_of(0))
     assert store.read(key_of(0)) is None
     go_on.set()
+    # What it still does, and says, is not for the next test.
+    store._writer._thread.join(PATIENCE)
+    assert not store._writer._thread.is_alive()
 
 
 def test_bounded_in_bytes_the_least_recently_used_goes_first(

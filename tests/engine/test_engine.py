@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections import defaultdict
@@ -348,6 +349,8 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     for name in ("running", "waiting"):
         assert isinstance(served.outputs[name][-1].error, EngineStoppedError)
         assert "a bug in the scheduler" in str(served.outputs[name][-1].error)
+    # The ends are told first, and then counted.
+    wait_until(lambda: served.engine.stats().num_restarts == 1)
     counted = served.engine.stats()
     assert counted.num_requests_running == 0
     assert Scheduler.schedule is schedule
@@ -438,6 +441,7 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
         runners.append(self)
         original(self, *parts)
 
+    gc.collect()  # What earlier tests left would be freed, and cached, in between.
     # Looked at on the engine's thread: what other threads free later is cached again.
     left: list[tuple[object, ...]] = []
     release = ModelRunner.release

@@ -43,8 +43,11 @@ class SlowDisk:
 
 
 @pytest.fixture
-def begin(tiny_models, tmp_path):
+def begin(tiny_models, tmp_path, monkeypatch):
     """Starts a server's like on a directory that has PROMPT's prefix."""
+    # Reads wait for the test, and that for a busy machine.
+    monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(prefix_reader, "READ_SECONDS", 10 * PATIENCE)
     made: list[tuple[Client, SlowDisk]] = []
 
     def start() -> tuple[Client, SlowDisk]:
@@ -92,8 +95,6 @@ def test_others_go_on_while_a_prefix_is_read_and_it_is_right_when_it_comes(begin
 
 
 def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatch):
-    # So that it is the reader that wakes it.
-    monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
     served, disk = begin()
     steps, original = [], EngineCore.step
 

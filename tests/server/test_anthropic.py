@@ -11,11 +11,12 @@ import httpx
 import jiter
 import pytest
 
+from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import FakeEngine, out
+from tests.server.fake_engine import FakeEngine, Output, out
 from tests.server.wire_help import CALL, WEATHER_SCHEMA, ask, events, saying
 
 PATH = "/v1/messages"
@@ -327,11 +328,22 @@ def test_other_errors_in_anthropics_form(serve: Serve, tokenizer: Tokenizer) -> 
 
 
 def test_silence_is_broken_by_pings(serve: Serve) -> None:
-    waiting = [None] * 40
-    engine = FakeEngine(lambda _: iter([*waiting, out(40, finish="length")]))
-    with serve(engine, keep_alive_seconds=0.01) as client:
-        found = stream(client)
-    assert {"type": "ping"} in found
+    waiting = True
+
+    def slow(_: Request) -> Iterator[Output]:
+        while waiting:
+            yield None
+        yield out(40, finish="length")
+
+    body = {"model": MODEL, "messages": HI, "max_tokens": 100, "stream": True}
+    with (
+        serve(FakeEngine(slow), keep_alive_seconds=0.01) as client,
+        client.stream("POST", PATH, json=body) as response,
+    ):
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        assert json.loads(next(lines).removeprefix("data: ")) == {"type": "ping"}
+        waiting = False
+        found = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert blocks_of([event for event in found if event["type"] != "ping"])
 
 
