@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import resource
 import socket
@@ -156,6 +157,9 @@ def make_server(
         # Any client on this machine could write X-Forwarded-For.
         proxy_headers=False,
         log_level=log_level,
+        # Longer than clients keep connections that they don't use, most of them 5 s: else one may
+        # send on what is just being closed. The limit for heads ends these as well.
+        timeout_keep_alive=math.ceil(context.config.head_timeout),
         # Clients that don't read their error must not keep the process alive.
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,

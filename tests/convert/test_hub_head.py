@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import DEMO
 from tests.convert.checkpoints import write_source
 from tests.convert.fake_hub import COMMIT, FakeHub
 from tests.tiny_models import Layout
@@ -106,7 +108,10 @@ def test_what_cannot_be_found_out_is_left_to_the_download(tmp_path, trouble):
 
 def test_a_model_with_its_head_is_downloaded(tmp_path):
     """And refused then, as it is given no memory."""
-    with FakeHub.of(REPO, model(tmp_path / "m", with_head=True, shards=3)).serve() as hub:
+    directory = model(tmp_path / "m", with_head=True, shards=3)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory)
+    with FakeHub.of(REPO, directory).serve() as hub:
         flags = ["--enable-mtp", "--port", "0", "--memory-limit", "1KB"]
         status, said = python(hub, tmp_path / "home", "-m", "mlx_mtp", "serve", REPO, *flags)
         assert status == 2

@@ -191,6 +191,12 @@ def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
             pass
 
 
+def test_an_idle_connection_outlasts_the_clients_patience(serve: Serve) -> None:
+    """httpx and the SDKs keep one for 5 s; uvicorn by itself would end it in the same moment."""
+    with serve(FakeEngine(answer([300]))) as client:
+        assert client.server.config.timeout_keep_alive > 5 + 10
+
+
 def is_kept(client: Served, seconds: float, head_timeout: float) -> bool:
     """Whether a connection serves for so long; False if it was left idle, by a machine that paused,
     for as long as the server allows."""
