@@ -17,6 +17,7 @@ from dataclasses import replace
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
 from mlx_mtp.bench.arguments import add_bench, settle_offline
+from mlx_mtp.command_line import CommandParser
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mlx-mtp",
         description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
         epilog="Each flag of serve and generate may also come from an environment variable: "

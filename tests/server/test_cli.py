@@ -126,30 +126,42 @@ def test_a_wrong_variable_is_named(
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "reason"),
     [
-        [],
-        ["dance"],
-        ["serve", "--port", "x"],
-        ["serve", "--mtp-num-draft-tokens", "9"],
-        ["serve", "--mtp-num-draft-tokens", "some"],
-        ["serve", "--calibration-seconds", "-1"],
-        ["serve", "--dtype", "int8"],
-        ["serve", "--api-key", ""],
-        ["serve", "a", "b"],
-        ["generate"],
-        ["generate", "hi", "--temperature", "nan"],
-        ["generate", "\udcff\udcfe"],
-        ["generate", "hi", "--system", "a\udcff"],
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["serve", "--port", "x"], "argument --port: 'x' is not an integer"),
+        (["serve", "--port", "70000"], "argument --port: 70000 is not between 0 and 65535"),
+        (["serve", "--mtp-num-draft-tokens", "9"], "9 is not between 0 and 8"),
+        (["serve", "--mtp-num-draft-tokens", "some"], "'some' is not an integer"),
+        (["serve", "--calibration-seconds", "-1"], "-1 is below 0"),
+        (["serve", "--dtype", "int8"], "'int8' is not one of auto"),
+        (["serve", "--api-key", ""], "the key must not be empty"),
+        (["serve", "a", "b"], "unrecognized arguments: b"),
+        (["serve", "a", "b\nc"], "unrecognized arguments: b c"),
+        (["generate"], "required: prompt"),
+        (["generate", "hi", "--temperature", "nan"], "'nan' is not finite"),
+        (["generate", "\udcff\udcfe"], "is not valid UTF-8"),
+        (["generate", "hi", "--system", "a\udcff"], "is not valid UTF-8"),
+        (["inspect", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["convert", "a", "--bits", "x"], "argument --bits: invalid int value: 'x'"),
+        (["add-mtp-weights"], "required: --mlx-model-path"),
+        (["connect", "dance"], "dance"),
+        (["selftest", "--seconds", "0"], "0 is below 1"),
     ],
 )
-def test_a_wrong_command_line_is_a_usage_error(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_wrong_command_line_is_one_line_that_names_the_help(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(argv, {})
     assert caught.value.code == 2
-    assert "usage: mlx-mtp" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    command = " ".join(["mlx-mtp", *argv[:1]] if argv[:1] not in ([], ["dance"]) else ["mlx-mtp"])
+    assert error.startswith(f"{command}: ")
+    assert reason in error
+    assert error.endswith(f" (see {command} --help)\n")
+    assert error.count("\n") == 1
 
 
 def test_errors_are_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
