@@ -207,6 +207,7 @@ def test_a_codex_chat(client: Served, engine: FakeEngine, tokenizer: Tokenizer) 
         store=False,
         include=["reasoning.encrypted_content"],
         prompt_cache_key="k",
+        prompt_cache_retention="24h",
         client_metadata={"x-codex-turn-metadata": "{}", "turn": 1},
     )
     assert [tool["name"] for tool in body["tools"]] == ["get_weather"]

@@ -27,6 +27,7 @@ from mlx_mtp.server.fields import (
     Int,
     Labels,
     OnlyFalse,
+    Retention,
     WireModel,
     at_most,
     few_values,
@@ -190,6 +191,8 @@ class ResponsesRequest(WireModel):
     client_metadata: Annotated[dict[str, Any], at_most(MAX_LABELS)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
+    # A wish about OpenAI's caches: here whoever starts the server says where prefixes are kept.
+    prompt_cache_retention: Retention | None = None
     safety_identifier: str | None = None
 
     def options(self) -> Options:
