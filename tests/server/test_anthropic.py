@@ -236,6 +236,25 @@ def test_an_answer_that_has_begun_goes_on(
     assert prompt_of(engine, tokenizer).endswith("<|im_start|>assistant\nThe answer is (")
 
 
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize("text", [[], [{"type": "text", "text": "Sure"}]])
+def test_a_call_without_its_result_is_no_beginning_of_an_answer(
+    client: Served, path: str, text: list[dict[str, Any]]
+) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}
+    chat = [*HI, {"role": "assistant", "content": [*text, call]}]
+    body = {"model": MODEL, "messages": chat, "tools": [TOOL]}
+    more = {"max_tokens": 9} if path == PATH else {}
+    response = client.post(path, json=body | more)
+    assert response.status_code == 400
+    told = response.json()["error"]["message"]
+    assert told.startswith("messages: the last message has a tool_use block")
+    assert "tool_result" in told
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "Sunny."}
+    chat.append({"role": "user", "content": [result]})
+    assert client.post(path, json=body | more).status_code == 200
+
+
 def test_tool_choice(client: Served, engine: FakeEngine) -> None:
     def grammar(**choice: Any) -> Any:
         message(client, tools=[TOOL], tool_choice=choice)

@@ -200,6 +200,17 @@ class CountRequest(WireModel):
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
+    @model_validator(mode="after")
+    def _calls_have_results(self) -> CountRequest:
+        # The last message would be the beginning of the answer, and a call can't be gone on with.
+        if any(isinstance(block, ToolUseBlock) for block in self.messages[-1].content):
+            raise refusal(
+                "the last message has a tool_use block, and its result is missing: add a message "
+                "of role user with a tool_result block, or leave the tool_use out",
+                field="messages",
+            )
+        return self
+
     def conversation(self) -> Conversation:
         """What the model is asked, as the server knows it."""
         messages = [message for wire in self.messages for message in wire.messages()]
