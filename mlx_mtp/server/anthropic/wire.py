@@ -263,6 +263,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Stops = Field(default_factory=list)
     # Not of this API, but of the others here.
     cache_salt: CacheSalt | None = None
+    seed: Int | None = None
     # Labels, which mean nothing to a model.
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -278,6 +279,7 @@ class MessagesRequest(CountRequest):
             top_p=self.top_p,
             top_k=self.top_k,
             stop=self.stop_sequences,
+            seed=self.seed,
             user=self.metadata.user_id if self.metadata is not None else None,
             cache_salt=self.cache_salt,
         )

@@ -183,6 +183,7 @@ class ResponsesRequest(WireModel):
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
     # Not of this API, but of the others here.
     cache_salt: CacheSalt | None = None
+    seed: Int | None = None
     # Of the tools that a server runs itself, of which there are none here.
     max_tool_calls: Int | None = None
     # Labels, which mean nothing to a model.
@@ -203,6 +204,7 @@ class ResponsesRequest(WireModel):
             max_tokens_field="max_output_tokens",
             temperature=self.temperature,
             top_p=self.top_p,
+            seed=self.seed,
             top_logprobs=(self.top_logprobs or 0) if wanted else None,
             user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
