@@ -16,10 +16,12 @@ from dataclasses import replace
 
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
-from mlx_mtp.bench.arguments import add_bench
+from mlx_mtp.bench.arguments import add_bench, settle_offline
+from mlx_mtp.command_line import CommandParser
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
+from mlx_mtp.flag_checks import check_generate, check_serve, needs_head
 from mlx_mtp.flags import add_flags, characters, resolve
 from mlx_mtp.generate_options import GENERATE_FLAGS
 from mlx_mtp.inspect.command import add_inspect
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mlx-mtp",
         description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
         epilog="Each flag of serve and generate may also come from an environment variable: "
@@ -81,8 +83,8 @@ def serve(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
-    parts.read_draft_vocab(options, may_draft=options.enable_mtp)
-    parts.check_prefix_cache_dir(options)
+    check_serve(options)
+    parts.read_draft_vocab(options)
     info = backend.prepare()
 
     from mlx_mtp.server.app import STOP_SECONDS, create_app
@@ -130,7 +132,8 @@ def generate(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
-    parts.read_draft_vocab(options, may_draft=options.enable_mtp is not False)
+    check_generate(options)
+    parts.read_draft_vocab(options)
     backend.prepare()
 
     from mlx_mtp.terminal import stream_answer
@@ -138,7 +141,7 @@ def generate(options: argparse.Namespace) -> int:
     try:
         loaded, tokenizer = parts.load(options, enable_mtp=options.enable_mtp is not False)
     except MissingHeadError:
-        if options.enable_mtp or options.mtp_draft_vocab is not None:
+        if needs_head(options):
             raise
         loaded, tokenizer = parts.load(options, enable_mtp=False)
     # One answer isn't worth a measurement; what a server or other answers measured is used.
@@ -154,6 +157,7 @@ def bench(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return commands.run_http(options, environ)
     from mlx_mtp.server.draft_vocab import read_wanted
 
+    settle_offline(options)
     commands.check(options)
     wanted = read_wanted(options.mtp_draft_vocab)
     from mlx_mtp import backend

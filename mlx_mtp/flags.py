@@ -107,19 +107,23 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
 def resolve(
     given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
 ) -> argparse.Namespace:
-    """Fill in what the command line left open.
+    """Fill in what the command line left open; `given` has the keys of all but defaults.
 
     Raises:
         UsageError: a variable's value is wrong; the variable is named.
     """
     values = vars(given).copy()
+    defaults = set()
     for flag in flags:
         if flag.key not in values:
             text = environ.get(flag.variable)
             values[flag.key] = flag.default if text is None else flag.from_text(text)
+            if text is None:
+                defaults.add(flag.key)
         elif flag.repeated:
             values[flag.key] = tuple(values[flag.key])
-    return argparse.Namespace(**values)
+    keys = frozenset(flag.key for flag in flags) - defaults
+    return argparse.Namespace(**values, given=keys)
 
 
 def boolean(text: str) -> bool:

@@ -72,8 +72,8 @@ GENERATE_FLAGS = (
     ),
     Flag(
         "--top-k",
-        "keep only this many of the most probable tokens; 0: all",
-        whole(0, 1 << 31),
+        "keep only this many of the most probable tokens; 0 or -1: all",
+        whole(-1, 1 << 31),
         None,
         "N",
         group=_SAMPLING,

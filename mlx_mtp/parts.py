@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.config import EngineConfig, ServerConfig
-from mlx_mtp.errors import UsageError
 from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE
 
 if TYPE_CHECKING:
@@ -67,21 +66,6 @@ def plan_memory(
     return plan
 
 
-def check_prefix_cache_dir(options: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other, before anything is loaded."""
-    flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
-    if options.prefix_cache_dir is None:
-        if options.prefix_cache_dir_size is not None:
-            raise UsageError(f"{of_size} needs {flag}, which is not given.")
-    elif options.prefix_cache_size == 0:
-        raise UsageError(
-            f"{flag} keeps on the disk what the prefix cache has, and --prefix-cache-size 0 turns "
-            "that off: leave one of them out."
-        )
-    elif options.prefix_cache_dir_size == 0:
-        raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")
-
-
 def open_prefix_store(
     model: LoadedModel, options: argparse.Namespace, config: EngineConfig, memory: MemoryPlan
 ) -> PrefixStore | None:
@@ -96,14 +80,10 @@ def open_prefix_store(
     return prefix_store(model, config, options.dtype, path, size)
 
 
-def read_draft_vocab(options: argparse.Namespace, *, may_draft: bool) -> None:
+def read_draft_vocab(options: argparse.Namespace) -> None:
     """Read the file, if one is given: what is wrong with it should not be learnt after a load."""
-    from mlx_mtp.server.draft_vocab import FLAG, read_wanted
+    from mlx_mtp.server.draft_vocab import read_wanted
 
-    if options.mtp_draft_vocab is None:
-        return
-    if not may_draft:
-        raise UsageError(f"{FLAG} is for the MTP head's drafts, but MTP is off: add --enable-mtp.")
     options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.engine_options import DRAFT_VOCAB, MODEL_DEFAULT, MODEL_HELP, add_dtype
+from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 COMPARED_LEVELS = (1, 4, 16)
 _MOST_AT_ONCE = 4096
 _SHORTEST_SILENCE = 0.01
+_CALIBRATION_SECONDS = 2.0
 _URL_HELP = "the server's address, such as http://127.0.0.1:8000"
 API_KEY = Flag("--api-key", "sent as a bearer token", text)
 """The one flag that may come from the environment: a command line can be seen by others."""
@@ -105,12 +107,23 @@ def _add_offline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration-seconds",
         type=at_least(0.0),
-        default=2.0,
         metavar="SECONDS",
-        help="most time for auto to measure step costs first (default: 2)",
+        help=f"most time for auto to measure step costs first (default: {_CALIBRATION_SECONDS:g})",
     )
     add_dtype(parser)
     add_streams(parser, COMPARED_LEVELS)
+
+
+def settle_offline(options: argparse.Namespace) -> None:
+    """Fill in the time to calibrate.
+
+    Raises:
+        UsageError: it is given, and no depth needs it.
+    """
+    if options.calibration_seconds and "auto" not in options.depths:
+        raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
+    if options.calibration_seconds is None:
+        options.calibration_seconds = _CALIBRATION_SECONDS
 
 
 def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:

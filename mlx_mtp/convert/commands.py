@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_mtp.command_line import CommandParser
 from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import MlxMtpError
 
@@ -150,7 +151,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The script scripts/add_mtp_weights.py; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="add_mtp_weights.py", description=_DESCRIPTION)
+    parser = CommandParser(prog="add_mtp_weights.py", description=_DESCRIPTION)
     add_arguments(parser)
     options = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = options.run

@@ -61,15 +61,12 @@ class CostKeeper:
         self._saved = self._store.load() if self._store is not None else {}
         if self._saved:
             self._costs.load(self._saved)
-            logger.info("Step costs of an earlier run: %s", _described(self._saved))
+            logger.debug("Step costs of an earlier run: %s", _described(self._saved))
         if config.calibration_seconds > 0:
             began = self._clock()
             calibrate(self._costs, config, runner, stopping=stopping)
-            logger.info(
-                "Step costs measured in %.1f s: %s",
-                self._clock() - began,
-                _described(self._costs.table()),
-            )
+            logger.info("Step costs measured in %.1f s.", self._clock() - began)
+            logger.debug("Step costs: %s", _described(self._costs.table()))
             self.save()
 
     def save_now_and_then(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -154,4 +154,8 @@ _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
+Parsed = Annotated[Any, BeforeValidator(few_values)]
+"""What the openai package's parse() made of an answer's text, which stands beside it."""
+Retention = Literal["in_memory", "in-memory", "24h"]
+"""How long OpenAI's caches keep a prompt; its own description has had both spellings."""
 OnlyFalse = Annotated[bool, AfterValidator(only(False))]

@@ -40,6 +40,7 @@ class SamplingDefaults:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         given = {name: config[name] for name in names if config.get(name) is not None}
+        given |= _all_kept(given)
         if config.get("do_sample") is False:
             given["temperature"] = 0.0
         try:
@@ -80,6 +81,7 @@ def sampling_params(
         field.name: _first(getattr(options, field.name), getattr(defaults, field.name))
         for field in dataclasses.fields(defaults)
     }
+    chosen |= _all_kept(chosen)
     params = SamplingParams(
         max_tokens=_first(options.max_tokens, 1),
         presence_penalty=options.presence_penalty,
@@ -173,6 +175,11 @@ def room(prompt_tokens: int, options: Options, max_model_len: int) -> int:
 
 def _first(value: Any, fallback: Any) -> Any:
     return fallback if value is None else value
+
+
+def _all_kept(values: Mapping[str, Any]) -> dict[str, int]:
+    """vLLM's -1 for "keep all tokens", which is 0 here and in transformers."""
+    return {"top_k": 0} if values.get("top_k") == -1 else {}
 
 
 def _token_id(key: str) -> int:

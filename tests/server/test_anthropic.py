@@ -88,6 +88,7 @@ def test_a_message(client: Served) -> None:
     body = message(client)
     usage = body.pop("usage")
     assert body.pop("id").startswith("msg_")
+    assert isinstance(body.pop("seed"), int)
     assert body == {
         "type": "message",
         "role": "assistant",
@@ -235,6 +236,40 @@ def test_an_answer_that_has_begun_goes_on(
 ) -> None:
     message(client, messages=[*HI, {"role": "assistant", "content": "The answer is ("}])
     assert prompt_of(engine, tokenizer).endswith("<|im_start|>assistant\nThe answer is (")
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+@pytest.mark.parametrize("text", [[], [{"type": "text", "text": "Sure"}]])
+def test_a_call_without_its_result_is_no_beginning_of_an_answer(
+    client: Served, path: str, text: list[dict[str, Any]]
+) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}
+    chat = [*HI, {"role": "assistant", "content": [*text, call]}]
+    body = {"model": MODEL, "messages": chat, "tools": [TOOL]}
+    more = {"max_tokens": 9} if path == PATH else {}
+    response = client.post(path, json=body | more)
+    assert response.status_code == 400
+    told = response.json()["error"]["message"]
+    assert told.startswith("messages: the last message has a tool_use block")
+    assert "tool_result" in told
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "Sunny."}
+    chat.append({"role": "user", "content": [result]})
+    assert client.post(path, json=body | more).status_code == 200
+
+
+def test_the_seed_is_told_and_taken(client: Served, engine: FakeEngine) -> None:
+    chosen = message(client)["seed"]
+    assert engine.submitted[-1].sampling.seed == chosen
+    assert message(client)["seed"] != chosen
+    assert message(client, seed=chosen)["seed"] == chosen
+    assert engine.submitted[-1].sampling.seed == chosen
+    found = stream(client, seed=-9)
+    assert engine.submitted[-1].sampling.seed == -9
+    assert found[0]["message"]["seed"] == -9
+    assert found[-2]["seed"] == -9
+    refused = client.post(PATH, json={"model": MODEL, "messages": HI, "max_tokens": 9, "seed": "1"})
+    assert refused.status_code == 400
+    assert "seed" in refused.json()["error"]["message"]
 
 
 def test_tool_choice(client: Served, engine: FakeEngine) -> None:

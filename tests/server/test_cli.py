@@ -126,30 +126,42 @@ def test_a_wrong_variable_is_named(
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "reason"),
     [
-        [],
-        ["dance"],
-        ["serve", "--port", "x"],
-        ["serve", "--mtp-num-draft-tokens", "9"],
-        ["serve", "--mtp-num-draft-tokens", "some"],
-        ["serve", "--calibration-seconds", "-1"],
-        ["serve", "--dtype", "int8"],
-        ["serve", "--api-key", ""],
-        ["serve", "a", "b"],
-        ["generate"],
-        ["generate", "hi", "--temperature", "nan"],
-        ["generate", "\udcff\udcfe"],
-        ["generate", "hi", "--system", "a\udcff"],
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["serve", "--port", "x"], "argument --port: 'x' is not an integer"),
+        (["serve", "--port", "70000"], "argument --port: 70000 is not between 0 and 65535"),
+        (["serve", "--mtp-num-draft-tokens", "9"], "9 is not between 0 and 8"),
+        (["serve", "--mtp-num-draft-tokens", "some"], "'some' is not an integer"),
+        (["serve", "--calibration-seconds", "-1"], "-1 is below 0"),
+        (["serve", "--dtype", "int8"], "'int8' is not one of auto"),
+        (["serve", "--api-key", ""], "the key must not be empty"),
+        (["serve", "a", "b"], "unrecognized arguments: b"),
+        (["serve", "a", "b\nc"], "unrecognized arguments: b c"),
+        (["generate"], "required: prompt"),
+        (["generate", "hi", "--temperature", "nan"], "'nan' is not finite"),
+        (["generate", "\udcff\udcfe"], "is not valid UTF-8"),
+        (["generate", "hi", "--system", "a\udcff"], "is not valid UTF-8"),
+        (["inspect", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["convert", "a", "--bits", "x"], "argument --bits: invalid int value: 'x'"),
+        (["add-mtp-weights"], "required: --mlx-model-path"),
+        (["connect", "dance"], "dance"),
+        (["selftest", "--seconds", "0"], "0 is below 1"),
     ],
 )
-def test_a_wrong_command_line_is_a_usage_error(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_wrong_command_line_is_one_line_that_names_the_help(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(argv, {})
     assert caught.value.code == 2
-    assert "usage: mlx-mtp" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    command = " ".join(["mlx-mtp", *argv[:1]] if argv[:1] not in ([], ["dance"]) else ["mlx-mtp"])
+    assert error.startswith(f"{command}: ")
+    assert reason in error
+    assert error.endswith(f" (see {command} --help)\n")
+    assert error.count("\n") == 1
 
 
 def test_errors_are_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +358,77 @@ def test_sizes_have_units(text: str, size: int) -> None:
     assert parse(cli.SERVE_FLAGS, "--prefix-cache-size", text).prefix_cache_size == size
 
 
+_OFF = "but MTP is off: add --enable-mtp"
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "told"),
+    [
+        ("serve --mtp-num-draft-tokens 3", {}, f"--mtp-num-draft-tokens is for .*{_OFF}"),
+        ("serve --mtp-num-draft-tokens auto", {}, _OFF),
+        ("serve", {"MTP_NUM_DRAFT_TOKENS": "2"}, f"--mtp-num-draft-tokens is for .*{_OFF}"),
+        ("serve --calibration-seconds 2", {}, f"--calibration-seconds is for .*{_OFF}"),
+        ("serve --no-enable-mtp --mtp-draft-vocab 9", {"ENABLE_MTP": "1"}, _OFF),
+        (
+            "serve --enable-mtp --calibration-seconds 3 --mtp-num-draft-tokens 1",
+            {},
+            "for --mtp-num-draft-tokens auto, and that is 1: leave one of them out",
+        ),
+        (
+            "serve --prefix-cache-size 0 --kv-cache-quantization 4",
+            {},
+            "--kv-cache-quantization stores in 4 bits .*: leave one of them out",
+        ),
+        ("serve --kv-cache-quantization 8", {"PREFIX_CACHE_SIZE": "0"}, "in 8 bits .* turns that"),
+        ("generate hi --no-enable-mtp --mtp-num-draft-tokens 1", {}, _OFF),
+        ("generate hi", {"ENABLE_MTP": "0", "MTP_NUM_DRAFT_TOKENS": "1"}, _OFF),
+        ("bench offline --depths 1,2 --calibration-seconds 1", {}, "auto: add it to --depths"),
+    ],
+)
+def test_a_flag_without_effect_is_refused_before_anything_is_loaded(
+    argv: str,
+    variables: dict[str, str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "load", lambda *_, **__: pytest.fail("loaded"))
+    environ = {f"MLX_MTP_{name}": value for name, value in variables.items()}
+    assert cli.main(argv.split(), environ) == 2
+    error = capsys.readouterr().err
+    assert re.search(told, error), error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables"),
+    [
+        ("serve --mtp-num-draft-tokens 0 --calibration-seconds 0 --cache-dir DIR", {}),
+        ("serve --enable-mtp --calibration-seconds 0 --mtp-num-draft-tokens 1", {}),
+        ("serve --enable-mtp --calibration-seconds 1 --mtp-draft-vocab 9", {}),
+        ("serve --prefix-cache-size 0 --kv-cache-quantization none", {}),
+        ("serve", {"ENABLE_MTP": "1", "MTP_NUM_DRAFT_TOKENS": "2"}),
+        ("generate hi --no-enable-mtp --mtp-num-draft-tokens 0", {}),
+        ("generate hi --mtp-num-draft-tokens 1", {}),
+        ("bench offline --depths 1 --calibration-seconds 0", {}),
+        ("bench offline --depths 1", {}),
+    ],
+)
+def test_flags_that_agree_are_not_refused(
+    argv: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LoadedError(Exception):
+        pass
+
+    def load(*_: object, **__: object) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(parts, "load", load)
+    words = argv.split() + (["--port", "0"] if argv.startswith("serve") else [])
+    with pytest.raises(LoadedError):
+        cli.main(words, {f"MLX_MTP_{name}": value for name, value in variables.items()})
+
+
 def options(**more: object) -> argparse.Namespace:
     return argparse.Namespace(**(vars(parse(cli.GENERATE_FLAGS)) | {"prompt": "hi"} | more))
 
@@ -431,8 +514,9 @@ def test_generate_goes_without_a_head_unless_one_was_asked_for(
     assert asked == [True, False]
     assert cli.main(["generate", "hi", "--no-enable-mtp"], {}) == 0
     assert asked == [True, False, False]
-    assert cli.main(["generate", "hi", "--enable-mtp"], {}) == 2
-    assert "there is no head" in capsys.readouterr().err
+    for more in (["--enable-mtp"], ["--mtp-num-draft-tokens", "2"], ["--mtp-draft-vocab", "9"]):
+        assert cli.main(["generate", "hi", *more], {}) == 2
+        assert "there is no head" in capsys.readouterr().err
 
 
 @pytest.fixture

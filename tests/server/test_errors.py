@@ -92,7 +92,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 10**400}, "temperature", "number"),
     ({"top_p": 0}, "top_p", "more than 0"),
     ({"top_p": 1.01}, "top_p", "at most 1"),
-    ({"top_k": -1}, "top_k", "at least 0"),
+    (
+        {"prompt_cache_retention": "1h"},
+        "prompt_cache_retention",
+        "'in_memory', 'in-memory' or '24h'",
+    ),
+    ({"top_k": -2}, "top_k", "at least 0"),
     ({"top_k": True}, "top_k", "integer"),
     ({"min_p": 2}, "min_p", "at most 1"),
     ({"repetition_penalty": 0}, "repetition_penalty", "at least 0.01"),

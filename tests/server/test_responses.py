@@ -75,6 +75,21 @@ def test_a_response(client: Served) -> None:
     assert usage["output_tokens_details"]["reasoning_tokens"] == 0
 
 
+def test_the_seed_is_told_and_taken(client: Served, engine: FakeEngine) -> None:
+    chosen = response(client)["seed"]
+    assert engine.submitted[-1].sampling.seed == chosen
+    assert response(client)["seed"] != chosen
+    assert response(client, seed=chosen)["seed"] == chosen
+    assert engine.submitted[-1].sampling.seed == chosen
+    found = stream(client, seed=-9)
+    assert engine.submitted[-1].sampling.seed == -9
+    for event in (found[0], found[-1]):
+        assert event["response"]["seed"] == -9
+    refused = client.post(PATH, json={"model": MODEL, "input": "hi", "seed": 1 << 63})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "seed"
+
+
 def test_a_streamed_response(client: Served) -> None:
     found = stream(client)
     kinds = [event["type"] for event in found]
@@ -207,6 +222,7 @@ def test_a_codex_chat(client: Served, engine: FakeEngine, tokenizer: Tokenizer) 
         store=False,
         include=["reasoning.encrypted_content"],
         prompt_cache_key="k",
+        prompt_cache_retention="24h",
         client_metadata={"x-codex-turn-metadata": "{}", "turn": 1},
     )
     assert [tool["name"] for tool in body["tools"]] == ["get_weather"]

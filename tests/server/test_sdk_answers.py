@@ -148,6 +148,8 @@ def test_responses(sdk: openai.OpenAI, case: str, summary: Any) -> None:
     last = events[-1]
     assert last.type == f"response.{whole.status}"
     assert [item.type for item in last.response.output] == [item.type for item in whole.output]
+    assert sdk.responses.create(model=MODEL, input="hi", extra_body={"seed": 4}).seed == 4
+    assert isinstance(last.response.seed, int)
     kinds = {event.type for event in events}
     assert ("response.function_call_arguments.done" in kinds) == (case == "call")
     thought = "summary_text" if summary else "text"
@@ -174,6 +176,8 @@ def test_messages(claude: anthropic.Anthropic, case: str) -> None:
     assert events[-2].delta.stop_reason == whole.stop_reason
     with claude.messages.stream(**fields) as stream:
         final = check(stream.get_final_message())
+    assert isinstance(final.seed, int)
+    assert claude.messages.create(**fields, extra_body={"seed": 4}).seed == 4
     assert [block.type for block in final.content] == [block.type for block in whole.content]
 
 

@@ -124,6 +124,7 @@ def test_labels_and_neutral_values_are_accepted() -> None:
         metadata={"a": "b"},
         service_tier="auto",
         prompt_cache_key="k",
+        prompt_cache_retention="24h",
         safety_identifier="s",
         store=False,
         modalities=["text"],
@@ -227,6 +228,17 @@ def test_do_sample_false_means_greedy() -> None:
     config = {"do_sample": False, "temperature": 0.6}
     assert SamplingDefaults.from_generation_config(config).temperature == 0.0
     assert SamplingDefaults.from_generation_config({}).temperature == 1.0
+
+
+def test_a_top_k_of_minus_1_keeps_all_tokens_as_in_vllm() -> None:
+    few = SamplingDefaults(top_k=20)
+    for value in (-1, 0):
+        params = sampling_params(chat(top_k=value).options(), few, seed=0, vocab_size=10)
+        assert params.top_k == 0
+        assert not params.truncates
+    assert SamplingDefaults.from_generation_config({"top_k": -1}).top_k == 0
+    with pytest.raises(ModelError, match="top_k"):
+        SamplingDefaults.from_generation_config({"top_k": -2})
 
 
 @pytest.mark.parametrize("config", [{"temperature": -1}, {"top_p": "x"}, {"top_k": 1.5}])

@@ -19,7 +19,8 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesRequest, context.config.max_body_bytes)
     options, params = admit(request, body)
     omit = body.thinking is not None and body.thinking.display == "omitted"
-    writer = MessageWriter(new_id("msg"), context.config.model_name, omit_thinking=omit)
+    model = context.config.model_name
+    writer = MessageWriter(new_id("msg"), model, params.seed, omit_thinking=omit)
     generation = await context.chat(writer.message_id, body.conversation(), options, params)
     return await respond(request, generation, writer, stream=body.stream)
 

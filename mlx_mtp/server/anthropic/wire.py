@@ -200,6 +200,17 @@ class CountRequest(WireModel):
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
 
+    @model_validator(mode="after")
+    def _calls_have_results(self) -> CountRequest:
+        # The last message would be the beginning of the answer, and a call can't be gone on with.
+        if any(isinstance(block, ToolUseBlock) for block in self.messages[-1].content):
+            raise refusal(
+                "the last message has a tool_use block, and its result is missing: add a message "
+                "of role user with a tool_result block, or leave the tool_use out",
+                field="messages",
+            )
+        return self
+
     def conversation(self) -> Conversation:
         """What the model is asked, as the server knows it."""
         messages = [message for wire in self.messages for message in wire.messages()]
@@ -252,6 +263,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Stops = Field(default_factory=list)
     # Not of this API, but of the others here.
     cache_salt: CacheSalt | None = None
+    seed: Int | None = None
     # Labels, which mean nothing to a model.
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -267,6 +279,7 @@ class MessagesRequest(CountRequest):
             top_p=self.top_p,
             top_k=self.top_k,
             stop=self.stop_sequences,
+            seed=self.seed,
             user=self.metadata.user_id if self.metadata is not None else None,
             cache_salt=self.cache_salt,
         )

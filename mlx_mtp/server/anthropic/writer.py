@@ -25,15 +25,19 @@ class MessageWriter:
     Args:
         message_id: of the answer.
         model: its name.
+        seed: of the answer, which is told so that it can be asked for again.
         omit_thinking: tell that the model thinks, but not what.
     """
 
     keep_alive = event({"type": "ping"}, "ping")
     done = b""
 
-    def __init__(self, message_id: str, model: str, *, omit_thinking: bool = False) -> None:
+    def __init__(
+        self, message_id: str, model: str, seed: int, *, omit_thinking: bool = False
+    ) -> None:
         self.message_id = message_id
         self._model = model
+        self._seed = seed
         self._omit_thinking = omit_thinking
         self._thought = ""
         self._block = -1
@@ -60,7 +64,8 @@ class MessageWriter:
             "stop_reason": _stop_reason(self._last),
             "stop_sequence": self._last.stop,
         }
-        yield _event("message_delta", delta=reason, usage=usage_fields(generation))
+        usage = usage_fields(generation)
+        yield _event("message_delta", delta=reason, usage=usage, seed=self._seed)
         yield _event("message_stop")
 
     def failure(self, error: Exception) -> Iterable[bytes]:
@@ -82,6 +87,8 @@ class MessageWriter:
             "type": "message",
             "role": "assistant",
             "model": self._model,
+            # Not of this API.
+            "seed": self._seed,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stop,

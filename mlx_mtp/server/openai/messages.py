@@ -12,6 +12,7 @@ from pydantic import (
     FailFast,
     Field,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 
@@ -21,6 +22,7 @@ from mlx_mtp.server.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     UNSUPPORTED,
+    Parsed,
     WireModel,
     at_most,
     few_values,
@@ -29,23 +31,26 @@ from mlx_mtp.server.fields import (
 )
 
 
-def joined_text(value: object) -> object:
+def joined_text(value: object, info: ValidationInfo) -> object:
     """A list of text parts becomes one string; other media are refused by name."""
     if not isinstance(value, list):
         return value
+    # A refusal is the text of an answer too.
+    kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
     texts = []
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in kinds:
             raise refusal(
                 f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
                 unsupported=True,
             )
         # A hint for caches of other servers, which LiteLLM and others pass on.
         fields = part.keys() - {"cache_control"}
-        if fields != {"type", "text"} or not isinstance(part["text"], str):
-            raise refusal(f'part {number} must have the form {{"type": "text", "text": "..."}}')
-        texts.append(part["text"])
+        if fields != {"type", kind} or not isinstance(part[kind], str):
+            form = f'{{"type": "{kind}", "{kind}": "..."}}'
+            raise refusal(f"part {number} must have the form {form}")
+        texts.append(part[kind])
     return "".join(texts)
 
 
@@ -59,6 +64,7 @@ class FunctionCall(WireModel):
 
     name: str
     arguments: Annotated[str, AfterValidator(whole_characters)]
+    parsed_arguments: Parsed | None = None
 
 
 class ToolCall(WireModel):
@@ -78,6 +84,10 @@ class ToolCall(WireModel):
 _FIELDS_OF_ONE_ROLE = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "refusal": "assistant",
+    "annotations": "assistant",
+    "parsed": "assistant",
     "provider_specific_fields": "assistant",
     "tool_call_id": "tool",
 }
@@ -90,6 +100,13 @@ class Message(WireModel):
     content: Content = None
     name: str | None = None
     reasoning_content: str | None = None
+    # The name that OpenRouter and newer versions of vLLM have for it.
+    reasoning: str | None = None
+    refusal: str | None = None
+    # They say what of an earlier answer's text came from where: nothing that a prompt has a place
+    # for, and no instruction. OpenAI's answers have a list of them in any case.
+    annotations: Annotated[list[Any], at_most(MAX_MESSAGES)] | None = None
+    parsed: Parsed | None = None
     tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     provider_specific_fields: Notes | None = None
@@ -99,7 +116,11 @@ class Message(WireModel):
         for field, role in _FIELDS_OF_ONE_ROLE.items():
             if getattr(self, field) is not None and self.role != role:
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
-        if self.content is None and not self.tool_calls:
+        if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
+            raise refusal("differs from reasoning_content; give one of them", field="reasoning")
+        # An answer that was cut while the model thought has reasoning alone.
+        said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
+        if all(text is None for text in said) and not self.tool_calls:
             alternative = " or tool_calls" if self.role == "assistant" else ""
             raise refusal(
                 f"a message of role {self.role} needs content{alternative}", field="content"
@@ -111,8 +132,8 @@ class Message(WireModel):
         return conversation.Message(
             # Templates know no developer; OpenAI made it the new name of system.
             role="system" if self.role == "developer" else self.role,
-            content=self.content or "",
-            reasoning=self.reasoning_content,
+            content=(self.content or "") + (self.refusal or ""),
+            reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
             tool_calls=tuple(call.call() for call in self.tool_calls or ()),
             tool_call_id=self.tool_call_id,
             name=self.name,

@@ -21,6 +21,7 @@ from mlx_mtp.server.fields import (
     Labels,
     LogitBias,
     OnlyFalse,
+    Retention,
     Stops,
     StopTokenIds,
     TemplateKwargs,
@@ -157,6 +158,8 @@ class ChatRequest(GenerateRequest):
     )
     verbosity: Annotated[str, AfterValidator(only("medium"))] = "medium"
     store: bool = False
+    # A wish about OpenAI's caches: here whoever starts the server says where prefixes are kept.
+    prompt_cache_retention: Retention | None = None
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatRequest:

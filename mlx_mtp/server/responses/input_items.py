@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, FailFast, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+)
 
 from mlx_mtp.server.conversation import Message, ToolCall
 from mlx_mtp.server.fields import (
     FORM,
     MAX_MESSAGES,
     UNSUPPORTED,
+    OnlyFalse,
+    Parsed,
     WireModel,
     at_most,
+    refusal,
     whole_characters,
 )
 from mlx_mtp.server.seal import unsealed
@@ -32,7 +43,20 @@ def _as_parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
+def _refusal_as_text(value: object) -> object:
+    """A refusal is the text of an answer too."""
+    if not isinstance(value, dict) or value.get("type") != "refusal":
+        return value
+    if value.keys() != {"type", "refusal"} or not isinstance(value["refusal"], str):
+        raise refusal('must have the form {"type": "refusal", "refusal": "..."}')
+    return {"type": "output_text", "text": value["refusal"]}
+
+
 Parts = Annotated[list[TextPart], FailFast(), at_most(MAX_MESSAGES), BeforeValidator(_as_parts)]
+AnswerPart = Annotated[TextPart, BeforeValidator(_refusal_as_text)]
+MessageParts = Annotated[
+    list[AnswerPart], FailFast(), at_most(MAX_MESSAGES), BeforeValidator(_as_parts)
+]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -45,10 +69,16 @@ class MessageItem(WireModel):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Parts
+    content: MessageParts
     id: str | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
+
+
+class DirectCaller(WireModel):
+    """The model called the function itself; of OpenAI's servers, a program may have."""
+
+    type: Literal["direct"]
 
 
 class CallItem(WireModel):
@@ -58,9 +88,13 @@ class CallItem(WireModel):
     call_id: str
     name: str
     arguments: Annotated[str, AfterValidator(whole_characters)]
+    parsed_arguments: Parsed | None = None
     id: str | None = None
     status: Status | None = None
     namespace: str | None = None
+    caller: DirectCaller | None = None
+    # The openai package sends its own name of the field, which Python has a word for.
+    runs_async: OnlyFalse = Field(default=False, validation_alias=AliasChoices("async", "async_"))
 
 
 class CallOutputItem(WireModel):
@@ -71,6 +105,7 @@ class CallOutputItem(WireModel):
     output: Parts
     id: str | None = None
     status: Status | None = None
+    caller: DirectCaller | None = None
 
 
 class ReasoningItem(WireModel):

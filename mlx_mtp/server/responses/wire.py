@@ -27,6 +27,7 @@ from mlx_mtp.server.fields import (
     Int,
     Labels,
     OnlyFalse,
+    Retention,
     WireModel,
     at_most,
     few_values,
@@ -182,6 +183,7 @@ class ResponsesRequest(WireModel):
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
     # Not of this API, but of the others here.
     cache_salt: CacheSalt | None = None
+    seed: Int | None = None
     # Of the tools that a server runs itself, of which there are none here.
     max_tool_calls: Int | None = None
     # Labels, which mean nothing to a model.
@@ -190,6 +192,8 @@ class ResponsesRequest(WireModel):
     client_metadata: Annotated[dict[str, Any], at_most(MAX_LABELS)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
+    # A wish about OpenAI's caches: here whoever starts the server says where prefixes are kept.
+    prompt_cache_retention: Retention | None = None
     safety_identifier: str | None = None
 
     def options(self) -> Options:
@@ -200,6 +204,7 @@ class ResponsesRequest(WireModel):
             max_tokens_field="max_output_tokens",
             temperature=self.temperature,
             top_p=self.top_p,
+            seed=self.seed,
             top_logprobs=(self.top_logprobs or 0) if wanted else None,
             user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,

@@ -251,6 +251,8 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "metadata": asked["metadata"] or {},
         "temperature": params.temperature,
         "top_p": params.top_p,
+        # Not of this API: the seed that was given, or chosen, to ask for the same again.
+        "seed": params.seed,
         "top_logprobs": params.top_logprobs or 0,
         "truncation": "disabled",
         "store": False,
