@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_mtp.sampling.largest import MAX_COUNT, largest
+from mlx_mtp.sampling.largest import largest
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.processors import keep_from, min_p_threshold, threshold
 
 _MIN_ORDERED = 128
+_MAX_ORDERED = 2048
 _ALL, _ONE = 0, 1
 
 
@@ -88,7 +89,7 @@ class Truncation:
 
 def _num_ordered(p: SamplingParams) -> int:
     """Twice top_k at least, as many logits in bfloat16 may tie with the last one."""
-    if 0 < 2 * p.top_k <= MAX_COUNT:
+    if 0 < 2 * p.top_k <= _MAX_ORDERED:
         return max(_MIN_ORDERED, 1 << (2 * p.top_k - 1).bit_length())
     return _ONE if p.top_k == 0 and p.top_p >= 1.0 else _ALL
 

@@ -10,21 +10,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.sampling import sampler as sampler_module
-from mlx_mtp.sampling.largest import MAX_COUNT, largest, largest_ids
+from mlx_mtp.sampling.largest import largest, largest_ids
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.processors import truncate
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
 
-# Around a block (4096) and its multiples, and the number of values that are put in order (128).
-SIZES = [1, 5, 127, 129, 4096, 4097, 8191, 9001, 20_000]
+# Multiples of a block and not; below and above the least number that is put in order, 128.
+SIZES = [1, 5, 127, 129, 511, 512, 2049, 4096, 9001, 20_000]
 
 cuts = st.builds(
     SamplingParams,
     max_tokens=st.just(1),
     temperature=st.sampled_from([0.0, 0.6, 1.0]),
-    top_k=st.sampled_from([0, 1, 2, 20, 64, 65, 300, 1000, 1024, 1025, 5000, 1 << 31]),
+    top_k=st.sampled_from([0, 1, 2, 20, 64, 65, 300, 1024, 1025, 5000, 1 << 31]),
     top_p=st.sampled_from([1.0, 1 - 1e-9, 0.9999, 0.95, 0.8, 0.3, 1e-6]),
     min_p=st.sampled_from([0.0, 0.05, 0.9, 1.0]),
     seed=st.integers(0, 99),
@@ -120,7 +119,7 @@ def test_ties_that_do_not_fit_count_for_top_p():
 @settings(max_examples=60)
 @given(
     rows=st.lists(cuts, min_size=1, max_size=3),
-    size=st.sampled_from([40, 4097, 9001]),
+    size=st.sampled_from([40, 2049, 9001]),
     kind=kinds,
     seed=st.integers(0, 9999),
     drafting=st.booleans(),
@@ -162,7 +161,7 @@ class FullSort:
 @settings(max_examples=100)
 @given(
     size=st.sampled_from(SIZES),
-    count=st.sampled_from([1, 3, 20, 128, MAX_COUNT]),
+    count=st.sampled_from([1, 3, 20, 128, 2048, 9001]),
     kind=kinds,
     seed=st.integers(0, 9999),
 )
@@ -186,17 +185,19 @@ def test_not_a_number_is_sorted_as_in_a_full_sort(cut):
     assert same_bits(got, by_sorting(mx.array(values), [row]))
 
 
-def test_the_places_of_what_is_not_a_number_can_be_asked_for():
+@pytest.mark.parametrize("numbers", [0, 9])
+def test_the_places_of_what_is_not_a_number_are_in_range(numbers):
+    """A broken model's tokens are still tokens. The last block has 9 values, and is filled up."""
     values = np.full((1, 1, 9001), np.nan, dtype=np.float32)
-    ids = np.array(largest_ids(mx.array(values), 4))[0, 0]
-    assert len(set(ids.tolist())) == 4
+    values[..., 9001 - numbers :] = 0.0
+    ids = np.array(largest_ids(mx.array(values), 20))[0, 0]
     assert all(0 <= token < 9001 for token in ids)
 
 
 @settings(max_examples=60)
 @given(
     rows=st.lists(cuts, min_size=1, max_size=3),
-    size=st.sampled_from([3, 40, 4097, 9001]),
+    size=st.sampled_from([3, 40, 2049, 9001]),
     kind=kinds,
     seed=st.integers(0, 9999),
 )
@@ -220,12 +221,12 @@ def test_logprobs_are_those_of_the_full_sort(rows, size, kind, seed):
 def test_no_more_is_sorted_than_asked_for(monkeypatch):
     """A usual request of a real model never sorts the vocabulary, nor does `logprobs: true`."""
     sorted_sizes = []
-    for name in ("sort", "argsort", "argpartition"):
+    for name in ("sort", "argsort", "partition", "argpartition"):
         real = getattr(mx, name)
 
-        def spy(values, axis, real=real):
+        def spy(values, *where, axis, real=real):
             sorted_sizes.append(values.shape[axis])
-            return real(values, axis=axis)
+            return real(values, *where, axis=axis)
 
         monkeypatch.setattr(mx, name, spy)
     rows = [
@@ -236,9 +237,9 @@ def test_no_more_is_sorted_than_asked_for(monkeypatch):
     ]
     logits = mx.array(make_logits((4, 1, 20_000), "normal", 0))
     at = mx.zeros((4, 1), dtype=mx.int32)
-    sampler = sampler_module.Sampler(rows, [[1]] * 4, 20_000)
+    sampler = Sampler(rows, [[1]] * 4, 20_000)
     mx.eval(sampler.draw(logits, at, at), sampler.logprobs(logits, at))
     assert sorted_sizes
-    assert max(sorted_sizes) <= 4096
+    assert max(sorted_sizes) < 4000
     mx.eval(Sampler([SamplingParams(max_tokens=1, top_p=0.5)], [[1]], 20_000).draw(logits, at, at))
     assert max(sorted_sizes) == 20_000
