@@ -50,7 +50,8 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
 def truncate(logits: mx.array, top_k: mx.array, top_p: mx.array, min_p: mx.array) -> mx.array:
     """Set tokens outside top_k, then top_p, then min_p to minus infinity.
 
-    Each cut keeps all tokens that tie with the last one it keeps.
+    Each cut keeps all tokens that tie with the last one it keeps. This sorts the whole vocabulary:
+    it is the reference of `truncation.Truncation`, which keeps the same tokens.
 
     Args:
         logits: float32 [B, T, V], already divided by the temperature.
@@ -59,16 +60,56 @@ def truncate(logits: mx.array, top_k: mx.array, top_p: mx.array, min_p: mx.array
             probable tokens that reaches this is kept.
         min_p: float32 [B, 1, 1], share of the most probable token's probability.
     """
-    vocab_size = logits.shape[-1]
     ordered = mx.sort(logits, axis=-1)[..., ::-1]
-    rank = mx.arange(vocab_size)
-    by_k = mx.take_along_axis(ordered, mx.broadcast_to(top_k - 1, (*logits.shape[:2], 1)), axis=-1)
-    ordered = mx.where(ordered >= by_k, ordered, -mx.inf)
-    probabilities = mx.softmax(ordered, axis=-1, precise=True)
+    return keep_from(logits, threshold(ordered, top_k, top_p, min_p))
+
+
+def threshold(
+    ordered: mx.array,
+    top_k: mx.array,
+    top_p: mx.array,
+    min_p: mx.array,
+    *,
+    everything: mx.array | None = None,
+) -> mx.array:
+    """The least logit that `truncate` keeps, float32 [B, T, 1].
+
+    Args:
+        ordered: float32 [B, T, N], the N largest logits, the largest first; all without
+            `everything`.
+        top_k: int32 [B, 1, 1], at most N.
+        top_p, min_p: as for `truncate`.
+        everything: float32 [B, T, V], the logits that `ordered` are the largest of. The result is
+            that from all of them in order, bit for bit where the sums behind top_p are made one
+            after the other. More ties with the top_k-th than N has room for are added to these
+            sums as one product, which may round differently.
+    """
+    rank = mx.arange(ordered.shape[-1])
+    by_k = mx.take_along_axis(ordered, mx.broadcast_to(top_k - 1, (*ordered.shape[:2], 1)), axis=-1)
+    in_k = ordered >= by_k
+    left = mx.where(in_k, ordered, -mx.inf)
+    probabilities = mx.softmax(left, axis=-1, precise=True)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
+    reached = top_p
+    if everything is not None:
+        # Then the last one in order is a tie as well. By far the most often it is 0 times that.
+        beyond = _count(everything >= by_k) - _count(in_k)
+        reached = top_p * (1.0 + beyond * probabilities[..., -1:])
     # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
-    in_p = (before < top_p) | (rank == 0) | (top_p >= 1.0)
-    by_p = mx.min(mx.where(in_p, ordered, mx.inf), axis=-1, keepdims=True)
-    by_min = mx.where(min_p > 0, ordered[..., :1] + mx.log(min_p), -mx.inf)
-    threshold = mx.maximum(mx.maximum(by_k, by_p), by_min)
-    return mx.where(logits >= threshold, logits, -mx.inf)
+    in_p = (before < reached) | (rank == 0) | (top_p >= 1.0)
+    by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
+    return mx.maximum(mx.maximum(by_k, by_p), min_p_threshold(ordered[..., :1], min_p))
+
+
+def min_p_threshold(best: mx.array, min_p: mx.array) -> mx.array:
+    """The least logit that min_p alone keeps, given the largest one: float32 [B, T, 1]."""
+    return mx.where(min_p > 0, best + mx.log(min_p), -mx.inf)
+
+
+def keep_from(logits: mx.array, least: mx.array) -> mx.array:
+    """Set the logits [B, T, V] that are below the least one [B, T, 1] to minus infinity."""
+    return mx.where(logits >= least, logits, -mx.inf)
+
+
+def _count(which: mx.array) -> mx.array:
+    return mx.sum(which, axis=-1, keepdims=True)

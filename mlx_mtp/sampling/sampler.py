@@ -14,9 +14,11 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.sampling.largest import largest_ids
 from mlx_mtp.sampling.noise import keyed_gumbel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.processors import apply_penalties, mask_out, truncate
+from mlx_mtp.sampling.processors import apply_penalties, mask_out
+from mlx_mtp.sampling.truncation import Truncation
 
 
 class Drawing(Protocol):
@@ -56,16 +58,13 @@ class Sampler:
     def _set_params(self, params: Sequence[SamplingParams]) -> None:
         self.params = list(params)
         self.any_sampled = any(not p.greedy for p in params)
-        self.any_truncated = any(p.truncates and not p.greedy for p in params)
         self.any_penalties = any(p.has_penalties for p in params)
         reported = [p.top_logprobs for p in params if p.top_logprobs is not None]
         self.num_logprobs = max(reported, default=None)
         self.greedy = mx.array([p.greedy for p in params])[:, None, None]
         self.seeds = mx.array([p.noise_seed() for p in params], dtype=mx.uint32)
         self.temperature = _column([1.0 if p.greedy else p.temperature for p in params])
-        self.top_k = _column([min(p.top_k or self.vocab_size, self.vocab_size) for p in params])
-        self.top_p = _column([p.top_p for p in params])
-        self.min_p = _column([p.min_p for p in params])
+        self.truncation = Truncation(params, self.vocab_size)
         self.repetition = _column([p.repetition_penalty for p in params])
         self.presence = _column([p.presence_penalty for p in params])
         self.frequency = _column([p.frequency_penalty for p in params])
@@ -127,9 +126,8 @@ class Sampler:
         if not self.any_sampled:
             return scores
         noisy = scores / self.temperature
-        if self.any_truncated:
-            top_k = mx.minimum(self.top_k, scores.shape[-1])
-            noisy = truncate(noisy, top_k, self.top_p, self.min_p)
+        if self.truncation:
+            noisy = self.truncation.apply(noisy)
         noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
         return mx.where(self.greedy, scores, noisy)
 
@@ -152,7 +150,7 @@ class Sampler:
 
         Returns:
             logprob of each token float32 [B, T], ids int32 [B, T, N] and logprobs float32
-            [B, T, N] of the N most probable tokens, best first.
+            [B, T, N] of the N most probable tokens, best first, equal ones by id.
         """
         if self.num_logprobs is None:
             return None
@@ -160,7 +158,7 @@ class Sampler:
         scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
         top = min(self.num_logprobs, self.vocab_size)
-        ids = mx.argsort(-scores, axis=-1)[..., :top].astype(mx.int32)
+        ids = largest_ids(scores, top)
         return chosen, ids, mx.take_along_axis(scores, ids, axis=-1)
 
     def take(self, rows: Sequence[int]) -> Sampler:

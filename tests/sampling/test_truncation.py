@@ -1,0 +1,245 @@
+"""The cheap cuts against the full sort: the same tokens, bit for bit, ties and masks included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.sampling.largest import largest, largest_ids
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.processors import truncate
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.sampling.truncation import Truncation
+
+# Multiples of a block and not; below and above the least number that is put in order, 128.
+SIZES = [1, 5, 127, 129, 511, 512, 2049, 4096, 9001, 20_000]
+
+cuts = st.builds(
+    SamplingParams,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.0, 0.6, 1.0]),
+    top_k=st.sampled_from([0, 1, 2, 20, 64, 65, 300, 1024, 1025, 5000, 1 << 31]),
+    top_p=st.sampled_from([1.0, 1 - 1e-9, 0.9999, 0.95, 0.8, 0.3, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.05, 0.9, 1.0]),
+    seed=st.integers(0, 99),
+    top_logprobs=st.sampled_from([None, 0, 1, 5, 20]),
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> Iterator[None]:
+    """Where sums are made one after the other. A GPU's differ with the number of addends."""
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(device)
+
+
+def make_logits(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
+    """Logits of one kind, float32; a real model's are "bfloat16"."""
+    random = np.random.default_rng(seed)
+    x = (3 * random.standard_normal(shape)).astype(np.float32)
+    if kind == "bfloat16":
+        x = np.array(mx.array(x).astype(mx.bfloat16).astype(mx.float32))
+    elif kind == "a few values":
+        x = np.round(x / 3)
+    elif kind == "equal":
+        x = np.full(shape, random.choice([0.0, -7.5]), dtype=np.float32)
+    elif kind == "steep":
+        x *= 40
+    elif kind == "masked":
+        x[random.random(shape) < random.choice([0.1, 0.9, 0.999])] = -np.inf
+        x[..., 0] = 1.0  # a mask always allows something
+    elif kind == "signed zeros":
+        x = np.where(random.random(shape) < 0.5, np.float32(0.0), np.float32(-0.0))
+    return x
+
+
+kinds = st.sampled_from(
+    ["normal", "bfloat16", "a few values", "equal", "steep", "masked", "signed zeros"]
+)
+
+
+def by_sorting(logits: mx.array, rows: list[SamplingParams]) -> mx.array:
+    """`truncate` of all rows; a greedy row is not cut."""
+    size = logits.shape[-1]
+    neutral = SamplingParams(max_tokens=1)
+    cut = [neutral if p.greedy else p for p in rows]
+    top_k = mx.array([min(p.top_k or size, size) for p in cut])
+    top_p, min_p = mx.array([p.top_p for p in cut]), mx.array([p.min_p for p in cut])
+    return truncate(logits, *(values[:, None, None] for values in (top_k, top_p, min_p)))
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    return np.array(a).tobytes() == np.array(b).tobytes()
+
+
+@settings(max_examples=300)
+@given(
+    rows=st.lists(cuts, min_size=1, max_size=4),
+    length=st.integers(1, 3),
+    size=st.sampled_from(SIZES),
+    kind=kinds,
+    seed=st.integers(0, 9999),
+)
+def test_the_tokens_that_stay_are_those_of_the_full_sort(rows, length, size, kind, seed):
+    logits = mx.array(make_logits((len(rows), length, size), kind, seed))
+    truncation = Truncation(rows, size)
+    assert bool(truncation) == any(p.truncates and not p.greedy for p in rows)
+    got = truncation.apply(logits)
+    assert same_bits(got, by_sorting(logits, rows))
+    alone = [Truncation([p], size).apply(logits[i : i + 1]) for i, p in enumerate(rows)]
+    assert same_bits(got, mx.concatenate(alone)), "a row depends on its neighbours"
+
+
+@pytest.mark.parametrize("top_k", [1, 20, 64, 1024])
+def test_a_real_vocabulary(top_k):
+    rows = [SamplingParams(max_tokens=1, top_k=top_k, top_p=p) for p in (0.8, 0.95, 1.0)]
+    logits = mx.array(make_logits((3, 1, 151_936), "bfloat16", top_k))
+    assert same_bits(Truncation(rows, 151_936).apply(logits), by_sorting(logits, rows))
+
+
+def test_ties_that_do_not_fit_count_for_top_p():
+    """One token, and 5,000 that tie with the 20th: 128 of them alone would leave it 0.95."""
+    size, best = 5001, 8.0
+    logits = mx.array(np.array([best, *[0.0] * (size - 1)], dtype=np.float32)[None, None])
+    share = np.exp(best) / (np.exp(best) + size - 1)  # 0.37
+    for top_p, kept in ((share - 0.01, 1), (share + 0.01, size), (0.9, size)):
+        row = SamplingParams(max_tokens=1, top_k=20, top_p=float(top_p))
+        got = Truncation([row], size).apply(logits)
+        assert int(mx.sum(mx.isfinite(got)).item()) == kept
+        assert same_bits(got, by_sorting(logits, [row]))
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(cuts, min_size=1, max_size=3),
+    size=st.sampled_from([40, 2049, 9001]),
+    kind=kinds,
+    seed=st.integers(0, 9999),
+    drafting=st.booleans(),
+    masking=st.booleans(),
+)
+def test_the_sampler_draws_what_it_draws_with_the_full_sort(
+    rows, size, kind, seed, drafting, masking
+):
+    random = np.random.default_rng(seed)
+    ids = np.sort(random.choice(size, size // 2, replace=False)) if drafting else None
+    shape = (len(rows), 1 if drafting else 3, size if ids is None else len(ids))
+    logits = mx.array(make_logits(shape, kind, seed))
+    positions = mx.array(random.integers(0, 1000, shape[:2]))
+    window = mx.array(random.integers(0, size, shape[:2]))
+    bits = random.integers(0, 256, (*shape[:2], size // 8 + 1)).astype(np.uint8)
+    sampler = Sampler(rows, [[1]] * len(rows), size)
+    how = {
+        "mask": mx.array(bits) if masking else None,
+        "ids": None if ids is None else mx.array(ids.astype(np.int32)),
+    }
+    got = sampler.scores(logits, positions, window, **how)
+    drawn = sampler.draw(logits, positions, window, **how)
+
+    sampler.truncation = FullSort(rows)
+    assert same_bits(got, sampler.scores(logits, positions, window, **how))
+    assert mx.array_equal(drawn, sampler.draw(logits, positions, window, **how))
+
+
+class FullSort:
+    """In the place of a `Truncation`."""
+
+    def __init__(self, rows: list[SamplingParams]) -> None:
+        self._rows = rows
+
+    def apply(self, logits: mx.array) -> mx.array:
+        return by_sorting(logits, self._rows)
+
+
+@settings(max_examples=100)
+@given(
+    size=st.sampled_from(SIZES),
+    count=st.sampled_from([1, 3, 20, 128, 2048, 9001]),
+    kind=kinds,
+    seed=st.integers(0, 9999),
+)
+@example(size=20_000, count=5, kind="equal", seed=0)
+def test_the_largest_are_the_head_of_a_stable_sort(size, count, kind, seed):
+    values = make_logits((2, 3, size), kind, seed)
+    got = np.array(largest(mx.array(values), count))
+    np.testing.assert_array_equal(got, np.sort(values, axis=-1)[..., ::-1][..., :count])
+    ids = np.array(largest_ids(mx.array(values), count))
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, np.argsort(-values, axis=-1, kind="stable")[..., :count])
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}])
+def test_not_a_number_is_sorted_as_in_a_full_sort(cut):
+    values = np.zeros((1, 1, 9001), dtype=np.float32)
+    values[..., 5] = np.nan
+    assert np.isnan(np.array(largest(mx.array(values), 3))).tolist() == [[[True, False, False]]]
+    row = SamplingParams(max_tokens=1, **cut)
+    got = Truncation([row], 9001).apply(mx.array(values))
+    assert same_bits(got, by_sorting(mx.array(values), [row]))
+
+
+@pytest.mark.parametrize("numbers", [0, 9])
+def test_the_places_of_what_is_not_a_number_are_in_range(numbers):
+    """A broken model's tokens are still tokens. The last block has 9 values, and is filled up."""
+    values = np.full((1, 1, 9001), np.nan, dtype=np.float32)
+    values[..., 9001 - numbers :] = 0.0
+    ids = np.array(largest_ids(mx.array(values), 20))[0, 0]
+    assert all(0 <= token < 9001 for token in ids)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(cuts, min_size=1, max_size=3),
+    size=st.sampled_from([3, 40, 2049, 9001]),
+    kind=kinds,
+    seed=st.integers(0, 9999),
+)
+def test_logprobs_are_those_of_the_full_sort(rows, size, kind, seed):
+    logits = mx.array(make_logits((len(rows), 2, size + 3), kind, seed))
+    tokens = mx.array(np.random.default_rng(seed).integers(0, size, (len(rows), 2)))
+    found = Sampler(rows, [[1]] * len(rows), size).logprobs(logits, tokens)
+    wanted = [p.top_logprobs for p in rows if p.top_logprobs is not None]
+    if not wanted:
+        assert found is None
+        return
+    scores = logits[..., :size]
+    scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    ids = mx.argsort(-scores, axis=-1)[..., : max(wanted)].astype(mx.int32)
+    assert same_bits(found[0], mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0])
+    assert found[1].shape == ids.shape == (len(rows), 2, min(max(wanted), size))
+    assert same_bits(found[1], ids)
+    assert same_bits(found[2], mx.take_along_axis(scores, ids, axis=-1))
+
+
+def test_no_more_is_sorted_than_asked_for(monkeypatch):
+    """A usual request of a real model never sorts the vocabulary, nor does `logprobs: true`."""
+    sorted_sizes = []
+    for name in ("sort", "argsort", "partition", "argpartition"):
+        real = getattr(mx, name)
+
+        def spy(values, *where, axis, real=real):
+            sorted_sizes.append(values.shape[axis])
+            return real(values, *where, axis=axis)
+
+        monkeypatch.setattr(mx, name, spy)
+    rows = [
+        SamplingParams(max_tokens=1, temperature=0.6, top_k=20, top_p=0.95, top_logprobs=0),
+        SamplingParams(max_tokens=1, min_p=0.05),
+        SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5),
+        SamplingParams(max_tokens=1),
+    ]
+    logits = mx.array(make_logits((4, 1, 20_000), "normal", 0))
+    at = mx.zeros((4, 1), dtype=mx.int32)
+    sampler = Sampler(rows, [[1]] * 4, 20_000)
+    mx.eval(sampler.draw(logits, at, at), sampler.logprobs(logits, at))
+    assert sorted_sizes
+    assert max(sorted_sizes) < 4000
+    mx.eval(Sampler([SamplingParams(max_tokens=1, top_p=0.5)], [[1]], 20_000).draw(logits, at, at))
+    assert max(sorted_sizes) == 20_000
