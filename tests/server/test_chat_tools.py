@@ -130,6 +130,22 @@ def test_strict_tools_are_a_grammar(serve: Serve, tokenizer: Tokenizer) -> None:
         assert "<tool_call>" in engine.submitted[-1].sampling.grammar.value
 
 
+def test_a_strict_tool_that_cannot_be_enforced_is_refused(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "b"}}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    tool = {"type": "function", "function": function}
+    with serve(saying(tokenizer, "No."), tool_call_parser="qwen3_coder") as client:
+        response = client.post(CHAT, json=chat_body(tools=[tool]))
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "tools"
+        assert all(word in error["message"] for word in ('"f"', '"a"', '"not"'))
+        lax = {**tool, "function": {**function, "strict": False}}
+        assert ask(client, tools=[lax], tool_choice="required")
+
+
 def test_history_is_rendered(serve: Serve, tokenizer: Tokenizer) -> None:
     engine = saying(tokenizer, "It is sunny.")
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}

@@ -21,7 +21,7 @@ _WELL_FORMED: Mapping[str, Callable[[Any], bool]] = {
     "maxLength": lambda value: type(value) is int and value >= 0,
     "pattern": lambda value: isinstance(value, str),
     "format": lambda value: isinstance(value, str),
-    "required": lambda value: isinstance(value, list),
+    "required": lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value),
 }
 _MOST_FORMS = 64
 _MOST_LEVELS = 16

@@ -36,8 +36,8 @@ _SCALARS = {
 _READ_AS = {
     "null": "(None|null)?",
     "boolean": "(?i:true|false)",
-    "integer": r"[-0-9][-+.0-9eE]*",
-    "number": r"[-0-9][-+.0-9eE]*",
+    "integer": r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?",
+    "number": r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?",
     "array": r"\[(?s:.*)",
     "object": r"\{(?s:.*)",
 }

@@ -7,8 +7,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from mlx_mtp.errors import UnsupportedParameterError
+from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.answer_grammar import answer_grammar
@@ -240,6 +242,59 @@ def test_schemas_that_say_more_are_open(
 ) -> None:
     spec = grammar(tokenizer, name, schema, strict=False)
     assert accepts(compiler, tokenizer, spec, FORMATS[name]("f", city="Paris"))
+
+
+WORDS = ["a", "b", 5, None, True, "null", "5", "true", "", -3, 5.5, "{}", "abc"]
+TYPES = ["string", "integer", "null", "boolean", "number", "object", "array"]
+atoms = st.one_of(
+    st.builds(lambda n: {"type": "string", "minLength": n}, st.integers(0, 3)),
+    st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 4)),
+    st.builds(
+        lambda p: {"type": "string", "pattern": p}, st.sampled_from(["^a", "b$", r"^\d+$", "l|5"])
+    ),
+    st.builds(lambda n: {"type": "integer", "minimum": n}, st.integers(-5, 6)),
+    st.builds(lambda e: {"enum": e}, st.lists(st.sampled_from(WORDS), min_size=1, max_size=4)),
+    st.builds(
+        lambda t: {"type": t}, st.lists(st.sampled_from(TYPES), min_size=1, max_size=2, unique=True)
+    ),
+    st.builds(
+        lambda t, e: {"type": t, "enum": e},
+        st.lists(st.sampled_from(TYPES), min_size=1, max_size=2, unique=True),
+        st.lists(st.sampled_from(WORDS), min_size=1, max_size=4),
+    ),
+    st.sampled_from([{}, {"minLength": 2}, {"$ref": "#/$defs/unit"}, {"$ref": "#/$defs/spot"}]),
+)
+value_schemas = st.recursive(
+    atoms,
+    lambda inner: st.builds(
+        lambda word, parts, more: {word: parts, **more},
+        st.sampled_from(["anyOf", "oneOf", "allOf"]),
+        st.lists(inner, min_size=1, max_size=3),
+        st.one_of(st.just({}), atoms),
+    ),
+    max_leaves=5,
+)
+BARE = ["", "null", "None", "5", "-3", "5.5", "true", "True", "a", "ab", "abcd", "{}", "[1]", '"a"']
+BARE += ['{"x": 1}', "{'x': 1}", " 5 ", "5a", "{a", "celsius", "kelvin", "x\ny", "2024-02-29"]
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@given(value_schemas)
+def test_whatever_is_let_through_is_read_as_what_fits(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, value: Any
+) -> None:
+    schema = tool_schema(value)
+    try:
+        matcher = compiler.compile(grammar(tokenizer, "qwen3_coder", schema)).matcher
+    except (UnsupportedParameterError, GrammarError):
+        return
+    assert matcher is not None
+    validator = jsonschema.Draft202012Validator(schema)
+    for bare in BARE:
+        text = xml("f", a=bare)
+        tokens = list(tokenizer.encode(text))
+        if matcher.deep_copy().validate_tokens(tokens) == len(tokens):
+            validator.validate(read("qwen3_coder", schema, text))
 
 
 UNSUPPORTED: dict[str, tuple[Any, str, bool]] = {
