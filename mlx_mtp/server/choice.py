@@ -17,6 +17,7 @@ from mlx_mtp.server.parsing.events import (
     Text,
     ToolArguments,
     ToolBroken,
+    ToolCut,
     ToolEnd,
     ToolStart,
     merged,
@@ -53,7 +54,7 @@ class Content:
     broken_call: int | None = None
 
 
-Piece = Content | Reasoning | ToolStart | ToolArguments | ToolEnd
+Piece = Content | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,9 @@ class Choice:
         events.extend(self._parser.finish())
         if self._detokenizer.stopped:
             reason = "stop"  # What was held until now has completed a stop string after all.
-        if reason == "stop" and self._parser.num_calls:
+        # Half a call is not to be acted on, nor is what comes before it as if that were all.
+        is_cut = any(isinstance(event, ToolCut) for event in events)
+        if reason == "stop" and self._parser.num_calls and not is_cut:
             reason = "tool_calls"
         self.finish_reason = reason
         pieces = [*self._pieces(events), *self._rest()]

@@ -27,9 +27,17 @@ class ToolCall:
     arguments: str
     id: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The call; arguments that are an object become one, as Qwen's templates want them."""
-        function = {"name": self.name, "arguments": object_or_text(self.arguments)}
+    def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
+        """The call; arguments that are an object become one, as Qwen's templates want them.
+
+        Args:
+            as_object: the template takes nothing else. Arguments that are none (the answer ended
+                within them) become the one field of one.
+        """
+        arguments = object_or_text(self.arguments)
+        if as_object and isinstance(arguments, str):
+            arguments = {"arguments": arguments}
+        function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -53,8 +61,12 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it, with what is known and nothing else."""
+    def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
+        """The message as chat templates take it, with what is known and nothing else.
+
+        Args:
+            as_object: see `ToolCall.for_template`.
+        """
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
         for key, value in (
             ("name", self.name),
@@ -64,7 +76,9 @@ class Message:
             if value is not None:
                 fields[key] = value
         if self.tool_calls:
-            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            fields["tool_calls"] = [
+                call.for_template(as_object=as_object) for call in self.tool_calls
+            ]
         return fields
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.server.conversation import Conversation, folded
-from mlx_mtp.server.parsing.formats import OutputFormat
+from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.server.run_limited import run_limited
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -59,7 +59,11 @@ class Prompter:
         Raises:
             MlxMtpError: the template refuses it, takes too long, or lacks what is asked of it.
         """
-        messages = [message.for_template() for message in folded(conversation.messages)]
+        # Templates of that format write each argument as a tag of its own.
+        as_object = self.output_format.tools == QWEN3_CODER
+        messages = [
+            message.for_template(as_object=as_object) for message in folded(conversation.messages)
+        ]
         tools = [tool.for_template() for tool in conversation.offered_tools]
         if tools and not self.tokenizer.template_knows("tools"):
             raise UnsupportedParameterError(

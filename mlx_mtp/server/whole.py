@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mlx_mtp.server.choice import Content, Delta, Piece, TokenInfo
-from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolStart
+from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolCut, ToolStart
 
 
 @dataclass(slots=True)
@@ -26,11 +26,19 @@ class ReasoningPart:
 
 @dataclass(slots=True)
 class CallPart:
-    """A complete tool call."""
+    """A tool call.
+
+    Args:
+        call: its number within the answer.
+        name: of the function.
+        arguments: JSON text of an object; of a call that is cut, its beginning.
+        cut: the whole call as the model wrote it, where the answer ended within it.
+    """
 
     call: int
     name: str
     arguments: str = ""
+    cut: str | None = None
 
 
 Part = TextPart | ReasoningPart | CallPart
@@ -95,6 +103,9 @@ class Answer:
         elif isinstance(piece, ToolArguments):
             assert isinstance(last, CallPart), "arguments come right after their call's name"
             last.arguments += piece.text
+        elif isinstance(piece, ToolCut):
+            assert isinstance(last, CallPart), "a call is cut while it is told"
+            last.cut = piece.text
 
 
 def assemble(deltas: Iterable[Delta], count: int) -> list[Answer]:

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 TOO_SMALL = {
     "test_tool_calling": "must call with the 3 of the question; the forced call has another number",
     "test_tool_calling_async": "as test_tool_calling",
-    "test_tool_calling_with_no_arguments": "the forced call invents arguments without end",
     "test_json_mode": "must name two keys that only the question names; its object has others",
     "test_agent_loop": "must call a tool of its own accord; it answers in text",
     "test_unicode_tool_call_integration": "must copy a Chinese name, and never saw Chinese",
@@ -46,7 +45,6 @@ def customer(name: str) -> dict[str, Any]:
 
 SCRIPTS = (
     ("magic_function(3)", {"name": "magic_function", "arguments": {"input": 3}}),
-    ("magic_function_no_args()", {"name": "magic_function_no_args", "arguments": {}}),
     ("It's sunny.", "It is sunny in San Francisco."),
     (
         "San Francisco, CA?",

@@ -165,11 +165,22 @@ def test_what_is_cut_is_incomplete(serve: Serve, tokenizer: Tokenizer) -> None:
         assert body["status"] == "incomplete"
         assert body["incomplete_details"] == {"reason": "max_output_tokens"}
         (item,) = body["output"]
-        assert (item["type"], item["status"]) == ("message", "incomplete")
-        assert CALL.startswith(item["content"][0]["text"])
+        assert (item["type"], item["status"]) == ("function_call", "incomplete")
+        assert ARGUMENTS.startswith(item["arguments"])
         found = stream(client, tools=[TOOL], max_output_tokens=limit)
         assert found[-1]["type"] == "response.incomplete"
-        call, text = found[-1]["response"]["output"]
+        output = found[-1]["response"]["output"]
+        assert without_ids(output) == without_ids([item])
+
+
+def test_a_call_that_is_none_is_text(serve: Serve, tokenizer: Tokenizer) -> None:
+    said = CALL.replace('"Rome"', "Rome")
+    with serve(saying(tokenizer, said)) as client:
+        (item,) = response(client, tools=[TOOL])["output"]
+        assert (item["type"], item["status"]) == ("message", "completed")
+        assert item["content"][0]["text"] == said
+        # The stream had told its beginning.
+        call, text = stream(client, tools=[TOOL])[-1]["response"]["output"]
         assert (call["type"], call["status"]) == ("function_call", "incomplete")
         assert text["content"] == item["content"]
 

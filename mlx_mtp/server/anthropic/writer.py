@@ -11,7 +11,7 @@ from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import anthropic_error_body
 from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolStart
 from mlx_mtp.server.seal import sealed
-from mlx_mtp.server.whole import Answer, Part, ReasoningPart, TextPart
+from mlx_mtp.server.whole import Answer, CallPart, Part, ReasoningPart, TextPart
 from mlx_mtp.server.writer import event, new_id
 
 SIGNATURE = "mlx-mtp"
@@ -75,7 +75,7 @@ class MessageWriter:
     def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
         """The message."""
         (answer,) = answers
-        content = [self._block_of(part) for part in answer.parts if not _is_empty(part)]
+        content = [self._block_of(part) for part in _shown(answer.parts) if not _is_empty(part)]
         message = self._message(content, _stop_reason(answer), answer.stop)
         return message | {"usage": usage_fields(generation)}
 
@@ -159,6 +159,26 @@ def usage_fields(generation: Generation) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
+
+
+def _shown(parts: Iterable[Part]) -> list[Part]:
+    """The parts as blocks can have them.
+
+    A `tool_use` has an object for its input, and an object that is made of half a call looks like a
+    whole one: a client would write half a file. So a call that is cut is text here; in a stream its
+    input is left open, which no client can take for whole.
+    """
+    shown: list[Part] = []
+    for part in parts:
+        if isinstance(part, CallPart) and part.cut is not None:
+            last = shown[-1] if shown else None
+            if isinstance(last, TextPart):
+                shown[-1] = TextPart(last.text + part.cut)
+            else:
+                shown.append(TextPart(part.cut))
+        else:
+            shown.append(part)
+    return shown
 
 
 def _is_empty(part: Part) -> bool:

@@ -55,8 +55,21 @@ class ToolEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCut:
+    """The answer ended within a call. What was told of its arguments is all that there is.
+
+    Args:
+        call: its number.
+        text: all of the call, as the model wrote it, for where half a call can't be told.
+    """
+
+    call: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolBroken:
-    """A call that had begun turns out to be broken or cut short; its text is content after all.
+    """A call that had begun turns out to be none; its text is content after all.
 
     Args:
         call: its number.
@@ -69,7 +82,7 @@ class ToolBroken:
     start: int
 
 
-Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolBroken
+Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut | ToolBroken
 
 
 def merged(events: Iterable[Event]) -> list[Event]:

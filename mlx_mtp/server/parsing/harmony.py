@@ -10,6 +10,7 @@ The prompt ends with `<|start|>assistant`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from mlx_mtp.server.parsing.events import (
@@ -18,12 +19,13 @@ from mlx_mtp.server.parsing.events import (
     Text,
     ToolArguments,
     ToolBroken,
+    ToolCut,
     ToolEnd,
     ToolStart,
     merged,
 )
 from mlx_mtp.server.parsing.json_reader import read_object
-from mlx_mtp.server.parsing.reading import BrokenCall, Reader, one_of, space
+from mlx_mtp.server.parsing.reading import AnswerOver, BrokenCall, Reader, one_of, space
 from mlx_mtp.server.parsing.think import beginning_length
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
@@ -88,7 +90,7 @@ class HarmonyParser:
             events.append(Text(self._header + self._held, self._header_at))
         else:
             self._tell(events, self._held)
-            self._end_body(events)
+            self._end_body(events, over=True)
         self._held = ""
         return merged(events)
 
@@ -182,11 +184,16 @@ class HarmonyParser:
         self._held = self._held[count:]
         self._at += count
 
-    def _end_body(self, events: list[Event]) -> None:
+    def _end_body(self, events: list[Event], *, over: bool = False) -> None:
         if self._kind != "call" or self._reader is None:
             return
         if self._raw.endswith(_MESSAGE):
             events.extend([ToolArguments(self._call, "{}"), ToolEnd(self._call)])
             self.num_calls += 1
+        elif over:
+            with contextlib.suppress(AnswerOver):
+                self._reader.throw(AnswerOver())
+            self._tell_pieces(events)
+            events.append(ToolCut(self._call, self._raw))
         else:
             events.append(ToolBroken(self._call, self._raw, self._header_at))

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Generator
 
 from mlx_mtp.server.parsing import strict_json
-from mlx_mtp.server.parsing.reading import Step, broken
+from mlx_mtp.server.parsing.reading import AnswerOver, BrokenCall, Step, broken
 
 Tell = Callable[[str], None]
 Told = Generator[None, str, None]
 
 _MAX_SCALAR = 400
+_NUMBER_BEGUN = re.compile(
+    r"-?|-?(?:0|[1-9][0-9]*)(?:\.|(?:\.[0-9]+)?[eE][+-]?|(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+)
 _HIGH = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _LOW = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
@@ -93,40 +97,49 @@ def read_string(tell: Tell) -> Told:
 
 
 def _read_escape(tell: Tell) -> Told:
-    escape = "\\" + (yield)
-    if escape[1] == "u":
-        escape = yield from _read_unit(escape)
-        if _HIGH.fullmatch(escape):
-            low = yield from _read_unit((yield) + (yield))
-            if not _LOW.fullmatch(low):
+    """What follows a backslash; half of a character is not told unless the answer ends there."""
+    read = ["\\"]
+    try:
+        read.append((yield))
+        if read[1] == "u":
+            yield from _read_digits(read)
+            unit = "".join(read)
+            if _LOW.fullmatch(unit):
                 broken()
-            escape += low
-        elif _LOW.fullmatch(escape):
+            if _HIGH.fullmatch(unit):
+                for expected in "\\u":
+                    read.append((yield))
+                    if read[-1] != expected:
+                        broken()
+                yield from _read_digits(read)
+                if not _LOW.fullmatch("".join(read[6:])):
+                    broken()
+        elif read[1] not in '"\\/bfnrt':
             broken()
-    elif escape[1] not in '"\\/bfnrt':
-        broken()
-    tell(escape)
+    except AnswerOver:
+        tell("".join(read))
+        raise
+    tell("".join(read))
 
 
-def _read_unit(start: str) -> Step:
-    """The four digits after a backslash and a u."""
-    if start != "\\u":
-        broken()
-    digits = ""
+def _read_digits(read: list[str]) -> Told:
     for _ in range(4):
-        digits += yield
-    if not re.fullmatch(r"[0-9a-fA-F]{4}", digits):
-        broken()
-    return start + digits
+        read.append((yield))
+        if read[-1] not in string.hexdigits:
+            broken()
 
 
 def _read_scalar(first: str, tell: Tell) -> Step:
     """A number, true, false or null; returns the character after it."""
     text = first
-    while (character := (yield)) not in ",}]" and not character.isspace():
-        text += character
-        if len(text) > _MAX_SCALAR:
-            broken()
+    _check_begun(text)
+    try:
+        while (character := (yield)) not in ",}]" and not character.isspace():
+            text += character
+            _check_begun(text)
+    except AnswerOver:
+        tell(text)
+        raise
     try:
         value = strict_json.loads(text)
     except ValueError:
@@ -135,6 +148,15 @@ def _read_scalar(first: str, tell: Tell) -> Step:
         broken()
     tell(text)
     return character
+
+
+def _check_begun(text: str) -> None:
+    """What is told where the answer ends must begin valid JSON too."""
+    words = ("true", "false", "null")
+    if len(text) > _MAX_SCALAR or not (
+        _NUMBER_BEGUN.fullmatch(text) or any(word.startswith(text) for word in words)
+    ):
+        broken()
 
 
 def _space(tell: Tell, unless: str = "") -> Step:
@@ -149,3 +171,23 @@ def _space(tell: Tell, unless: str = "") -> Step:
 def _check_depth(depth: int) -> None:
     if depth >= strict_json.MAX_DEPTH:
         broken()
+
+
+def begun_value(text: str) -> str | None:
+    """The JSON value that a text is the beginning of, as far as it goes; None: it begins none."""
+    told: list[str] = []
+    reader = read_value(text[:1], told.append)
+    unread = len(text) - 1
+    try:
+        next(reader)
+        for character in text[1:]:
+            unread -= 1
+            reader.send(character)
+        reader.throw(AnswerOver())
+    except AnswerOver:
+        return "".join(told)
+    except StopIteration:
+        return None if unread else "".join(told)  # It is all of a value.
+    except BrokenCall:
+        return None
+    raise AssertionError("a reader that is told of the end ends")

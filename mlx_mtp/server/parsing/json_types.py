@@ -12,7 +12,7 @@ from mlx_mtp.server.parsing import strict_json
 
 _MOST_STEPS = 64
 """Schemas within schemas that are looked at: enough for any honest one, and no cycle lasts."""
-_JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
+JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 
 
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
@@ -23,7 +23,7 @@ def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
         key: the property's name.
     """
     types: set[str] = set()
-    waiting: list[Any] = [_get(_get(schema, "properties"), key)]
+    waiting: list[Any] = [_property(schema, key)]
     for _ in range(_MOST_STEPS):
         if not waiting:
             break
@@ -39,9 +39,9 @@ def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
         constants = part["enum"] if isinstance(part.get("enum"), list) else []
         constants = [*constants, part["const"]] if "const" in part else constants
         if given is None:
-            types.update(map(_type_of, constants))
-        waiting.append(_resolved(schema, part.get("$ref")))
-    return _JSON_TYPES & types
+            types.update(map(type_of, constants))
+        waiting.append(resolved(schema, part.get("$ref")))
+    return JSON_TYPES & types
 
 
 def json_text(text: str, types: frozenset[str]) -> str:
@@ -50,7 +50,7 @@ def json_text(text: str, types: frozenset[str]) -> str:
     A text that fits none of the types stays a string: the client's own check tells more.
     """
     bare = text.strip()
-    kind = _type_of(_loaded(bare))
+    kind = type_of(_loaded(bare))
     if not types:
         return bare if kind in ("object", "array") else _string(text)
     if kind == "integer" and "integer" not in types:
@@ -65,7 +65,7 @@ def json_text(text: str, types: frozenset[str]) -> str:
         return str(int(float(bare)))
     if types & {"object", "array"}:
         literal = _python_literal(bare)
-        if literal is not None and _type_of(json.loads(literal)) in types:
+        if literal is not None and type_of(json.loads(literal)) in types:
             return literal
     return _string(text)
 
@@ -74,8 +74,24 @@ def _get(value: object, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def _resolved(schema: Mapping[str, Any], reference: object) -> Any:
-    """What `#/$defs/...` points at within the schema."""
+def _property(schema: Mapping[str, Any], key: str) -> Any:
+    """A property's schema; that of all others where the property has none."""
+    waiting: list[Any] = [schema]
+    for _ in range(_MOST_STEPS):
+        if not waiting:
+            break
+        part = waiting.pop()
+        properties = _get(part, "properties")
+        if isinstance(properties, Mapping) and key in properties:
+            return properties[key]
+        inner = _get(part, "allOf")
+        waiting.extend(inner if isinstance(inner, list) else [])
+        waiting.append(resolved(schema, _get(part, "$ref")))
+    return schema.get("additionalProperties")
+
+
+def resolved(schema: Mapping[str, Any], reference: object) -> Any:
+    """What `#/$defs/...` points at within the schema; None: nothing."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     place: Any = schema
@@ -84,7 +100,8 @@ def _resolved(schema: Mapping[str, Any], reference: object) -> Any:
     return place
 
 
-def _type_of(value: object) -> str:
+def type_of(value: object) -> str:
+    """The JSON type of a value; "integer" for whole numbers that are written as such."""
     if value is None:
         return "null"
     names = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NoReturn
 
 CALL_END = "</tool_call>"
@@ -16,6 +16,10 @@ Step = Generator[None, str, str]
 
 class BrokenCall(Exception):  # noqa: N818 - not an error: the text is content after all
     """What looked like a call is none; the character that showed it is read again as content."""
+
+
+class AnswerOver(Exception):  # noqa: N818 - not an error: thrown into a reader where it waits
+    """The answer ended within a call; what was read and not told is told now."""
 
 
 def broken() -> NoReturn:
@@ -41,13 +45,23 @@ def one_of(first: str, *words: str) -> Step:
     return read
 
 
-def until(end: str) -> Step:
-    """Read a name, up to the character that ends it, which is left out."""
+def until(end: str, cut: Callable[[str], None] | None = None) -> Step:
+    """Read a name, up to the character that ends it, which is left out.
+
+    Args:
+        end: the character.
+        cut: gets what there is of the name where the answer ends in it.
+    """
     name = ""
-    while (character := (yield)) != end:
-        if character in "\r\n<" or len(name) >= MAX_NAME:
-            broken()
-        name += character
+    try:
+        while (character := (yield)) != end:
+            if character in "\r\n<" or len(name) >= MAX_NAME:
+                broken()
+            name += character
+    except AnswerOver:
+        if cut is not None:
+            cut(name)
+        raise
     return name.strip()
 
 

@@ -16,10 +16,17 @@ from mlx_mtp.sampling.grammar import JSON_WHITESPACE
 from mlx_mtp.server.parsing.formats import QWEN3_CODER
 from mlx_mtp.server.parsing.json_types import value_types
 from mlx_mtp.server.parsing.reading import CALL_END
+from mlx_mtp.server.parsing.schema_forms import NotExpressible
 from mlx_mtp.server.parsing.think import CLOSE, OPEN
+from mlx_mtp.server.parsing.tool_parameters import (
+    has_foreign_reference,
+    is_closed,
+    parameters_schema,
+    plain_parameters,
+)
 from mlx_mtp.server.parsing.tool_parser import CALL
+from mlx_mtp.server.parsing.xml_values import END, any_text, text_value
 
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _DEFINITIONS = ("$defs", "definitions")
 _LEAD = r"/\n{0,2}/"
 
@@ -30,7 +37,7 @@ class CallableTool:
 
     Args:
         name: of the function.
-        schema: JSON schema of its parameters; None: any object.
+        schema: JSON schema of its parameters; None: it has none.
         strict: what can't be expressed in a grammar is an error, instead of being left open.
     """
 
@@ -53,7 +60,7 @@ class ToolGrammar:
     ) -> None:
         self._xml = tool_format == QWEN3_CODER
         self._added = added_tokens
-        self._rules: list[str] = []
+        self._rules: dict[str, str] = {}
         names = [self._tool(number, tool) for number, tool in enumerate(tools)]
         self._rule("call", " | ".join(names))
 
@@ -103,19 +110,28 @@ class ToolGrammar:
         return name
 
     def _json_body(self, rule: str, tool: CallableTool) -> str:
-        self._rule(f"{rule}_arguments", json_rule(tool.schema or _ANY_OBJECT, strict=tool.strict))
+        schema = parameters_schema(tool.schema)
+        self._rule(f"{rule}_arguments", json_rule(schema, strict=tool.strict))
         start = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
         return f"{_literal(start)} {rule}_arguments {_literal('}' + chr(10))}"
 
     def _xml_body(self, rule: str, tool: CallableTool) -> str:
-        schema = tool.schema or _ANY_OBJECT
+        schema = parameters_schema(tool.schema)
+        try:
+            schema = plain_parameters(schema)
+        except NotExpressible as error:
+            if tool.strict:
+                raise _unsupported(tool, error) from None
         properties = schema.get("properties")
         parts = [_literal(f"\n<function={tool.name}>\n")]
-        if isinstance(properties, Mapping):
+        if isinstance(properties, Mapping) and (properties or is_closed(schema)):
             required = schema.get("required")
             required = required if isinstance(required, list) else []
             for number, key in enumerate(properties):
-                value = self._xml_value(f"{rule}_{number}", schema, key, strict=tool.strict)
+                try:
+                    value = self._xml_value(f"{rule}_{number}", schema, key, strict=tool.strict)
+                except NotExpressible as error:
+                    raise _unsupported(tool, error, key) from None
                 parameter = f"{_literal(f'<parameter={key}>' + chr(10))} {value}"
                 parts.append(parameter if key in required else f"({parameter})?")
         else:
@@ -124,23 +140,32 @@ class ToolGrammar:
 
     def _xml_value(self, rule: str, schema: Mapping[str, Any], key: str, *, strict: bool) -> str:
         types = value_types(schema, key)
-        part = schema["properties"][key]
-        choices = part.get("enum") if isinstance(part, Mapping) else None
-        end = _literal("\n</parameter>\n")
-        if isinstance(choices, list) and choices and types == {"string"}:
-            words = [_literal(word) for word in choices if isinstance(word, str)]
-            return f"({' | '.join(words)}) {end}"
-        if not types or "string" in types:
-            return self._free_value()
         definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
-        self._rule(rule, json_rule({**part, **definitions}, strict=strict))
-        return f"{rule} {end}"
+        if not types or "string" in types:
+            value = text_value(schema, key, strict=strict)
+            if value is None:
+                return self._free_value()
+            terminals, schemas = value.terminals, value.schemas
+        else:
+            terminals, schemas = [], [schema["properties"][key]]
+        ways = []
+        if terminals:
+            name = rule.upper()
+            self._rule(name, " | ".join(terminals))
+            self._rule(f"{rule}_text[lazy]", f"{name} /{END}/")
+            ways.append(f"{rule}_text")
+        for number, part in enumerate(schemas):
+            whole = {**part, **definitions}
+            if strict and has_foreign_reference(whole):
+                raise NotExpressible("$ref")
+            self._rule(f"{rule}_json_{number}", json_rule(whole, strict=strict))
+            ways.append(f"{rule}_json_{number} /{END}/")
+        return f"({' | '.join(ways)})"
 
     def _free_value(self) -> str:
         """Any text, up to the tag that ends it."""
-        rule = "free_value[lazy]: /(?s:.*)\\n<\\/parameter>\\n/"
-        if rule not in self._rules:
-            self._rules.append(rule)
+        self._rule("FREE_TEXT", any_text())
+        self._rule("free_value[lazy]", f"FREE_TEXT /{END}/")
         return "free_value"
 
     def _calls(self, *, parallel: bool) -> str:
@@ -150,14 +175,27 @@ class ToolGrammar:
         return tag if tag in self._added else _literal(tag)
 
     def _rule(self, name: str, body: str) -> None:
-        self._rules.append(f"{name}: {body}")
+        self._rules[name] = body
 
     def _grammar(self, start: str) -> str:
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
+        rules = [f"{name}: {body}" for name, body in self._rules.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
 
 
 def _literal(text: str) -> str:
     return json.dumps(text)
+
+
+def _unsupported(
+    tool: CallableTool, error: NotExpressible, key: str | None = None
+) -> UnsupportedParameterError:
+    where = "its schema" if key is None else f"its parameter {json.dumps(key)}"
+    return UnsupportedParameterError(
+        f"strict: true can't be kept for the tool {json.dumps(tool.name)} with this model's format "
+        f"of calls: {where} has {json.dumps(error.keyword)} in a form that no grammar enforces "
+        "here. Leave out strict, or that keyword.",
+        param="tools",
+    )
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:

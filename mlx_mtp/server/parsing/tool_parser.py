@@ -6,6 +6,7 @@ on how many tokens a step brought, or where a token ends.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,12 @@ from mlx_mtp.server.parsing.events import (
     Text,
     ToolArguments,
     ToolBroken,
+    ToolCut,
     ToolEnd,
     ToolStart,
     merged,
 )
-from mlx_mtp.server.parsing.reading import MAX_NAME, BrokenCall, Reader, broken
+from mlx_mtp.server.parsing.reading import MAX_NAME, AnswerOver, BrokenCall, Reader, broken
 from mlx_mtp.server.parsing.think import beginning_length
 
 CALL = "<tool_call>"
@@ -31,7 +33,8 @@ class ToolParser(ABC):
     """Finds the calls in an answer's text.
 
     White space next to a call belongs to the template and is dropped; everything else is told:
-    as text, as a call, or, when a call breaks or is cut short, as `ToolBroken`.
+    as text, as a call, as `ToolBroken` when a call turns out to be none, or, when the answer ends
+    within one whose name is told, as `ToolCut`.
 
     Args:
         schemas: the JSON schema of each tool's parameters, by its name.
@@ -93,7 +96,7 @@ class ToolParser(ABC):
         if self.done:
             return []
         if self._reader is not None and self._ended_at is None:
-            self._break()
+            self._cut(self._reader)
         elif self._reader is None and not (self.num_complete and not self._held.strip()):
             self._tell(self._held)
         events, self._events = merged(self._events), []
@@ -175,6 +178,16 @@ class ToolParser(ABC):
             if self.done:
                 break
         self._drop(len(self._held))
+
+    def _cut(self, reader: Reader) -> None:
+        """The answer is over: what is read of the call and not told is told now."""
+        if self._call is None:
+            self._break()
+            return
+        with contextlib.suppress(AnswerOver):
+            reader.throw(AnswerOver())
+        self._events.append(ToolCut(self._call, "".join(self._raw)))
+        self._reader = None
 
     def _break(self) -> None:
         """What was read becomes content: all of the call, or what came after its end."""

@@ -11,10 +11,10 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.choice import Content, Delta, Piece, TokenInfo
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolStart
+from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolCut, ToolStart
 from mlx_mtp.server.responses.output_items import Items
 from mlx_mtp.server.responses.wire import ResponsesRequest
-from mlx_mtp.server.whole import Answer, TextPart
+from mlx_mtp.server.whole import Answer, CallPart, TextPart
 from mlx_mtp.server.writer import COMMENT, event, new_id
 
 _DONE, _CUT = "completed", "incomplete"
@@ -64,8 +64,8 @@ class ResponseWriter:
         """The response."""
         (answer,) = answers
         parts = [p for p in answer.parts if not isinstance(p, TextPart) or p.text]
-        statuses = [_DONE] * len(parts)
-        if answer.finish_reason == "length" and parts:
+        statuses = [_CUT if isinstance(p, CallPart) and p.cut is not None else _DONE for p in parts]
+        if answer.finish_reason == "length" and parts and not isinstance(parts[-1], CallPart):
             statuses[-1] = _CUT
         output = [self._items.of(part, status) for part, status in zip(parts, statuses)]
         return self._ended(output, answer.finish_reason or "stop", generation)
@@ -137,7 +137,7 @@ class ResponseWriter:
         elif isinstance(piece, ToolArguments):
             yield self._told("response.function_call_arguments.delta", piece.text)
         else:
-            yield from self._close()
+            yield from self._close(_CUT if isinstance(piece, ToolCut) else _DONE)
 
     def _text(self, piece: Content) -> Iterator[bytes]:
         if self._open is None or self._open.kind != "text":

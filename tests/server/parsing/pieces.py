@@ -16,6 +16,7 @@ from mlx_mtp.server.parsing.events import (
     Text,
     ToolArguments,
     ToolBroken,
+    ToolCut,
     ToolEnd,
     ToolStart,
     merged,
@@ -34,7 +35,8 @@ def events_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Event]:
 
 
 def summary(events: Iterable[Event]) -> list[Any]:
-    """Events in a form that is short to write: ("text", ...), ("think", ...), ("call", ...)."""
+    """Events in a form that is short to write: ("text", ...), ("think", ...), ("call", ...)
+    and so on."""
     short: list[Any] = []
     calls: dict[int, list[str]] = {}
     for event in events:
@@ -51,7 +53,9 @@ def summary(events: Iterable[Event]) -> list[Any]:
         elif isinstance(event, ToolBroken):
             calls.pop(event.call)
             short.append(("broken", event.text))
-    assert not calls, "a call neither ended nor broke"
+        elif isinstance(event, ToolCut):
+            short.append(("cut", *calls.pop(event.call)))
+    assert not calls, "a call neither ended nor broke, nor was it cut"
     return short
 
 

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, list[Any]]] = {
         f"{THINK}{NEXT}<|chan",
         [("think", "Let me see."), ("text", NEXT + "<|chan")],
     ),
-    "cut in a call": (CALL[:-1], [("broken", CALL[:-1])]),
+    "cut in a call": (CALL[:-1], [("cut", "f", '{"a": 1')]),
     "a broken call": (
         CALL.replace(": 1", " 1") + "<|call|>",
         [("broken", CALL.replace(": 1}", " ")), ("text", "1}")],

@@ -29,7 +29,8 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"days": {"type": "integer", "minimum": 1}},
 }
-TOOLS = [Tool("get_weather", None, SCHEMA), Tool("free", None, None)]
+OPEN = {"type": "object", "additionalProperties": True}
+TOOLS = [Tool("get_weather", None, SCHEMA), Tool("free", None, OPEN)]
 STRICT = [Tool("get_weather", None, SCHEMA, strict=True), TOOLS[1]]
 
 

@@ -53,6 +53,7 @@ def xml(name: str, **values: str) -> str:
 
 HARMONY = "<|channel|>commentary to=functions.f<|message|>{"
 ROME = '{"city": "Rome"}'
+OPENED = '<tool_call>{"name": "f", "arguments": {"a": '
 CALL = hermes("f", ROME)
 
 HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
@@ -130,13 +131,16 @@ HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
     "cut in its name": ('x <tool_call>{"name": "f', [("text", 'x <tool_call>{"name": "f')]),
     "cut in its arguments": (
         CALL[: CALL.index("Rome") + 2],
-        [("broken", CALL[: CALL.index("Rome") + 2])],
+        [("cut", "f", '{"city": "Ro')],
     ),
+    "cut in a number": (f"{OPENED}-1.5e", [("cut", "f", '{"a": -1.5e')]),
+    "cut in a word": (f"{OPENED}tru", [("cut", "f", '{"a": tru')]),
+    "cut in an escape": (f'{OPENED}"x\\ud83c\\u', [("cut", "f", '{"a": "x\\ud83c\\u')]),
     "an infinite number": (
         hermes("f", '{"a": Infinity}'),
         [
-            ("broken", '<tool_call>\n{"name": "f", "arguments": {"a": Infinity'),
-            ("text", "}}\n</tool_call>"),
+            ("broken", '<tool_call>\n{"name": "f", "arguments": {"a": '),
+            ("text", "Infinity}}\n</tool_call>"),
         ],
     ),
 }
@@ -235,12 +239,18 @@ XML_CASES: dict[str, tuple[str, list[Any]]] = {
     ),
     "cut in a value": (
         "so <tool_call><function=f><parameter=a>\nxy",
-        [("text", "so"), ("broken", " <tool_call><function=f><parameter=a>\nxy")],
+        [("text", "so"), ("cut", "f", '{"a": "xy')],
     ),
     "cut after a value": (
         "<tool_call><function=f><parameter=a>\nxy\n</parameter>\n",
-        [("broken", "<tool_call><function=f><parameter=a>\nxy\n</parameter>\n")],
+        [("cut", "f", '{"a": "xy"')],
     ),
+    "cut before its parameters": ("<tool_call><function=f>", [("cut", "f", "{")]),
+    "cut in a parameter's name": (
+        "<tool_call><function=f><parameter=a>\nxy\n</parameter>\n<parameter=bc",
+        [("cut", "f", '{"a": "xy", "bc')],
+    ),
+    "cut in its name": ("<tool_call><function=f", [("text", "<tool_call><function=f")]),
 }
 
 
@@ -248,6 +258,40 @@ XML_CASES: dict[str, tuple[str, list[Any]]] = {
 def test_qwen_xml(text: str, expected: list[Any]) -> None:
     assert summary(events_of(XML(), [text])) == expected
     assert summary(events_of(XML(), text)) == expected
+
+
+CUT_VALUES: list[tuple[str, str, str]] = [
+    ("city", "", '"'),
+    ("city", "Ro", '"Ro'),
+    ("city", "Ro\n", '"Ro\\n'),
+    ("city", "a <", '"a <'),
+    ("city", "a\n</para", '"a\\n</para'),
+    ("city", "a\n</parameter>\n</fun", '"a"'),
+    ("days", "1", "1"),
+    ("days", "1\n</param", "1"),
+    ("days", "1\n</parameter>", "1"),
+    ("days", "one", '"one'),
+    ("exact", "tr", "tr"),
+    ("exact", "Tr", '"Tr'),
+    ("near", '["a", "b', '["a", "b'),
+    ("near", '["</par', '["</par'),
+    ("near", "['a', 'b", "\"['a', 'b"),
+    ("options", '{"a": 1}\n</', '{"a": 1}'),
+    ("note", "nul", '"nul'),
+    ("note", "", ""),
+    ("level", "-", "-"),
+    ("anything", "5", '"5'),
+    ("anything", '{"x": [', '{"x": ['),
+]
+
+
+@pytest.mark.parametrize(("key", "written", "told"), CUT_VALUES)
+def test_a_value_that_is_cut(key: str, written: str, told: str) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n<parameter={key}>\n{written}"
+    for pieces in ([text], text):
+        ((kind, name, found),) = summary(events_of(XML(), pieces))
+        assert (kind, name) == ("cut", "get_weather")
+        assert found == f'{{"{key}": {told}'
 
 
 def test_arguments_come_in_pieces() -> None:
@@ -369,7 +413,12 @@ def test_every_call_has_an_object_for_arguments_and_no_word_is_lost(text: str) -
         for kind, *rest in events:
             if kind == "call":
                 assert isinstance(json.loads(rest[1]), dict)
-        if not any(kind == "call" for kind, *_ in events):
+            if kind == "cut":
+                # The beginning of an object, which no client can take for all of it.
+                assert isinstance(jiter.from_json(rest[1].encode(), partial_mode=True), dict)
+                with pytest.raises(ValueError, match=r"column \d"):
+                    json.loads(rest[1])
+        if not any(kind in ("call", "cut") for kind, *_ in events):
             told = "".join(text for _, text in events)
             assert "".join(told.split()) == "".join(text.split())
 
