@@ -135,7 +135,7 @@ class ResponseWriter:
             self._open = item
             yield self._added(self._item(item, "in_progress"))
         elif isinstance(piece, ToolArguments):
-            yield self._told("response.function_call_arguments.delta", piece.text)
+            yield self._delta("response.function_call_arguments.delta", piece.text)
         else:
             yield from self._close(_CUT if isinstance(piece, ToolCut) else _DONE)
 
@@ -148,7 +148,7 @@ class ResponseWriter:
         self._open.tokens.extend(piece.tokens)
         logprobs = self._items.logprobs(piece.tokens)
         name = "response.output_text.delta"
-        yield self._told(name, piece.text, content_index=0, logprobs=logprobs)
+        yield self._delta(name, piece.text, content_index=0, logprobs=logprobs)
 
     def _thought(self, text: str) -> Iterator[bytes]:
         if self._open is None or self._open.kind != "thought":
@@ -158,7 +158,7 @@ class ResponseWriter:
             if self._items.as_summary:
                 part = self._items.thought("")
                 yield self._part_event("response.reasoning_summary_part.added", part)
-        yield self._told(f"{self._thought_event}.delta", text, **self._thought_index)
+        yield self._delta(f"{self._thought_event}.delta", text, **self._thought_index)
 
     @property
     def _thought_event(self) -> str:
@@ -210,7 +210,7 @@ class ResponseWriter:
         index = self._thought_index if self._open.kind == "thought" else {"content_index": 0}
         return self._item_event(name, item_id=self._open.id, **index, part=part)
 
-    def _told(self, name: str, text: str, **more: Any) -> bytes:
+    def _delta(self, name: str, text: str, **more: Any) -> bytes:
         assert self._open is not None, "a delta belongs to an item"
         self._open.text += text
         return self._item_event(name, item_id=self._open.id, delta=text, **more)
