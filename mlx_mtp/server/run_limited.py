@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -21,16 +22,38 @@ class TimeIsUp(BaseException):
 
 
 class _Work(Generic[Result]):
+    """The work as a thread does it. It is only interrupted where it can tell: not before it has
+    begun, nor when it is over."""
+
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work = work
+        self._lock = threading.Lock()
+        self._running = self._given_up = False
         self.result: list[Result] = []
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        try:
-            self.result.append(self._work())
-        except BaseException as error:
-            self.error = error
+        # An interruption may come late: while the one before is dealt with.
+        with contextlib.suppress(TimeIsUp):
+            with self._lock:
+                if self._given_up:
+                    return
+                self._running = True
+            try:
+                self.result.append(self._work())
+            except BaseException as error:
+                self.error = error
+            with self._lock:
+                self._running = False
+
+    def interrupt(self, ident: int) -> None:
+        """Raise `TimeIsUp` in the thread that does it; if none has begun, none will."""
+        with self._lock:
+            self._given_up = True
+            if self._running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(ident), ctypes.py_object(TimeIsUp)
+                )
 
 
 def run_limited(work: Callable[[], Result], seconds: float) -> Result:
@@ -47,19 +70,17 @@ def run_limited(work: Callable[[], Result], seconds: float) -> Result:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        _end(thread)
+        _end(thread, job)
         raise TimeoutError
     if job.error is not None:
         raise job.error
     return job.result[0]
 
 
-def _end(thread: threading.Thread) -> None:
+def _end(thread: threading.Thread, job: _Work[Result]) -> None:
     assert thread.ident is not None, "the thread was started"
     for _ in range(_TRIES):
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(TimeIsUp)
-        )
+        job.interrupt(thread.ident)
         thread.join(_PAUSE)
         if not thread.is_alive():
             return

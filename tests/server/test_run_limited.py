@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -39,6 +40,34 @@ def test_work_that_never_ends_is_ended() -> None:
     with pytest.raises(TimeoutError):
         run_limited(endless, 0.05)
     wait_until(lambda: limited_threads() == before)
+
+
+def test_work_that_comes_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may start the thread after its time is up: nothing is raised in it then."""
+    begin = threading.Event()
+    run = threading.Thread.run
+
+    def late(self: threading.Thread) -> None:
+        begin.wait(30)
+        run(self)
+
+    monkeypatch.setattr(threading.Thread, "run", late)
+    done: list[int] = []
+    before = limited_threads()
+    with pytest.raises(TimeoutError):
+        run_limited(lambda: done.append(1), 0.01)
+    begin.set()
+    wait_until(lambda: limited_threads() == before)
+    assert not done
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.001, 0.002])
+def test_work_that_ends_when_its_time_is_up(seconds: float) -> None:
+    """Either way it ends, and no thread dies of it: that would be a warning, and so an error."""
+    for _ in range(200):
+        with contextlib.suppress(TimeoutError):
+            assert run_limited(lambda: time.sleep(seconds) or 3, seconds) == 3
+    wait_until(lambda: limited_threads() == 0)
 
 
 def test_an_endless_template_costs_its_time_and_no_more(serve: Serve, tokenizer: Tokenizer) -> None:
