@@ -12,6 +12,7 @@ import argparse
 from mlx_mtp.errors import UsageError
 
 _OFF = (None, 0, "none")
+_OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
@@ -20,7 +21,7 @@ def check_serve(options: argparse.Namespace) -> None:
     Raises:
         UsageError: a flag has no effect; says which to add or to leave out.
     """
-    _check_mtp(options, "--mtp-num-draft-tokens", "--mtp-draft-vocab", "--calibration-seconds")
+    _check_mtp(options, *_OF_DRAFTS, "--calibration-seconds")
     depth = options.mtp_num_draft_tokens
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
@@ -36,13 +37,12 @@ def check_generate(options: argparse.Namespace) -> None:
     Raises:
         UsageError: a flag has no effect; says which to add.
     """
-    _check_mtp(options, "--mtp-num-draft-tokens", "--mtp-draft-vocab")
+    _check_mtp(options, *_OF_DRAFTS)
 
 
 def needs_head(options: argparse.Namespace) -> bool:
     """Something is asked of the MTP head, so that a model without one won't do."""
-    wanted = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
-    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in wanted)
+    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
 
 
 def _asks(options: argparse.Namespace, flag: str) -> bool:

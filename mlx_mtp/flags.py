@@ -113,17 +113,19 @@ def resolve(
         UsageError: a variable's value is wrong; the variable is named.
     """
     values = vars(given).copy()
-    defaults = set()
+    keys = set()
     for flag in flags:
-        if flag.key not in values:
-            text = environ.get(flag.variable)
-            values[flag.key] = flag.default if text is None else flag.from_text(text)
-            if text is None:
-                defaults.add(flag.key)
-        elif flag.repeated:
-            values[flag.key] = tuple(values[flag.key])
-    keys = frozenset(flag.key for flag in flags) - defaults
-    return argparse.Namespace(**values, given=keys)
+        text = environ.get(flag.variable)
+        if flag.key in values:
+            if flag.repeated:
+                values[flag.key] = tuple(values[flag.key])
+        elif text is None:
+            values[flag.key] = flag.default
+            continue
+        else:
+            values[flag.key] = flag.from_text(text)
+        keys.add(flag.key)
+    return argparse.Namespace(**values, given=frozenset(keys))
 
 
 def boolean(text: str) -> bool:
