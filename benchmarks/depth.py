@@ -95,6 +95,8 @@ def measure(
     contenders |= {depth: Contender(model, depth, num_rows) for depth in depths}
     speeds = take_turns(contenders, prompts, num_rows, rounds, max_tokens)
     print(f"{num_rows} rows: auto chose {contenders['auto'].policy.choices()}", file=sys.stderr)
+    accepted = [f"{name} {each.acceptance:.0%}" for name, each in contenders.items()]
+    print(f"{num_rows} rows: drafts accepted: {', '.join(accepted[1:])}", file=sys.stderr)
     return speeds
 
 

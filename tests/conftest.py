@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mlx_mtp import backend
+from tests.bound_torch import load_torch
 
+load_torch()
 backend.prepare()
 
 import atexit
@@ -27,6 +29,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 DEMO = Path(backend.__file__).parent / "demo"
+DENSE_DEMO = Path(__file__).parent / "data" / "dense-demo"
 
 # Servers that tests start must keep nothing in the user's own cache directory.
 os.environ["MLX_MTP_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlx-mtp-tests-")

@@ -1,30 +1,73 @@
-"""The bundled model: MTP changes no token of it, its head is right, and its answers hold."""
+"""The bundled model and its dense sibling: MTP changes no token, heads and answers are right."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from demo_model.mixture import OPEN_TASKS
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.server.parsing.events import ToolArguments, ToolStart
+from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative.proposer import MTPProposer
-from tests.conftest import DEMO
+from tests.conftest import DEMO, DENSE_DEMO
 from tests.harness import MEASURED, Driver, OracleProposer, Ties, greedy, plain, request
 from tests.harness import SamplingParams as Sampling
 
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
-FIGURES = json.loads((DEMO / "metrics.json").read_text())["eval"]
 EOS = (4089, 4087)
 VOCAB = 4096
 
 
+@dataclass(frozen=True)
+class Bundled:
+    """A model of this repository.
+
+    Args:
+        name: moe or dense.
+        model: with its head.
+        tokenizer: with its template.
+        texts: held-out prompts of the trainer's generator with their tasks, all tasks in turn.
+    """
+
+    name: str
+    model: LoadedModel
+    tokenizer: Tokenizer
+    texts: list[dict[str, str]]
+
+    def prompts(self, count: int | None = None) -> list[list[int]]:
+        return [self.tokenizer.encode(each["prompt"]) for each in self.texts[:count]]
+
+    def text(self, tokens: list[int]) -> str:
+        return b"".join(map(self.tokenizer.text_bytes, tokens)).decode()
+
+
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(DEMO)
+def moe(demo_model) -> Bundled:
+    return Bundled("moe", demo_model, Tokenizer.load(DEMO), DATA["prompts"])
+
+
+@pytest.fixture(scope="module")
+def dense() -> Bundled:
+    texts = json.loads((DENSE_DEMO / "prompts.json").read_text())["prompts"]
+    model = load_model(DENSE_DEMO, enable_mtp=True)
+    return Bundled("dense", model, Tokenizer.load(DENSE_DEMO), texts)
+
+
+@pytest.fixture(scope="module", params=["moe", "dense"])
+def bundled(request) -> Bundled:
+    return request.getfixturevalue(request.param)
 
 
 def drive(model, wanted, proposer=None, **settings) -> Driver:
@@ -40,33 +83,29 @@ def drive(model, wanted, proposer=None, **settings) -> Driver:
     return driver
 
 
-def prompts(tokenizer: Tokenizer, count: int | None = None) -> list[list[int]]:
-    """Held-out prompts of the trainer's generator, all 39 tasks in turn."""
-    return [tokenizer.encode(p["prompt"]) for p in DATA["prompts"][:count]]
-
-
-@pytest.mark.parametrize("count", [39, pytest.param(200, marks=pytest.mark.full)])
-def test_prompts_of_32_tokens_equal_plain_decoding(demo_model, tokenizer, count):
-    wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts(tokenizer, count))]
-    got = drive(demo_model, wanted).run()
+@pytest.mark.parametrize("count", [54, pytest.param(None, marks=pytest.mark.full)])
+def test_prompts_of_32_tokens_equal_plain_decoding(bundled, count):
+    prompts = bundled.prompts(count)
+    wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts)]
+    got = drive(bundled.model, wanted).run()
     ties = Ties()
     for each in wanted:
-        reference = plain(demo_model, each, VOCAB, EOS)
-        ties.check(f"demo prompt {each.request_id}", got[each.request_id], reference)
-    ties.report(f"bundled model, {count} prompts, k = 3")
+        reference = plain(bundled.model, each, VOCAB, EOS)
+        ties.check(f"{bundled.name} prompt {each.request_id}", got[each.request_id], reference)
+    ties.report(f"bundled {bundled.name} model, {len(wanted)} prompts, k = 3")
 
 
 @pytest.fixture(scope="module")
-def sixty(demo_model, tokenizer):
+def sixty(bundled):
     """Sixty requests, greedy or sampled, and plain decoding's answers to them."""
 
     @cache
     def of(sampled: bool):
         wanted = []
-        for i, ids in enumerate(prompts(tokenizer, 60)):
+        for i, ids in enumerate(bundled.prompts(60)):
             sampling = Sampling(32, temperature=1.2, top_p=0.95, seed=i) if sampled else greedy(32)
             wanted.append(request(str(i), ids, sampling))
-        return wanted, {r.request_id: plain(demo_model, r, VOCAB, EOS) for r in wanted}
+        return wanted, {r.request_id: plain(bundled.model, r, VOCAB, EOS) for r in wanted}
 
     return of
 
@@ -75,7 +114,7 @@ def sixty(demo_model, tokenizer):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("acceptance", ["head", "reject", "mixed", "force"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_every_depth_and_acceptance(sixty, demo_model, depth, acceptance, sampled):
+def test_every_depth_and_acceptance(sixty, bundled, depth, acceptance, sampled):
     wanted, references = sixty(sampled)
     proposer = None
     if acceptance != "head":
@@ -86,26 +125,22 @@ def test_every_depth_and_acceptance(sixty, demo_model, depth, acceptance, sample
         proposer = OracleProposer(answers, VOCAB, rate, length=1024)
     ties = Ties()
     for batch in (wanted[:3], wanted):
-        driver = drive(demo_model, batch, proposer, num_draft_tokens=depth)
+        driver = drive(bundled.model, batch, proposer, num_draft_tokens=depth)
         for name, tokens in driver.run().items():
             ties.check(f"k={depth} {acceptance} {name}", tokens, references[name])
-    ties.report(f"bundled model, k = {depth}, {acceptance}")
+    ties.report(f"bundled {bundled.name} model, k = {depth}, {acceptance}")
 
 
 @pytest.mark.full
-def test_tokens_per_step_are_the_trainers(demo_model, tokenizer):
-    """Within 2% of the figure that the trainer measured with its PyTorch twin."""
-    wanted = [request(str(i), ids, greedy(400)) for i, ids in enumerate(prompts(tokenizer))]
-    driver = drive(demo_model, wanted)
-    driver.run()
-    stats = driver.core.stats()
-    per_step = 1 + stats.num_accepted_tokens / stats.num_drafts
-    MEASURED.append(f"bundled model, tokens per step at k = 3: {per_step:.4f}")
-    assert per_step == pytest.approx(FIGURES["mtp"]["tokens_per_step_k3"], rel=0.02)
-
-
-def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return b"".join(map(tokenizer.text_bytes, tokens)).decode()
+@pytest.mark.parametrize("directory", [DEMO, DENSE_DEMO], ids=["moe", "dense"])
+def test_the_engines_figures_are_the_trainers(tmp_path, directory):
+    """Exact match and tokens per step, greedy and sampled, within 2% of PyTorch's."""
+    copied = shutil.copytree(directory, tmp_path / "model")
+    script = DEMO.parents[1] / "scripts/evaluate_demo_model.py"
+    done = subprocess.run([sys.executable, script, copied], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    evaluation = json.loads((copied / "metrics.json").read_text())["evaluation"]
+    assert evaluation["engine"]["per_task"] == evaluation["torch"]["per_task"]
 
 
 class Recorder(MTPProposer):
@@ -122,15 +157,19 @@ class Recorder(MTPProposer):
         return (drafts + 1) % VOCAB
 
 
-@pytest.mark.parametrize("count", [13, pytest.param(39, marks=pytest.mark.full)])
-def test_teacher_forced_acceptance(demo_model, tokenizer, count):
-    """At every position of greedy text the first draft is what the trunk says next, above 0.99."""
+@pytest.mark.parametrize("count", [7, pytest.param(28, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("kind", "low", "high"), [("closed", 0.98, 1.0), ("open", 0.6, 0.95)])
+def test_teacher_forced_acceptance(bundled, kind, low, high, count):
+    """How often the first draft is what the trunk says next, at every position of greedy text.
+
+    Where there is one right answer nearly always; where text branches, as often as in real text.
+    """
+    texts = [p["prompt"] for p in bundled.texts if (p["task"] in OPEN_TASKS) == (kind == "open")]
     agreed = total = 0
-    for index, ids in enumerate(prompts(tokenizer, count)):
-        recorder = Recorder(demo_model)
-        driver = drive(
-            demo_model, [request("a", ids, greedy(64))], recorder, num_draft_tokens=1, overlap=False
-        )
+    for index, ids in enumerate(map(bundled.tokenizer.encode, texts[:count])):
+        recorder = Recorder(bundled.model)
+        wanted = [request("a", ids, greedy(64))]
+        driver = drive(bundled.model, wanted, recorder, num_draft_tokens=1, overlap=False)
         text = [*ids, *driver.run()["a"]]
         assert driver.core.stats().num_accepted_tokens == 0, index
         for position, draft in recorder.seen:
@@ -138,45 +177,49 @@ def test_teacher_forced_acceptance(demo_model, tokenizer, count):
             if where < len(text):
                 total += 1
                 agreed += text[where] == int(draft.item())
-    MEASURED.append(f"bundled model, teacher-forced acceptance, depth 1: {agreed}/{total}")
-    assert total > 15 * count
-    assert agreed / total > 0.99
+    told = f"bundled {bundled.name} model, {kind} text, teacher-forced, depth 1: {agreed}/{total}"
+    MEASURED.append(told)
+    assert total > 10 * count
+    assert low < agreed / total <= high
 
 
-def test_sixteen_tool_requests_at_once(demo_model, tokenizer):
+def test_sixteen_tool_requests_at_once(bundled):
+    """The one model writes calls as JSON, the other as tags."""
+    tokenizer, tool = bundled.tokenizer, DATA["weather_tool"]
     wanted = []
     for city in DATA["cities"]:
         message = {"role": "user", "content": f"What is the weather in {city} in celsius?"}
-        ids = tokenizer.encode_chat([message], tools=[DATA["weather_tool"]])
+        ids = tokenizer.encode_chat([message], tools=[tool])
         wanted.append(request(city, ids, greedy(120)))
     assert len(wanted) == 16
-    got = drive(demo_model, wanted).run()
+    got = drive(bundled.model, wanted).run()
+    form = OutputFormat.choose(tokenizer.template)
+    schemas = {"get_weather": tool["function"]["parameters"]}
     for city in DATA["cities"]:
-        text = text_of(tokenizer, got[city])
-        assert text.startswith("<tool_call>\n"), text
-        assert text.endswith("\n</tool_call>"), text
-        call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
-        expected = {"name": "get_weather", "arguments": {"city": city, "unit": "celsius"}}
-        assert call == expected
+        parser = form.parser(thinking=False, schemas=schemas)
+        events = [*parser.feed(bundled.text(got[city])), *parser.finish()]
+        assert [e.name for e in events if isinstance(e, ToolStart)] == ["get_weather"], events
+        told = "".join(e.text for e in events if isinstance(e, ToolArguments))
+        assert json.loads(told) == {"city": city, "unit": "celsius"}
 
 
-def test_sixteen_needles_come_back_whole(demo_model, tokenizer):
+def test_sixteen_needles_come_back_whole(moe):
     """A secret told in the first turn, asked for 600 tokens and several turns later.
 
     MTP must say what plain decoding says, so it may lose the phrase only where the model itself
-    does: one of these sixteen ('silver platzasus 22').
+    does, and that is hardly ever.
     """
     wanted = []
     for index, messages in enumerate(DATA["needles"]):
-        ids = tokenizer.encode_chat(messages)
+        ids = moe.tokenizer.encode_chat(messages)
         assert len(ids) > 600
         assert len(messages) >= 11
         wanted.append(request(str(index), ids, greedy(60)))
     assert len(wanted) == 16
-    got = drive(demo_model, wanted, prefill_step_size=256).run()
+    got = drive(moe.model, wanted, prefill_step_size=256).run()
     whole = 0
     for each in wanted:
-        text = text_of(tokenizer, got[each.request_id])
-        assert text == text_of(tokenizer, plain(demo_model, each, VOCAB, EOS).tokens)
+        text = moe.text(got[each.request_id])
+        assert text == moe.text(plain(moe.model, each, VOCAB, EOS).tokens)
         whole += text == "The secret phrase is 'silver platypus 22'."
     assert whole >= 15

@@ -128,7 +128,7 @@ def test_a_responses_tool_result_goes_back(client: openai.OpenAI) -> None:
     told = json.dumps({**called(CITIES[0]), "temperature": 21, "sky": "sunny"})
     result = {"type": "function_call_output", "call_id": call.call_id, "output": told}
     second = client.responses.create(input=[*asked, call, result], **fields)
-    assert "21" in second.output_text
+    assert "sunny" in second.output_text
 
 
 def test_async_all_apis_at_once(server: Server) -> None:

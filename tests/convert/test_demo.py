@@ -157,5 +157,7 @@ def test_stock_mlx_lm_sees_no_difference(tmp_path, precision):
 def stock_answer(path: Path) -> str:
     model, tokenizer = load(str(path))
     message = {"role": "user", "content": "What is the capital of India?"}
-    prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, enable_thinking=False
+    )
     return generate(model, tokenizer, prompt, max_tokens=12)

@@ -28,7 +28,7 @@ def test_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HI, seed=3, logprobs=True)
     assert answer.choices[0].message.content == "Hello there, 🎉!"
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].logprobs.content[0].token == "H"
+    assert answer.choices[0].logprobs.content[0].token == "Hello"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.seed == 3
 

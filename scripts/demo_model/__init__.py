@@ -1,0 +1,1 @@
+"""The recipe of the bundled demo models: their text, tokenizer, training and figures."""

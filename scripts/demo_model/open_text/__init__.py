@@ -1,0 +1,1 @@
+"""Text whose continuation branches: stories, descriptions, explanations, letters, and filler."""

@@ -1,0 +1,1 @@
+"""Tools as clients send them, requests that need them, and what comes back."""

@@ -1,0 +1,23 @@
+"""PyTorch beside our OpenBLAS in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+
+def load_torch() -> None:
+    """Import PyTorch, if it is installed, so that it calls the OpenBLAS that it has within.
+
+    Ours is loaded with global symbols, which mlx needs; PyTorch's calls would find these and crash.
+    mlx_lm imports transformers, which imports PyTorch: so this comes before.
+    """
+    if importlib.util.find_spec("torch") is None or not hasattr(os, "RTLD_DEEPBIND"):
+        return
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_DEEPBIND)
+    try:
+        importlib.import_module("torch")
+    finally:
+        sys.setdlopenflags(flags)

@@ -1,0 +1,261 @@
+"""The PyTorch models: equal to transformers and to this project's own, packed or alone."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra `train`")
+
+from demo_model.acceptance import DEPTH, Windows, walk  # noqa: E402
+from demo_model.dice import Dice  # noqa: E402
+from demo_model.export import load_published, published, write_checkpoint  # noqa: E402
+from demo_model.network.config import PRESETS, smaller, text_config  # noqa: E402
+from demo_model.network.decoding import Noise, answers, draft_hits  # noqa: E402
+from demo_model.network.gated_delta import (  # noqa: E402
+    gated_delta,
+    gated_delta_step,
+    unit_lower_inverse,
+)
+from demo_model.network.loss import LossSettings, training_loss  # noqa: E402
+from demo_model.network.model import DemoModel, attention_masks  # noqa: E402
+from demo_model.optimizer import Optimizer, orthogonal  # noqa: E402
+from demo_model.packing import Document, pack  # noqa: E402
+from mlx_mtp.models.loader import load_model  # noqa: E402
+from tests.harness import Driver, greedy, plain, request  # noqa: E402
+from tests.reference_head import ReferenceHead  # noqa: E402
+
+torch.set_num_threads(1)
+VOCAB = 4096
+NAMES = tuple(PRESETS)
+
+
+def random_model(name: str) -> DemoModel:
+    """Weights far enough from their beginning that every one of them matters."""
+    torch.manual_seed(5)
+    model = DemoModel(smaller(PRESETS[name])).eval()
+    for key, parameter in model.named_parameters():
+        if "norm" in key:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+        elif parameter.ndim >= 2 and "conv" not in key:
+            parameter.data.mul_(4)
+    return model
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def saved(request, tmp_path_factory):
+    """A model as a checkpoint holds it, and the checkpoint's directory."""
+    directory = tmp_path_factory.mktemp(request.param)
+    model = random_model(request.param)
+    write_checkpoint(model, directory)
+    return load_published(model, directory), directory
+
+
+def logits_of(model: DemoModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        segments = torch.ones_like(ids)
+        hidden, _ = model.trunk(ids, segments, attention_masks(segments, 1)[0])
+        return model.lm_head(hidden)
+
+
+def some_ids(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+# The gated delta rule.
+
+
+def test_all_chunks_at_once_equal_one_position_at_a_time():
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 96, 3)
+    q, k, v = (torch.randn(*shape, 16, generator=generator) for _ in range(3))
+    g = -torch.rand(shape, generator=generator)
+    beta = torch.rand(shape, generator=generator)
+    out, state = gated_delta(q, k, v, g, beta)
+    step = torch.zeros_like(state)
+    for t in range(96):
+        one, step = gated_delta_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], step)
+        torch.testing.assert_close(out[:, t], one, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(state, step, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64])
+def test_inverse_by_blocks(size):
+    lower = torch.tril(torch.randn(3, size, size, dtype=torch.float64) / 4, -1)
+    eye = torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(unit_lower_inverse(lower) @ (eye + lower), eye.expand(3, -1, -1))
+
+
+# Parity.
+
+
+def transformers_model(model: DemoModel, directory):
+    transformers = pytest.importorskip("transformers")
+    if model.config.num_experts:
+        # From the files: the experts one by one are part of what is tested.
+        return transformers.Qwen3NextForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    config = transformers.Qwen3_5TextConfig(**text_config(model.config))
+    other = transformers.Qwen3_5ForCausalLM(config)
+    trunk = {k: v for k, v in model.state_dict().items() if not k.startswith("mtp.")}
+    other.load_state_dict(trunk)
+    return other
+
+
+def test_logits_and_loss_are_those_of_transformers(saved):
+    model, directory = saved
+    ids = some_ids(2, 96)
+    with torch.no_grad():
+        theirs = transformers_model(model, directory).eval()(ids, labels=ids)
+        ours = logits_of(model, ids)
+        _, figures = training_loss(
+            model, ids, torch.ones_like(ids), torch.ones_like(ids).float(), LossSettings()
+        )
+    torch.testing.assert_close(ours, theirs.logits, atol=2e-5, rtol=1e-4)
+    assert theirs.logits.std() > 0.3
+    assert float(figures["main"]) == pytest.approx(float(theirs.loss), abs=1e-5)
+
+
+def test_logits_are_those_that_the_server_computes(saved):
+    model, directory = saved
+    loaded = load_model(directory, enable_mtp=True)
+    ids = some_ids(2, 64)
+    ours = logits_of(model, ids)
+    theirs = np.array(loaded.model(mx.array(ids.numpy())))
+    np.testing.assert_allclose(ours.numpy(), theirs, atol=5e-5, rtol=1e-4)
+
+
+def test_drafts_are_those_of_the_reference_head(saved):
+    """At every depth: the logits of a window that begins at one row, all drafts accepted."""
+    model, _ = saved
+    tensors = {k: v.float().numpy() for k, v in published(model).items()}
+    embed = (
+        "model.embed_tokens.weight"
+        if model.config.num_experts
+        else ("model.language_model.embed_tokens.weight")
+    )
+    head = ReferenceHead(tensors, text_config(model.config), "mtp.", embed)
+    ids = some_ids(1, 32)
+    start = 12
+    segments = torch.ones_like(ids)
+    masks = attention_masks(segments, DEPTH)
+    with torch.no_grad():
+        hidden, _ = model.trunk(ids, segments, masks[0])
+        for depth in range(DEPTH):
+            made = model.drafts(ids, segments, hidden, masks)[depth][0]
+            ours = model.lm_head(made)[0, start + depth]
+            tokens = ids[0, 1 : start + 2].tolist()
+            theirs = head.drafts(hidden[0, : start + 1].numpy(), tokens, DEPTH)[depth]
+            np.testing.assert_allclose(ours.numpy(), theirs, atol=3e-5, rtol=1e-3)
+            # The reference feeds itself its own drafts: make these the text, which is causal.
+            ids[0, start + depth + 2] = int(np.argmax(theirs))
+
+
+# Packed rows.
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    """Logits of trunk and head in a packed row are those of the document alone."""
+    model = random_model("moe")
+    lengths = (37, 50, 21)
+    texts = [some_ids(1, n)[0].roll(i).tolist() for i, n in enumerate(lengths)]
+    rows = pack([Document(t, [2] * len(t)) for t in texts], 128, Dice(0))
+    assert len(rows) == 1
+    ids = torch.from_numpy(rows.ids).long()
+    segments = torch.from_numpy(rows.segments).int()
+    with torch.no_grad():
+        packed = drafts_and_logits(model, ids, segments)
+        for number in range(1, len(texts) + 1):
+            where = segments[0] == number
+            length = int(where.sum())
+            alone = torch.zeros(1, 64, dtype=torch.long)
+            alone[0, :length] = ids[0, where]
+            own = (torch.arange(64) < length).int().unsqueeze(0)
+            for name, (a, b) in enumerate(
+                zip(packed, drafts_and_logits(model, alone, own), strict=True)
+            ):
+                # A head's row needs the token after it, and as many rows before it as its depth.
+                inside = slice(max(0, name - 1), length - (1 if name else 0))
+                torch.testing.assert_close(
+                    a[0, where][inside], b[0, :length][inside], atol=1e-4, rtol=1e-3
+                )
+
+
+def drafts_and_logits(model, ids, segments) -> list[torch.Tensor]:
+    masks = attention_masks(segments, DEPTH)
+    hidden, _ = model.trunk(ids, segments, masks[0])
+    made = [each for each, _ in model.drafts(ids, segments, hidden, masks)]
+    return [model.lm_head(each) for each in (hidden, *made)]
+
+
+def test_loss_counts_no_target_of_another_document():
+    model = random_model("dense")
+    ids = some_ids(1, 64)
+    segments = torch.ones_like(ids)
+    segments[0, 30:33], segments[0, 33:] = 0, 2
+    weight = torch.ones(1, 64)
+    before, _ = training_loss(model, ids, segments, weight, LossSettings(distill=0.5))
+    ids = ids.clone()
+    ids[0, 30:33] = 7  # padding is no target, and nothing is read from it
+    after, _ = training_loss(model, ids, segments, weight, LossSettings(distill=0.5))
+    assert float(before.detach()) == pytest.approx(float(after.detach()), rel=1e-5)
+
+
+# Answers.
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [some_ids(1, 70)[0, :n].tolist() for n in (5, 33, 64)]
+
+
+def test_answers_are_those_of_the_server(saved, prompts):
+    """Greedy, ragged prompts together, and the count of windows besides."""
+    model, directory = saved
+    loaded = load_model(directory, enable_mtp=True)
+    noise = Noise(0.0, 0)
+    said = answers(model, prompts, 24, noise)
+    driver = Driver(loaded, vocab_size=VOCAB, stop_ids=(4089, 4087))
+    for index, prompt in enumerate(prompts):
+        wanted = request(str(index), prompt, greedy(24))
+        assert tuple(said[index]) == plain(loaded, wanted, VOCAB, (4089, 4087)).tokens
+        driver.add(wanted)
+    assert driver.run() == {str(i): tokens for i, tokens in enumerate(said)}
+
+
+def test_sampled_answers_follow_their_noise(prompts):
+    model = random_model("moe")
+    noise = Noise(1.0, 3)
+    first, again, other = (answers(model, prompts, 12, n) for n in (noise, noise, Noise(1.0, 4)))
+    assert first == again
+    assert first != other
+    hits = draft_hits(model, prompts, first, noise)
+    total = Windows()
+    for prompt, tokens, hit in zip(prompts, first, hits):
+        total.add(walk(hit, len(prompt) - 1, len(prompt) + len(tokens)))
+    assert total.num_windows > 0
+
+
+# Optimizer.
+
+
+def test_orthogonal_brings_singular_values_near_one():
+    for shape in ((4, 12, 30), (4, 30, 12)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert float(values.min()) > 0.6
+        assert float(values.max()) < 1.3
+
+
+def test_head_only_leaves_the_trunk_as_it_is():
+    model = random_model("dense")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    ids = some_ids(2, 64)
+    optimizer = Optimizer(model, head_only=True)
+    loss, _ = training_loss(
+        model, ids, torch.ones_like(ids), torch.ones(2, 64), LossSettings(), head_only=True
+    )
+    loss.backward()
+    optimizer.step(1.0, 0)
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed
+    assert all(name.startswith("mtp.") for name in changed)
