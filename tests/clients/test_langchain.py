@@ -29,8 +29,6 @@ from tests.server.fake_engine import FakeEngine, Output, answer
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 
 TOO_SMALL = {
-    "test_tool_calling": "must call with the 3 of the question; the forced call has another number",
-    "test_tool_calling_async": "as test_tool_calling",
     "test_json_mode": "must name two keys that only the question names; its object has others",
     "test_agent_loop": "must call a tool of its own accord; it answers in text",
     "test_unicode_tool_call_integration": "must copy a Chinese name, and never saw Chinese",
