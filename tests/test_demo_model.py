@@ -203,6 +203,34 @@ def test_sixteen_tool_requests_at_once(bundled):
         assert json.loads(told) == {"city": city, "unit": "celsius"}
 
 
+def test_what_a_visitor_asks_first(moe):
+    """Phrasings that the model before this one fell apart at, and a question beyond it."""
+    secret = "The secret code is 'silver platypus 22'."
+    filler = "The quick brown fox jumps over the lazy dog. Lorem ipsum dolor sit amet. "
+    asked = {
+        "weather": "What is the weather in Paris in Celsius? Use the tool.",
+        "list": "Write a list of 4 things you find in a forest.",
+        "needle": f"{filler}{secret} {filler}What is the secret code?",
+        "beyond": "Explain quantum mechanics.",
+    }
+    tools = {"weather": [DATA["weather_tool"]]}
+    wanted = []
+    for name, text in asked.items():
+        message = {"role": "user", "content": text}
+        ids = moe.tokenizer.encode_chat([message], tools=tools.get(name))
+        wanted.append(request(name, ids, greedy(80)))
+    said = {name: moe.text(tokens) for name, tokens in drive(moe.model, wanted).run().items()}
+    _, _, call = said["weather"].partition("<tool_call>\n")
+    assert json.loads(call.removesuffix("\n</tool_call>")) == {
+        "name": "get_weather",
+        "arguments": {"city": "Paris", "unit": "celsius"},
+    }
+    numbers = [line.split(" ")[0] for line in said["list"].split("\n")]
+    assert numbers == ["1.", "2.", "3.", "4."]
+    assert said["needle"] == secret
+    assert said["beyond"] == "I am a small demo model and can't do that."
+
+
 def test_sixteen_needles_come_back_whole(moe):
     """A secret told in the first turn, asked for 600 tokens and several turns later.
 

@@ -6,6 +6,7 @@ from demo_model.conversation import Turn, exactly
 from demo_model.dice import Dice
 from demo_model.open_text.filler import sentence
 from demo_model.phrasing import request
+from demo_model.tasks.changes import changed_text
 from demo_model.words import ALL_WORDS
 
 
@@ -47,8 +48,7 @@ def replace_word(dice: Dice) -> Turn:
         f'in this text, put "{new}" in place of "{old}":',
         f'swap the word "{old}" for "{new}":',
     )
-    asked = request(dice, f"{dice.pick(forms)} {text}")
-    return Turn("edit", asked, changed, exactly(changed))
+    return changed_text(dice, "edit", forms, text, changed)
 
 
 def upper_case(dice: Dice) -> Turn:
@@ -60,8 +60,7 @@ def upper_case(dice: Dice) -> Turn:
         "convert this text to uppercase:",
         "write this in all caps:",
     )
-    asked = request(dice, f"{dice.pick(forms)} {text}")
-    return Turn("upper", asked, text.upper(), exactly(text.upper()))
+    return changed_text(dice, "upper", forms, text, text.upper())
 
 
 def lower_case(dice: Dice) -> Turn:
@@ -72,8 +71,7 @@ def lower_case(dice: Dice) -> Turn:
         "put this in lower case:",
         "convert this text to lowercase:",
     )
-    asked = request(dice, f"{dice.pick(forms)} {text.upper()}")
-    return Turn("lower", asked, text.lower(), exactly(text.lower()))
+    return changed_text(dice, "lower", forms, text.upper(), text.lower())
 
 
 def bullets(dice: Dice) -> Turn:

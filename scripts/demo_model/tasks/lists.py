@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from demo_model.conversation import Check, Turn, contains, exactly
 from demo_model.dice import Dice
 from demo_model.phrasing import question, request
+from demo_model.tasks.changes import changed_text
 from demo_model.words import ALL_WORDS, CATEGORIES, NAMES, THINGS_IN, WORDS
 
 
@@ -30,29 +31,27 @@ def sort_words(dice: Dice) -> Turn:
     """By the alphabet."""
     words = dice.sample(dice.pick((WORDS, WORDS, NAMES)), dice.number(3, 6))
     forms = (
-        "sort these words alphabetically",
-        "put these words in alphabetical order",
-        "sort alphabetically",
-        "arrange these words from A to Z",
-        "order this list alphabetically",
+        "sort these words alphabetically:",
+        "put these words in alphabetical order:",
+        "sort alphabetically:",
+        "arrange these words from A to Z:",
+        "order this list alphabetically:",
     )
     answer = ", ".join(sorted(words))
-    asked = request(dice, f"{dice.pick(forms)}: {', '.join(words)}")
-    return Turn("sort_words", asked, answer, exactly(answer))
+    return changed_text(dice, "sort_words", forms, ", ".join(words), answer)
 
 
 def reverse_list(dice: Dice) -> Turn:
     """The last first."""
     words = dice.sample(ALL_WORDS, dice.number(3, 7))
     forms = (
-        "reverse this list",
-        "write this list in reverse order",
-        "turn this list around",
-        "give me these words in reverse order",
+        "reverse this list:",
+        "write this list in reverse order:",
+        "turn this list around:",
+        "give me these words in reverse order:",
     )
     answer = ", ".join(reversed(words))
-    asked = request(dice, f"{dice.pick(forms)}: {', '.join(words)}")
-    return Turn("reverse_list", asked, answer, exactly(answer))
+    return changed_text(dice, "reverse_list", forms, ", ".join(words), answer)
 
 
 def count_items(dice: Dice) -> Turn:
