@@ -22,15 +22,7 @@ def banner(
     info: BackendInfo,
     memory: Sequence[str],
 ) -> str:
-    """Where the server is, what it serves, and a command to try.
-
-    Args:
-        config: of the server.
-        loaded: the model.
-        engine: of the engine.
-        info: the backend.
-        memory: what it is planned for, in lines.
-    """
+    """Address, model, backend, memory plan (its lines) and a curl command to try."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
     depth = engine.num_draft_tokens
@@ -42,7 +34,7 @@ def banner(
     body = json.dumps({"model": config.model_name, "messages": [message]})
     curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
     if config.api_keys:
-        # By its variable's name: what is printed here ends up in logs and on shared screens.
+        # Only the variable's name: this text ends up in logs and on shared screens.
         curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
     curl.append(f"-d {shlex.quote(body)}")
     return (
@@ -56,14 +48,13 @@ def banner(
 
 
 def _prefixes(engine: EngineInfo) -> str:
-    """The prefix cache, in words."""
     if not engine.prefix_cache_size:
         return "not kept (--prefix-cache-size is 0)"
-    told = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
+    text = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
     if engine.kv_cache_quantization is not None:
-        told += (
+        text += (
             f", in {engine.kv_cache_quantization} bits: answers that reuse them may differ slightly"
         )
     if engine.prefix_cache_dir is not None:
-        told += f"; up to {engine.prefix_cache_dir_size / 1e9:.2f} GB in {engine.prefix_cache_dir}"
-    return told
+        text += f"; up to {engine.prefix_cache_dir_size / 1e9:.2f} GB in {engine.prefix_cache_dir}"
+    return text

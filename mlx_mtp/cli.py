@@ -1,7 +1,7 @@
-"""The command line: the only place where the parts are put together.
+"""The command line: the one module that puts all parts together.
 
 Everything heavy (mlx, transformers, FastAPI) is imported inside the commands, so that --help and
-mistakes on the command line answer at once, and mlx finds its backend prepared.
+command-line errors answer at once, and mlx finds its backend prepared.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mlx_mtp import __version__, parts
+from mlx_mtp import __version__, factories
 from mlx_mtp.banner import banner
 from mlx_mtp.bench.arguments import add_bench, settle_offline
-from mlx_mtp.command_line import CommandParser
+from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.connect.command import add_connect
+from mlx_mtp.console import CLOSED_PIPE_STATUS, CommandParser, discard, print_or_discard
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MissingHeadError, MlxMtpError
-from mlx_mtp.flag_checks import check_generate, check_serve, needs_head
 from mlx_mtp.flags import add_flags, characters, resolve
-from mlx_mtp.generate_options import GENERATE_FLAGS
 from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.options import SERVE_FLAGS
-from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
+from mlx_mtp.options import (
+    GENERATE_FLAGS,
+    SERVE_FLAGS,
+    check_generate,
+    check_serve,
+    needs_head,
+)
 from mlx_mtp.selftest.arguments import add_selftest
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run a command; returns the exit status."""
-    # transformers would advise to install PyTorch, which nothing here needs.
+    # transformers advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     parser = _parser()
     given = parser.parse_args(argv)
@@ -79,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal; then finish what has begun (see `server.serve.Server`)."""
+    """Serve until a signal; then finish the running requests (see `server.serve.Server`)."""
     from mlx_mtp import backend
 
     _set_up_logging(options.log_level)
     check_serve(options)
-    parts.read_draft_vocab(options)
+    factories.read_draft_vocab(options)
     info = backend.prepare()
 
     from mlx_mtp.server.app import STOP_SECONDS, create_app
@@ -93,33 +97,33 @@ def serve(options: argparse.Namespace) -> int:
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
-    # The port first: whether it is free should not be learnt after a long load.
+    # The port first: the user should not wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
-        limits = parts.engine_config(
-            options,
-            max_num_seqs=options.max_num_seqs,
-            calibration_seconds=options.calibration_seconds,
-            kv_cache_quantization=parts.bits(options.kv_cache_quantization),
-        )
-        limit = parts.memory_limit(options)
-        loaded, tokenizer = parts.load(
+        limit = factories.memory_limit(options)
+        loaded, tokenizer = factories.load(
             options, enable_mtp=options.enable_mtp, memory=limit.nbytes, lazy=True
         )
-        # Before the weights are read: what can't fit should not be learnt by swapping, nor
-        # after a long load that a directory can't be used.
-        memory = parts.plan_memory(loaded, options, limits, limit)
-        store = parts.open_prefix_store(loaded, options, limits, memory)
-        loaded.read()
+        # What can't fit, or a directory that can't be used, is an error before weights are read.
+        limits = from_options(EngineConfig, options, prefix_cache_size=0)
+        memory = factories.plan_memory(loaded, options, limits, limit)
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
-        engine = parts.engine(loaded, tokenizer, options, limits, memory, store)
-        config = parts.server_config(options, sock.getsockname()[1], keys)
+        store = factories.open_prefix_store(loaded, options, limits)
+        loaded.read()
+        engine = factories.engine(loaded, tokenizer, options, limits, memory, store)
+        config = from_options(
+            ServerConfig,
+            options,
+            model_name=options.served_model_name or factories.model_name(options.model),
+            port=sock.getsockname()[1],
+            api_keys=keys,
+        )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
-        # What is loaded stays: collections of garbage, which stop every thread, need not walk it.
+        # What is loaded stays: garbage collections, which stop every thread, need not visit it.
         gc.collect()
         gc.freeze()
-        told = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
+        text = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
         server = make_server(
-            app, log_level=options.log_level, on_ready=lambda: print_or_discard(told)
+            app, log_level=options.log_level, on_ready=lambda: print_or_discard(text)
         )
         ended = run(server, sock, lambda: engine.stop(STOP_SECONDS))
     if not ended:
@@ -133,19 +137,20 @@ def generate(options: argparse.Namespace) -> int:
 
     _set_up_logging(options.log_level)
     check_generate(options)
-    parts.read_draft_vocab(options)
+    factories.read_draft_vocab(options)
     backend.prepare()
 
     from mlx_mtp.terminal import stream_answer
 
     try:
-        loaded, tokenizer = parts.load(options, enable_mtp=options.enable_mtp is not False)
+        loaded, tokenizer = factories.load(options, enable_mtp=options.enable_mtp is not False)
     except MissingHeadError:
         if needs_head(options):
             raise
-        loaded, tokenizer = parts.load(options, enable_mtp=False)
-    # One answer isn't worth a measurement; what a server or other answers measured is used.
-    engine = parts.engine(loaded, tokenizer, options, parts.engine_config(options, max_num_seqs=1))
+        loaded, tokenizer = factories.load(options, enable_mtp=False)
+    # No calibration for one answer: the costs that a server measured are used.
+    config = from_options(EngineConfig, options, max_num_seqs=1)
+    engine = factories.engine(loaded, tokenizer, options, config)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
 
 
@@ -164,8 +169,8 @@ def bench(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     _set_up_logging("warning")
     info = backend.prepare()
-    loaded, tokenizer = parts.load(options, enable_mtp=True)
-    draft_ids = parts.draft_ids(loaded, tokenizer, wanted)
+    loaded, tokenizer = factories.load(options, enable_mtp=True)
+    draft_ids = factories.draft_ids(loaded, tokenizer, wanted)
     return commands.run_offline(options, loaded, tokenizer, str(info), draft_ids)
 
 
@@ -177,10 +182,10 @@ def selftest(options: argparse.Namespace) -> int:
     check_writable(options.json)
     _set_up_logging("warning")
     if options.dtype == "float32":
-        # Who asks for float32 wants its digits; mlx reads this once, at its first product.
+        # TF32 would round float32 products; mlx reads this at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
     info = backend.prepare()
-    loaded, tokenizer = parts.load(options, enable_mtp=True)
+    loaded, tokenizer = factories.load(options, enable_mtp=True)
 
     from mlx_mtp.selftest.commands import run_selftest
 
@@ -188,6 +193,6 @@ def selftest(options: argparse.Namespace) -> int:
 
 
 def _set_up_logging(level: str) -> None:
-    # Ours alone: at the level info other libraries tell of each request they make.
+    # Only this package's: at level info other libraries log every HTTP request they make.
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s")
     logging.getLogger("mlx_mtp").setLevel(level.upper())

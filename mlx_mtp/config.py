@@ -1,96 +1,275 @@
-"""Frozen settings, put together by `cli.py` and read by everything else."""
+"""Settings of the engine and the server: default, flag, help text and docs in one declaration.
+
+A field made by `setting` is also a flag of the command line; `flags_of` lists them, and
+`from_options` makes the settings from a parsed command line. Fields without a flag are for
+programs and tests.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from mlx_mtp.flags import (
+    Flag,
+    at_least,
+    host_name,
+    one_of,
+    origin,
+    size,
+    text,
+    whole,
+    word_or,
+)
 
 MAX_DRAFT_TOKENS = 8
-REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 
 DraftTokens = int | Literal["auto"]
-"""Drafts per step: a fixed number, or "auto" to follow what they cost and bring."""
+"""Drafts per step: a fixed number, or "auto" to follow measured cost and acceptance."""
+
+# Headings of the help and of docs/flags.md.
+MODEL, MTP, SERVER = "model", "multi-token prediction", "server"
+MEMORY, LIMITS = "memory and prefix cache", "limits"
+SECURITY, FORMATS = "security", "formats"
+
+_INT64 = 1 << 63
+SEED = whole(-_INT64, _INT64 - 1)
+
+C = TypeVar("C")
+
+
+def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
+    """A dataclass field that is also a flag.
+
+    Args:
+        flag, more: arguments of `Flag`.
+        program_default: default of the field, where it differs from the flag's.
+    """
+    made = Flag(*flag, **more)
+    default = made.default if program_default is ... else program_default
+    return field(default=default, metadata={"flag": made})
+
+
+def flags_of(settings: type) -> list[Flag]:
+    """The flags among the fields of a settings class."""
+    return [f.metadata["flag"] for f in fields(settings) if "flag" in f.metadata]
+
+
+def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
+    """Settings from a parsed command line, which need not have all of their flags.
+
+    Args:
+        settings: `EngineConfig` or `ServerConfig`.
+        options: as `flags.resolve` returns it.
+        given: values of fields that the command line doesn't decide.
+    """
+    values = {}
+    for each in fields(settings):  # type: ignore[arg-type]
+        flag = each.metadata.get("flag")
+        if flag is not None and hasattr(options, flag.key):
+            values[each.name] = getattr(options, flag.key)
+    return settings(**values | given)
+
+
+def _bits(value: str) -> int | None:
+    return None if one_of("none", "8", "4")(value) == "none" else int(value)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How the engine batches and speculates.
+    """How the engine batches and speculates."""
 
-    Args:
-        num_draft_tokens: drafts per step (the depth k), 0 to 8; 0 is plain decoding. "auto": the
-            depth that brings most tokens per second.
-        max_num_seqs: rows that may be in the engine at once, prefilling ones included.
-        max_model_len: most tokens of prompt and answer together; None: what the model allows.
-        prefill_step_size: most tokens, padding included, that one prefill chunk computes.
-        overlap: launch step i+1 before the tokens of step i are read.
-        calibration_seconds: how long "auto" may measure steps before the first request is served;
-            0 doesn't, and leaves it to be learned in use, or to what an earlier run measured.
-        prefix_cache_size: bytes that the prefixes of earlier prompts and answers may take; 0 keeps
-            none.
-        kv_cache_quantization: bits that their KV is stored with, 8 or 4; None: as it is. What runs
-            is never quantized.
-    """
-
-    num_draft_tokens: DraftTokens = "auto"
-    max_num_seqs: int = 32
-    max_model_len: int | None = None
-    prefill_step_size: int = 512
+    num_draft_tokens: DraftTokens = setting(
+        "--mtp-num-draft-tokens",
+        f"tokens to draft per step, 0 to {MAX_DRAFT_TOKENS}; auto follows measured cost and "
+        "acceptance",
+        word_or("auto", whole(0, MAX_DRAFT_TOKENS)),
+        "N|auto",
+        MTP,
+        default="auto",
+    )
+    max_num_seqs: int = setting(
+        "--max-num-seqs", "most sequences computed at once", whole(1, 4096), "N", LIMITS, default=32
+    )
+    max_model_len: int | None = setting(
+        "--max-model-len",
+        "most tokens of prompt and answer together",
+        whole(2, 1 << 31),
+        "N",
+        MODEL,
+        default_text="the model's limit, or what memory allows if that is less",
+    )
+    prefill_step_size: int = setting(
+        "--prefill-step-size",
+        "most prompt tokens computed in one step; running streams wait for one such step at a time",
+        whole(1, 1 << 20),
+        "N",
+        MEMORY,
+        default=512,
+    )
+    # Launch step i+1 before the tokens of step i are read.
     overlap: bool = True
-    calibration_seconds: float = 0.0
-    prefix_cache_size: int = 0
-    kv_cache_quantization: int | None = None
+    # 0 leaves costs to be learned in use, or to what an earlier run measured.
+    calibration_seconds: float = setting(
+        "--calibration-seconds",
+        "most time to measure step costs before the first request; 0 measures nothing then",
+        at_least(0.0),
+        "SECONDS",
+        MTP,
+        default=2.0,
+        program_default=0.0,
+    )
+    # Bytes. The flag's None, a share of what the weights leave, is resolved by the memory plan.
+    prefix_cache_size: int = setting(
+        "--prefix-cache-size",
+        "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",
+        size,
+        "SIZE",
+        MEMORY,
+        default_text="a quarter of what the weights leave, at most 8GB",
+        program_default=0,
+    )
+    # Of stored KV alone: what runs is never quantized.
+    kv_cache_quantization: int | None = setting(
+        "--kv-cache-quantization",
+        "bits to store them in; with 8 or 4, answers may differ slightly",
+        _bits,
+        "{none,8,4}",
+        MEMORY,
+        default_text="none",
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How the HTTP server answers.
+    """How the HTTP server answers."""
 
-    Args:
-        model_name: the id that clients see and may ask for.
-        host: the address that is listened on; its name is one that clients may call the server by.
-        api_keys: when there are some, every route but /health and / wants one of them.
-        allowed_hosts: more names that clients may call the server by; "*": any name.
-        cors_origins: web pages that may call the server beside its own; "*": all of them.
-        seed: seeds the generator of seeds for requests that bring none.
-        keep_alive_seconds: a stream silent for longer gets an SSE comment.
-        max_choices: largest `n` of one request.
-        max_body_bytes: longer bodies are refused. A million tokens are some 4 MB of text; parsing
-            holds up the other streams for a time that grows with it.
-        max_stored_completions: chat completions with `store: true` that are kept, in memory, until
-            newer ones take their place; 0 refuses `store: true`.
-        template_seconds: most time that the chat template may take for one request.
-        reasoning_parser: how the model writes its reasoning; "auto": as its template shows.
-        tool_call_parser: how the model writes tool calls; "auto": as its template shows.
-        max_queue: sequences, of all requests together, that may wait for a row; more are refused.
-        request_timeout: seconds that a request may wait and run; 0: any.
-        drain_timeout: seconds that running requests get to finish when the server is stopped.
-        body_timeout: seconds that a request's body may take to come.
-        head_timeout: seconds from a connection's begin, or from the answer before, to the end of a
-            request's head.
-        stall_timeout: seconds in which a client must take what waits for it; 64 KiB do at most.
-        max_connections: clients that may be connected at once.
-    """
-
+    # The id that clients see and may ask for.
     model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = setting(
+        "--host",
+        "address to listen on; 0.0.0.0 for other machines too",
+        text,
+        "ADDRESS",
+        SERVER,
+        default="127.0.0.1",
+    )
+    port: int = setting(
+        "--port",
+        "port to listen on; 0 takes a free one",
+        whole(0, 65535),
+        "N",
+        SERVER,
+        default=8000,
+    )
+    # Of --api-key and --api-key-file; with any, every route but /health and / requires one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    seed: int | None = None
+    allowed_hosts: tuple[str, ...] = setting(
+        "--allowed-host",
+        "another name that clients may use for this server, such as host.docker.internal; * "
+        "for any (repeatable)",
+        host_name,
+        "NAME",
+        SECURITY,
+        default=(),
+        repeated=True,
+        default_text="localhost and IP addresses",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        "--cors-origin",
+        "a web page that may call this server, such as https://chat.example; * for any "
+        "(repeatable)",
+        origin,
+        "ORIGIN",
+        SECURITY,
+        default=(),
+        repeated=True,
+        default_text="the server's own",
+    )
+    seed: int | None = setting(
+        "--seed",
+        "make the seeds of requests that have none repeatable",
+        SEED,
+        "N",
+        SERVER,
+        default_text="random",
+    )
+    # A stream that is silent for longer gets an SSE comment.
     keep_alive_seconds: float = 10.0
-    max_choices: int = 16
-    max_body_bytes: int = 8 << 20
-    max_stored_completions: int = 100
+    max_choices: int = setting(
+        "--max-choices", "largest n of a request", whole(1, 128), "N", LIMITS, default=16
+    )
+    # A million tokens are some 4 MB of text.
+    max_body_bytes: int = setting(
+        "--max-body-size",
+        "longest request body, in bytes",
+        whole(1, 1 << 30),
+        "N",
+        LIMITS,
+        default=8 << 20,
+    )
+    max_stored_completions: int = setting(
+        "--max-stored-completions",
+        "chat completions with store: true to keep, in memory; 0 refuses store: true",
+        whole(0, 1 << 20),
+        "N",
+        LIMITS,
+        default=100,
+    )
+    # Most time that the chat template may take for one request.
     template_seconds: float = 10.0
-    reasoning_parser: str = "auto"
-    tool_call_parser: str = "auto"
-    max_queue: int = 256
-    request_timeout: float = 0.0
-    drain_timeout: float = 30.0
-    body_timeout: float = 60.0
+    reasoning_parser: str = setting(
+        "--reasoning-parser",
+        "how the model writes its reasoning; auto goes by the model's template",
+        REASONING_PARSERS,
+        default="auto",
+        group=FORMATS,
+    )
+    tool_call_parser: str = setting(
+        "--tool-call-parser",
+        "how the model writes tool calls; auto goes by the model's template",
+        TOOL_CALL_PARSERS,
+        default="auto",
+        group=FORMATS,
+    )
+    max_queue: int = setting(
+        "--max-queue",
+        "most sequences that may wait for their turn; further requests get 429",
+        whole(0, 1 << 20),
+        "N",
+        LIMITS,
+        default=256,
+    )
+    request_timeout: float = setting(
+        "--request-timeout",
+        "most seconds for a request, waiting included; 0: no limit",
+        at_least(0.0),
+        "SECONDS",
+        LIMITS,
+        default=0.0,
+    )
+    drain_timeout: float = setting(
+        "--drain-timeout",
+        "seconds that running requests get to finish when the server is stopped",
+        at_least(0.0),
+        "SECONDS",
+        SERVER,
+        default=30.0,
+    )
+    body_timeout: float = setting(
+        "--body-timeout",
+        "most seconds for receiving a request's body",
+        at_least(0.1),
+        "SECONDS",
+        LIMITS,
+        default=60.0,
+    )
+    # Seconds from a connection's begin, or the end of its last answer, to the end of a head.
     head_timeout: float = 20.0
+    # Seconds in which a client must read what waits for it, 64 KiB at most.
     stall_timeout: float = 60.0
     max_connections: int = 512

@@ -1,6 +1,6 @@
 """Command-line flags that may also come from the environment: --port is MLX_MTP_PORT.
 
-The flag wins over the variable, the variable over the default.
+The flag takes precedence over the variable, and the variable over the default.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import UsageError
+from mlx_mtp.units import size_bytes
 
 PREFIX = "MLX_MTP_"
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
-# Desktop applications and browsers' extensions have schemes of their own.
+# Desktop applications and browser extensions have schemes of their own.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 
@@ -28,31 +29,32 @@ Parse = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting.
+    """One flag.
 
     Args:
-        name: as in "--port"; without dashes it is a positional argument that may be left out.
-        help: one line; the default is added to it.
-        parse: from text to the value, raising argparse.ArgumentTypeError; None for a boolean.
-        default: where neither flag nor variable is given.
-        metavar: names the value in the help.
-        repeated: may be given several times, and its value is a tuple; the variable's has commas.
-        group: the heading it stands under in the help.
+        name: as in "--port"; without dashes it is an optional positional argument.
+        help: one line; the default is appended to it.
+        parse: converts text to the value, raising argparse.ArgumentTypeError; or the words that it
+            may be; None for a boolean.
+        metavar: placeholder of the value in the help.
+        group: heading of the help that it is listed under.
+        default: the value if neither flag nor variable is given.
+        repeated: may be given several times; its value is a tuple, and the variable has commas.
         default_text: the default in words, where it isn't a constant.
     """
 
     name: str
     help: str
-    parse: Parse | None = None
-    default: Any = None
+    parse: Parse | tuple[str, ...] | None = None
     metavar: str | None = None
-    repeated: bool = False
     group: str | None = None
+    default: Any = None
+    repeated: bool = False
     default_text: str | None = None
 
     @property
     def shown_default(self) -> str:
-        """The default for people; empty where there is none."""
+        """The default as the help shows it; empty if there is none."""
         if self.default_text is not None:
             return self.default_text
         if self.default is None or self.default is False or self.default == ():
@@ -61,17 +63,31 @@ class Flag:
 
     @property
     def key(self) -> str:
-        """The attribute's name."""
+        """Attribute of the parsed namespace."""
         return self.name.lstrip("-").replace("-", "_")
 
     @property
     def variable(self) -> str:
-        """The environment variable's name."""
+        """Name of the environment variable."""
         return PREFIX + self.key.upper()
 
+    @property
+    def convert(self) -> Parse:
+        """From text to the value."""
+        if isinstance(self.parse, tuple):
+            return one_of(*self.parse)
+        return self.parse or boolean
+
+    @property
+    def placeholder(self) -> str | None:
+        """Of the value, in the help."""
+        if isinstance(self.parse, tuple):
+            return f"{{{','.join(self.parse)}}}"
+        return self.metavar
+
     def from_text(self, text: str) -> Any:
-        """The value of the environment variable."""
-        parse = self.parse or boolean
+        """Parse the environment variable's text; raises UsageError, naming the variable."""
+        parse = self.convert
         try:
             if self.repeated:
                 return tuple(parse(each.strip()) for each in text.split(","))
@@ -83,31 +99,32 @@ class Flag:
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
-    """Add them without defaults, so that `resolve` can see which of them were given."""
-    groups: dict[str, Any] = {}
+    """Add flags without their defaults, so that `resolve` sees which of them were given."""
+    groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
-        where: Any = parser
-        if flag.group is not None:
-            if flag.group not in groups:
-                groups[flag.group] = parser.add_argument_group(flag.group)
-            where = groups[flag.group]
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
         default = f" (default: {flag.shown_default})" if flag.shown_default else ""
         options: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options.update(type=flag.parse, metavar=flag.metavar)
+            options |= {"type": flag.convert, "metavar": flag.placeholder}
         if flag.repeated:
             options["action"] = "append"
         if not flag.name.startswith("-"):
             options["nargs"] = "?"
-        where.add_argument(flag.name, **options)
+        groups[flag.group].add_argument(flag.name, **options)
 
 
 def resolve(
     given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
 ) -> argparse.Namespace:
-    """Fill in what the command line left open; `given` has the keys of all but defaults.
+    """Add what the command line left open, from the environment or the defaults.
+
+    Returns:
+        A namespace with a value for every flag, and in `given` the keys of those that are not
+        defaults.
 
     Raises:
         UsageError: a variable's value is wrong; the variable is named.
@@ -126,6 +143,9 @@ def resolve(
             values[flag.key] = flag.from_text(text)
         keys.add(flag.key)
     return argparse.Namespace(**values, given=frozenset(keys))
+
+
+# Parsers of values. Each raises argparse.ArgumentTypeError with what is wrong.
 
 
 def boolean(text: str) -> bool:
@@ -152,7 +172,7 @@ def whole(low: int, high: int) -> Parse:
 
 
 def word_or(word: str, parse: Parse) -> Parse:
-    """A word, or what `parse` takes."""
+    """A word, or what `parse` accepts."""
 
     def parse_either(text: str) -> Any:
         if text == word:
@@ -166,30 +186,17 @@ def word_or(word: str, parse: Parse) -> Parse:
 
 
 def count_or_path(value: str) -> int | Path:
-    """A number from 1 on; anything else is a file."""
+    """A number from 1; anything else is a file's path."""
     if _NUMBER.fullmatch(value):
         return int(whole(1, 1 << 31)(value))
     return Path(text(value))
 
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-}
-
-
 def size(text: str) -> int:
     """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
+    value = size_bytes(text)
+    if value is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
-    value = float(found[1]) * unit
     if value >= 1 << 60:
         raise argparse.ArgumentTypeError(f"{text} is more than any machine has")
     return int(value)
@@ -207,7 +214,7 @@ def real(text: str) -> float:
 
 
 def at_least(low: float) -> Parse:
-    """A finite number from `low` on."""
+    """A finite number, `low` or more."""
 
     def parse(text: str) -> float:
         value = real(text)
@@ -219,28 +226,28 @@ def at_least(low: float) -> Parse:
 
 
 def characters(value: str) -> str:
-    """Any text, the empty one too."""
+    """Any text, also an empty one."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        # Python stands half characters in for the bytes that it can't decode.
+        # Python decodes invalid bytes of the command line to lone surrogates.
         shown = os.fsencode(value)[:40]
         raise argparse.ArgumentTypeError(f"{shown!r} is not valid UTF-8") from None
     return value
 
 
 def text(value: str) -> str:
-    """Any text but the empty one."""
+    """Any text that is not empty."""
     if not value:
         raise argparse.ArgumentTypeError("it must not be empty")
     return characters(value)
 
 
 def secret(value: str) -> str:
-    """An API key: what a header can carry. No error repeats any of it."""
-    reason = key_fault(value)
-    if reason is not None:
-        raise argparse.ArgumentTypeError(f"the key {reason}")
+    """An API key that a header can carry. No error repeats any of it."""
+    fault = key_fault(value)
+    if fault is not None:
+        raise argparse.ArgumentTypeError(f"the key {fault}")
     return value
 
 
@@ -260,7 +267,7 @@ def key_fault(key: str) -> str | None:
 
 
 def host_name(value: str) -> str:
-    """A host's name without scheme and port, or *."""
+    """A host name without scheme and port, or *."""
     name = text(value).lower().rstrip(".")
     if name != "*" and not _HOST.fullmatch(name):
         raise argparse.ArgumentTypeError(
@@ -270,7 +277,7 @@ def host_name(value: str) -> str:
 
 
 def origin(value: str) -> str:
-    """A web page's origin, or *."""
+    """The origin of a web page, or *."""
     given = text(value).lower()
     if given != "*" and not _ORIGIN.fullmatch(given):
         raise argparse.ArgumentTypeError(
@@ -278,11 +285,6 @@ def origin(value: str) -> str:
             "like https://chat.example or http://localhost:3000"
         )
     return given
-
-
-def choices(*words: str) -> str:
-    """A metavar that shows what may be chosen."""
-    return f"{{{','.join(words)}}}"
 
 
 def one_of(*choices: str) -> Parse:

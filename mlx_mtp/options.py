@@ -1,261 +1,263 @@
-"""The flags of `serve`."""
+"""The flags of `serve` and `generate`, and which of them have no effect beside others.
+
+Most flags are the settings of `config`; here are those of loading, and of a single answer.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterable
 from dataclasses import replace
 
-from mlx_mtp.config import REASONING_PARSERS, TOOL_CALL_PARSERS, EngineConfig, ServerConfig
-from mlx_mtp.engine_options import (
-    CACHE_DIR,
-    DRAFT_VOCAB,
-    DTYPE,
-    MAX_MODEL_LEN,
+from mlx_mtp.config import (
+    DTYPE_NAMES,
+    FORMATS,
+    LIMITS,
     MEMORY,
     MODEL,
-    MODEL_DEFAULT,
-    MODEL_HELP,
     MTP,
-    NUM_DRAFT_TOKENS,
-    PREFILL_STEP_SIZE,
-    log_level,
+    SECURITY,
+    SEED,
+    SERVER,
+    EngineConfig,
+    ServerConfig,
+    flags_of,
 )
-from mlx_mtp.flags import (
-    Flag,
-    at_least,
-    choices,
-    host_name,
-    one_of,
-    origin,
-    secret,
-    size,
-    text,
-    whole,
-)
+from mlx_mtp.errors import UsageError
+from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
 
 BUNDLED_NAME = "mlx-mtp-demo"
 PREFIX_CACHE_DIR_SIZE = 16 * 10**9
-"""Bytes of files that `--prefix-cache-dir` holds by itself."""
-_INT64 = 1 << 63
-_SERVER, _LIMITS, _SECURITY, _FORMATS = "server", "limits", "security", "formats"
-_ENGINE_DEFAULTS = EngineConfig()
-_SERVER_DEFAULTS = ServerConfig(model_name=BUNDLED_NAME)
+"""Default of --prefix-cache-dir-size, in bytes."""
+ANSWER_TOKENS = 512
+"""Most tokens of an answer of `generate` without --max-tokens."""
+_LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+_HEADINGS = (MODEL, MTP, SERVER, MEMORY, LIMITS, SECURITY, FORMATS, None, "sampling")
 
-SERVE_FLAGS = (
-    Flag("model", MODEL_HELP, text, None, "MODEL", group=MODEL, default_text=MODEL_DEFAULT),
-    Flag(
-        "--served-model-name",
-        "the model's id in the API",
-        text,
-        None,
-        "NAME",
-        group=MODEL,
-        default_text="the hub id or the directory's name",
-    ),
-    replace(MAX_MODEL_LEN, default_text="the model's limit, or what memory allows if that is less"),
-    DTYPE,
-    Flag("--enable-mtp", "draft with the model's own MTP head", None, False, group=MTP),
-    NUM_DRAFT_TOKENS,
-    DRAFT_VOCAB,
-    Flag(
-        "--calibration-seconds",
-        "most time to measure step costs before the first request; 0 measures nothing then",
-        at_least(0.0),
-        2.0,
-        "SECONDS",
-        group=MTP,
-    ),
-    CACHE_DIR,
-    Flag(
-        "--host",
-        "address to listen on; 0.0.0.0 for other machines too",
-        text,
-        _SERVER_DEFAULTS.host,
-        "ADDRESS",
-        group=_SERVER,
-    ),
-    Flag(
-        "--port",
-        "port to listen on; 0 takes a free one",
-        whole(0, 65535),
-        _SERVER_DEFAULTS.port,
-        "N",
-        group=_SERVER,
-    ),
-    Flag(
-        "--drain-timeout",
-        "seconds that running requests get to finish when the server is stopped",
-        at_least(0.0),
-        _SERVER_DEFAULTS.drain_timeout,
-        "SECONDS",
-        group=_SERVER,
-    ),
-    Flag(
-        "--seed",
-        "make the seeds of requests that have none repeatable",
-        whole(-_INT64, _INT64 - 1),
-        None,
-        "N",
-        group=_SERVER,
-        default_text="random",
-    ),
-    log_level("info", _SERVER),
-    Flag(
-        "--memory-limit",
-        "most memory to use for weights, caches and everything else, such as 48GB",
-        size,
-        None,
-        "SIZE",
-        group=MEMORY,
-        default_text="what the machine has",
-    ),
-    PREFILL_STEP_SIZE,
-    Flag(
-        "--prefix-cache-size",
-        "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",
-        size,
-        None,
-        "SIZE",
-        group=MEMORY,
-        default_text="a quarter of what the weights leave, at most 8GB",
-    ),
-    Flag(
-        "--prefix-cache-dir",
-        "directory that keeps them across restarts; prompts and answers are stored there "
-        "unencrypted",
-        text,
-        None,
-        "DIR",
-        group=MEMORY,
-        default_text="none",
-    ),
-    Flag(
-        "--prefix-cache-dir-size",
-        "most disk space to use there",
-        size,
-        None,
-        "SIZE",
-        group=MEMORY,
-        default_text="16GB",
-    ),
-    Flag(
-        "--kv-cache-quantization",
-        "bits to store them in; with 8 or 4, answers may differ slightly",
-        one_of("none", "8", "4"),
-        "none",
-        choices("none", "8", "4"),
-        group=MEMORY,
-    ),
-    Flag(
-        "--max-num-seqs",
-        "most sequences computed at once",
-        whole(1, 4096),
-        _ENGINE_DEFAULTS.max_num_seqs,
-        "N",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--max-queue",
-        "most sequences that may wait for their turn; further requests get 429",
-        whole(0, 1 << 20),
-        _SERVER_DEFAULTS.max_queue,
-        "N",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--max-choices",
-        "largest n of a request",
-        whole(1, 128),
-        _SERVER_DEFAULTS.max_choices,
-        "N",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--max-body-size",
-        "longest request body, in bytes",
-        whole(1, 1 << 30),
-        _SERVER_DEFAULTS.max_body_bytes,
-        "N",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--max-stored-completions",
-        "chat completions with store: true to keep, in memory; 0 refuses store: true",
-        whole(0, 1 << 20),
-        _SERVER_DEFAULTS.max_stored_completions,
-        "N",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--request-timeout",
-        "most seconds for a request, waiting included; 0: no limit",
-        at_least(0.0),
-        _SERVER_DEFAULTS.request_timeout,
-        "SECONDS",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--body-timeout",
-        "most seconds for receiving a request's body",
-        at_least(0.1),
-        _SERVER_DEFAULTS.body_timeout,
-        "SECONDS",
-        group=_LIMITS,
-    ),
-    Flag(
-        "--api-key",
-        "key that clients must send; other users of this machine can see it on the command line, "
-        "but not in the environment variable or in --api-key-file",
-        secret,
-        None,
-        "KEY",
-        group=_SECURITY,
-        default_text="none",
-    ),
-    Flag(
-        "--api-key-file",
-        "file with one such key per line",
-        text,
-        None,
-        "FILE",
-        group=_SECURITY,
-        default_text="none",
-    ),
-    Flag(
-        "--allowed-host",
-        "another name that clients may use for this server, such as host.docker.internal; * for "
-        "any (repeatable)",
-        host_name,
-        (),
-        "NAME",
-        repeated=True,
-        group=_SECURITY,
-        default_text="localhost and IP addresses",
-    ),
-    Flag(
-        "--cors-origin",
-        "a web page that may call this server, such as https://chat.example; * for any "
-        "(repeatable)",
-        origin,
-        (),
-        "ORIGIN",
-        repeated=True,
-        group=_SECURITY,
-        default_text="the server's own",
-    ),
-    Flag(
-        "--reasoning-parser",
-        "how the model writes its reasoning; auto goes by the model's template",
-        one_of(*REASONING_PARSERS),
-        _SERVER_DEFAULTS.reasoning_parser,
-        choices(*REASONING_PARSERS),
-        group=_FORMATS,
-    ),
-    Flag(
-        "--tool-call-parser",
-        "how the model writes tool calls; auto goes by the model's template",
-        one_of(*TOOL_CALL_PARSERS),
-        _SERVER_DEFAULTS.tool_call_parser,
-        choices(*TOOL_CALL_PARSERS),
-        group=_FORMATS,
-    ),
+MODEL_HELP = "a directory, or a hub id such as org/name"
+MODEL_DEFAULT = "the bundled demo model"
+MODEL_FLAG = Flag("model", MODEL_HELP, text, "MODEL", MODEL, default_text=MODEL_DEFAULT)
+DTYPE = Flag(
+    "--dtype",
+    "type to compute in; auto: as stored; float32 on a CPU",
+    ("auto", *DTYPE_NAMES),
+    default="auto",
+    group=MODEL,
 )
+DRAFT_VOCAB = Flag(
+    "--mtp-draft-vocab",
+    "draft only from the N most frequent tokens, or from the token ids in FILE, one per line",
+    count_or_path,
+    "N|FILE",
+    MTP,
+    default_text="all tokens",
+)
+CACHE_DIR = Flag(
+    "--cache-dir",
+    "directory for measured step costs",
+    text,
+    "DIR",
+    MTP,
+    default_text="the user's cache directory",
+)
+ENABLE_MTP = Flag("--enable-mtp", "draft with the model's own MTP head", default=False, group=MTP)
+LOG_LEVEL = Flag("--log-level", "what to log", _LOG_LEVELS, default="info", group=SERVER)
+
+
+def _in_order(flags: Iterable[Flag]) -> tuple[Flag, ...]:
+    return tuple(sorted(flags, key=lambda flag: _HEADINGS.index(flag.group)))
+
+
+SERVE_FLAGS = _in_order(
+    (
+        MODEL_FLAG,
+        Flag(
+            "--served-model-name",
+            "the model's id in the API",
+            text,
+            "NAME",
+            MODEL,
+            default_text="the hub id or the directory's name",
+        ),
+        DTYPE,
+        ENABLE_MTP,
+        Flag(
+            "--memory-limit",
+            "most memory to use for weights, caches and everything else, such as 48GB",
+            size,
+            "SIZE",
+            MEMORY,
+            default_text="what the machine has",
+        ),
+        *flags_of(EngineConfig),
+        DRAFT_VOCAB,
+        CACHE_DIR,
+        Flag(
+            "--prefix-cache-dir",
+            "directory that keeps them across restarts; prompts and answers are stored there "
+            "unencrypted",
+            text,
+            "DIR",
+            MEMORY,
+            default_text="none",
+        ),
+        Flag(
+            "--prefix-cache-dir-size",
+            "most disk space to use there",
+            size,
+            "SIZE",
+            MEMORY,
+            default_text="16GB",
+        ),
+        Flag(
+            "--api-key",
+            "key that clients must send; other users of this machine can see it on the command "
+            "line, but not in the environment variable or in --api-key-file",
+            secret,
+            "KEY",
+            SECURITY,
+            default_text="none",
+        ),
+        Flag(
+            "--api-key-file",
+            "file with one such key per line",
+            text,
+            "FILE",
+            SECURITY,
+            default_text="none",
+        ),
+        *flags_of(ServerConfig),
+        LOG_LEVEL,
+    )
+)
+_ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
+_OF_MODEL = "the model's generation_config.json"
+_SAMPLING = (
+    ("--temperature", "randomness; 0 always takes the most probable token", real),
+    ("--top-p", "keep the most probable tokens that add up to this probability", real),
+    (
+        "--top-k",
+        "keep only this many of the most probable tokens; 0 or -1: all",
+        whole(-1, 1 << 31),
+    ),
+    ("--min-p", "keep tokens at least this likely relative to the most probable one", real),
+    ("--repetition-penalty", "above 1, make repeated tokens less likely", real),
+)
+_PENALTIES = (
+    ("--presence-penalty", "lower the score of every token that the answer has already"),
+    ("--frequency-penalty", "the same, once for each time that it occurs"),
+)
+GENERATE_FLAGS = _in_order(
+    (
+        replace(MODEL_FLAG, name="--model"),
+        replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
+        DTYPE,
+        replace(
+            _ENGINE["--prefill-step-size"],
+            help="most prompt tokens computed in one step",
+            group=MODEL,
+        ),
+        replace(ENABLE_MTP, default=None, default_text="if it has one"),
+        _ENGINE["--mtp-num-draft-tokens"],
+        DRAFT_VOCAB,
+        CACHE_DIR,
+        Flag("--system", "system message to put before the prompt", text, "TEXT"),
+        Flag(
+            "--max-tokens",
+            "most tokens to generate",
+            whole(1, 1 << 31),
+            "N",
+            default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
+        ),
+        Flag("--stop", "text that ends the answer", text, "TEXT"),
+        replace(LOG_LEVEL, default="warning", group=None),
+        *(
+            Flag(name, help, parse, "X", "sampling", default_text=_OF_MODEL)
+            for name, help, parse in _SAMPLING
+        ),
+        *(Flag(name, help, real, "X", "sampling", default=0.0) for name, help in _PENALTIES),
+        Flag(
+            "--seed",
+            "the same seed gives the same answer",
+            SEED,
+            "N",
+            "sampling",
+            default_text="random",
+        ),
+    )
+)
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add --dtype to a command that reads no environment variables."""
+    parser.add_argument(
+        DTYPE.name,
+        type=DTYPE.convert,
+        default=DTYPE.default,
+        metavar=DTYPE.placeholder,
+        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
+    )
+
+
+_OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
+
+
+def check_serve(options: argparse.Namespace) -> None:
+    """Refuse flags of `serve` that would have no effect, before anything is loaded.
+
+    A variable of the environment counts as given; a default does not, nor does a value that asks
+    for what happens anyway, such as 0 drafts without MTP.
+
+    Raises:
+        UsageError: a flag has no effect; says which to add or to leave out.
+    """
+    _check_mtp(options, *_OF_DRAFTS, "--calibration-seconds")
+    depth = options.mtp_num_draft_tokens
+    if _asks(options, "--calibration-seconds") and depth != "auto":
+        raise UsageError(
+            "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
+            f"{depth}: leave one of them out."
+        )
+    _check_prefix_cache(options)
+
+
+def check_generate(options: argparse.Namespace) -> None:
+    """The same for the flags of `generate`."""
+    _check_mtp(options, *_OF_DRAFTS)
+
+
+def needs_head(options: argparse.Namespace) -> bool:
+    """Whether a flag asks for the MTP head, so that a model without one won't do."""
+    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
+
+
+def _asks(options: argparse.Namespace, flag: str) -> bool:
+    key = flag.lstrip("-").replace("-", "_")
+    return key in options.given and getattr(options, key) not in (None, 0)
+
+
+def _check_mtp(options: argparse.Namespace, *flags: str) -> None:
+    # None means: if the model has a head.
+    if options.enable_mtp is not False:
+        return
+    for flag in flags:
+        if _asks(options, flag):
+            raise UsageError(
+                f"{flag} is for the MTP head's drafts, but MTP is off: add --enable-mtp."
+            )
+
+
+def _check_prefix_cache(options: argparse.Namespace) -> None:
+    flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
+    if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
+        raise UsageError(f"{of_size} needs {flag}, which is not given.")
+    if options.prefix_cache_size == 0:
+        bits = f"stores in {options.kv_cache_quantization} bits"
+        for name, does in ((flag, "keeps on the disk"), ("--kv-cache-quantization", bits)):
+            if _asks(options, name):
+                raise UsageError(
+                    f"{name} {does} what the prefix cache has, and --prefix-cache-size 0 turns "
+                    "that off: leave one of them out."
+                )
+    if options.prefix_cache_dir is not None and options.prefix_cache_dir_size == 0:
+        raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")

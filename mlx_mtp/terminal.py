@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.generate_options import ANSWER_TOKENS
+from mlx_mtp.options import ANSWER_TOKENS
 from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer

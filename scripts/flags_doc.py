@@ -14,8 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_mtp.flags import Flag
-from mlx_mtp.generate_options import GENERATE_FLAGS
-from mlx_mtp.options import SERVE_FLAGS
+from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS
 
 _HEAD = """# Flags
 

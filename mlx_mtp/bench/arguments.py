@@ -9,9 +9,9 @@ from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.engine_options import DRAFT_VOCAB, MODEL_DEFAULT, MODEL_HELP, add_dtype
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
+from mlx_mtp.options import DRAFT_VOCAB, MODEL_DEFAULT, MODEL_HELP, add_dtype
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 COMPARED_LEVELS = (1, 4, 16)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.command_line import CommandParser
 from mlx_mtp.config import DTYPE_NAMES
+from mlx_mtp.console import CommandParser
 from mlx_mtp.errors import MlxMtpError
 
 MODE_NAMES = ("affine", "mxfp4", "nvfp4", "mxfp8")

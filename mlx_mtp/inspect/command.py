@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from mlx_mtp.config import DTYPE_NAMES
-from mlx_mtp.engine_options import MODEL_DEFAULT, MODEL_HELP
 from mlx_mtp.flags import size
+from mlx_mtp.options import MODEL_DEFAULT, MODEL_HELP
 
 
 def add_inspect(subparsers: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.engine_options import MODEL_DEFAULT, MODEL_HELP, add_dtype
 from mlx_mtp.flags import at_least, text
+from mlx_mtp.options import MODEL_DEFAULT, MODEL_HELP, add_dtype
 
 
 def add_selftest(subparsers: Any) -> None:

@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_mtp import cli, parts
-from mlx_mtp.config import EngineConfig
+from mlx_mtp import cli, factories
+from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.flags import resolve
@@ -86,8 +86,8 @@ def test_the_first_line_says_whether_it_fits(run):
 def test_the_plan_is_that_of_serve(nbytes):
     options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
     loaded = load_model(DEMO, enable_mtp=True, lazy=True)
-    config = parts.engine_config(options, max_num_seqs=EngineConfig().max_num_seqs)
-    theirs = parts.plan_memory(loaded, options, config, parts.memory_limit(options))
+    config = from_options(EngineConfig, options, prefix_cache_size=0)
+    theirs = factories.plan_memory(loaded, options, config, factories.memory_limit(options))
     ours = plan(demand(find(None), "auto"), MemoryLimit(nbytes, "--memory-limit"))
     assert ours == theirs
 

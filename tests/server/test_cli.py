@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, cli, parts
+from mlx_mtp import __version__, cli, factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.banner import banner as told
 from mlx_mtp.config import ServerConfig
@@ -173,7 +173,7 @@ def test_errors_are_one_line_and_exit_status_2(capsys: pytest.CaptureFixture[str
 def test_a_port_in_use_is_told_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "--port", port], {}) == 2
@@ -228,7 +228,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 )
 def test_the_models_name(model: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-    assert parts.model_name(model) == name
+    assert factories.model_name(model) == name
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_a_flag_without_effect_is_refused_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parts, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("loaded"))
     environ = {f"MLX_MTP_{name}": value for name, value in variables.items()}
     assert cli.main(argv.split(), environ) == 2
     error = capsys.readouterr().err
@@ -423,7 +423,7 @@ def test_flags_that_agree_are_not_refused(
     def load(*_: object, **__: object) -> None:
         raise LoadedError
 
-    monkeypatch.setattr(parts, "load", load)
+    monkeypatch.setattr(factories, "load", load)
     words = argv.split() + (["--port", "0"] if argv.startswith("serve") else [])
     with pytest.raises(LoadedError):
         cli.main(words, {f"MLX_MTP_{name}": value for name, value in variables.items()})
@@ -507,8 +507,8 @@ def test_generate_goes_without_a_head_unless_one_was_asked_for(
             raise MissingHeadError("there is no head")
         return SimpleNamespace(generation_config={}), object()
 
-    monkeypatch.setattr(parts, "load", load)
-    monkeypatch.setattr(parts, "engine", lambda *_, **__: None)
+    monkeypatch.setattr(factories, "load", load)
+    monkeypatch.setattr(factories, "engine", lambda *_, **__: None)
     monkeypatch.setattr("mlx_mtp.terminal.stream_answer", lambda *_: 0)
     assert cli.main(["generate", "hi"], {}) == 0
     assert asked == [True, False]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp import cli, parts
+from mlx_mtp import cli, factories
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import count_or_path
 from mlx_mtp.server.draft_vocab import added_ids, draft_vocabulary, ids_by_frequency, read_wanted
@@ -169,7 +169,7 @@ def test_without_mtp_it_is_refused(command, capsys):
     [["serve", "--port", "0", "--enable-mtp"], ["generate", "x"], ["bench", "offline"]],
 )
 def test_a_missing_file_ends_every_command_before_the_load(command, capsys, monkeypatch):
-    monkeypatch.setattr(parts, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert cli.main([*command, "--mtp-draft-vocab", "none.txt"], {}) == 2
     assert "none.txt can't be read" in capsys.readouterr().err
 

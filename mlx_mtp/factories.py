@@ -1,17 +1,16 @@
-"""The parts that `serve` and `generate` put together, made from the command line's options.
+"""Makes what the commands work with (model, tokenizer, engine) from a parsed command line.
 
-Everything heavy is imported when it is needed: see `cli`.
+Everything heavy is imported inside the functions: see `cli`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mlx_mtp.config import EngineConfig, ServerConfig
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE
 
 if TYPE_CHECKING:
@@ -24,13 +23,9 @@ if TYPE_CHECKING:
 
 
 def load(
-    options: argparse.Namespace,
-    *,
-    enable_mtp: bool,
-    memory: int | None = None,
-    lazy: bool = False,
+    options: argparse.Namespace, *, enable_mtp: bool, memory: int | None = None, lazy: bool = False
 ) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer; `memory` and `lazy` are those of `load_model`."""
+    """Load model and tokenizer; `memory` and `lazy` are arguments of `load_model`."""
     if enable_mtp and options.model is not None:
         from mlx_mtp.convert.hub_head import check_head_on_hub
 
@@ -45,7 +40,7 @@ def load(
 
 
 def memory_limit(options: argparse.Namespace) -> MemoryLimit:
-    """What may be used: what --memory-limit says, or what the machine has."""
+    """The bytes of --memory-limit, or of the machine."""
     from mlx_mtp.machine import MemoryLimit, machine_memory
 
     given = options.memory_limit
@@ -55,7 +50,7 @@ def memory_limit(options: argparse.Namespace) -> MemoryLimit:
 def plan_memory(
     model: LoadedModel, options: argparse.Namespace, config: EngineConfig, limit: MemoryLimit
 ) -> MemoryPlan:
-    """How the memory will be shared out, before any weight is read."""
+    """Share the memory out before any weight is read."""
     from mlx_mtp.engine.build import plan_for
     from mlx_mtp.machine import wire_memory
 
@@ -67,21 +62,20 @@ def plan_memory(
 
 
 def open_prefix_store(
-    model: LoadedModel, options: argparse.Namespace, config: EngineConfig, memory: MemoryPlan
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
 ) -> PrefixStore | None:
-    """The prefix cache on disk, if one is wanted."""
+    """Open the prefix cache on disk, if there is a --prefix-cache-dir."""
     from mlx_mtp.engine.build import prefix_store
 
     if options.prefix_cache_dir is None:
         return None
-    config = replace(config, prefix_cache_size=memory.prefix_cache)
     size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
     path = Path(options.prefix_cache_dir).expanduser()
     return prefix_store(model, config, options.dtype, path, size)
 
 
 def read_draft_vocab(options: argparse.Namespace) -> None:
-    """Read the file, if one is given: what is wrong with it should not be learnt after a load."""
+    """Replace the path of --mtp-draft-vocab by the file's ids, before anything is loaded."""
     from mlx_mtp.server.draft_vocab import read_wanted
 
     options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
@@ -90,7 +84,7 @@ def read_draft_vocab(options: argparse.Namespace) -> None:
 def draft_ids(
     loaded: LoadedModel, tokenizer: Tokenizer, wanted: int | tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
-    """The draft vocabulary that --mtp-draft-vocab asks for; None: all tokens."""
+    """Token ids of the draft vocabulary; None for all tokens."""
     from mlx_mtp.server.draft_vocab import draft_vocabulary
 
     if wanted is None:
@@ -106,7 +100,7 @@ def engine(
     memory: MemoryPlan | None = None,
     store: PrefixStore | None = None,
 ) -> Engine:
-    """An engine that has not begun."""
+    """Build an engine that is not started yet."""
     import platformdirs
 
     from mlx_mtp.engine.build import build_engine
@@ -124,46 +118,9 @@ def engine(
     )
 
 
-def engine_config(options: argparse.Namespace, **limits: Any) -> EngineConfig:
-    """With what both commands have flags for."""
-    return EngineConfig(
-        num_draft_tokens=options.mtp_num_draft_tokens,
-        max_model_len=options.max_model_len,
-        prefill_step_size=options.prefill_step_size,
-        **limits,
-    )
-
-
-def server_config(options: argparse.Namespace, port: int, keys: tuple[str, ...]) -> ServerConfig:
-    """What the server's flags say; the port is the one that was bound."""
-    return ServerConfig(
-        model_name=options.served_model_name or model_name(options.model),
-        host=options.host,
-        port=port,
-        api_keys=keys,
-        allowed_hosts=options.allowed_host,
-        cors_origins=options.cors_origin,
-        max_body_bytes=options.max_body_size,
-        max_choices=options.max_choices,
-        seed=options.seed,
-        reasoning_parser=options.reasoning_parser,
-        tool_call_parser=options.tool_call_parser,
-        max_queue=options.max_queue,
-        request_timeout=options.request_timeout,
-        drain_timeout=options.drain_timeout,
-        body_timeout=options.body_timeout,
-        max_stored_completions=options.max_stored_completions,
-    )
-
-
 def model_name(model: str | None) -> str:
-    """The id that clients see where none is given: a directory's own name, or the hub's."""
+    """The served model's id without --served-model-name: the hub's, or the directory's name."""
     if model is None:
         return BUNDLED_NAME
-    # Not resolved: a link's own name is the one that was chosen.
+    # Not resolved: the user chose the name of a link.
     return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
-
-
-def bits(quantization: str) -> int | None:
-    """Of --kv-cache-quantization; None: nothing is quantized."""
-    return None if quantization == "none" else int(quantization)
