@@ -1,0 +1,29 @@
+"""An import-linter contract: no module imports more than so many of the package's others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from importlinter import Contract, ContractCheck, fields, output
+
+
+class FanOutContract(Contract):
+    """At most `limit` imports of the package's own modules; those in `exempt` may have more."""
+
+    limit = fields.IntegerField()
+    exempt = fields.SetField(subfield=fields.StringField(), required=False, default=set())
+
+    def check(self, graph: Any, verbose: bool) -> ContractCheck:
+        package = self.session_options["root_packages"][0]
+        found = {}
+        for module in graph.modules - set(self.exempt):
+            own = {
+                m for m in graph.find_modules_directly_imported_by(module) if m.startswith(package)
+            }
+            if len(own) > self.limit:
+                found[module] = len(own)
+        return ContractCheck(kept=not found, metadata={"found": found})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        for module, count in sorted(check.metadata["found"].items()):
+            output.print_error(f"{module} imports {count} of the package's modules", bold=False)

@@ -1,0 +1,88 @@
+"""`mlx-mtp generate`: one answer, streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+
+import pytest
+
+from mlx_mtp.engine import arrivals
+from mlx_mtp.errors import EngineStoppedError
+from mlx_mtp.options import GENERATE_FLAGS
+from mlx_mtp.server.choice import Choice
+from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.parsing.answer import PlainParser
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.terminal import stream_answer, summary
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
+
+
+def options(**more: object) -> argparse.Namespace:
+    return argparse.Namespace(
+        **({flag.key: flag.default for flag in GENERATE_FLAGS} | {"prompt": "hi"} | more)
+    )
+
+
+def test_generate_prints_the_answer_and_then_its_speed(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(answer(tokenizer.encode("Hello, 🎉! And more.")))
+    asked = options(system="Be kind.", stop=" And", temperature=0.5, seed=3, max_tokens=99)
+    assert stream_answer(engine, tokenizer, {"top_k": 20}, asked) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello, 🎉!\n"
+    assert re.search(r"\d+ tokens, [\d.]+ tokens/s", captured.err)
+    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\), depth 2\]", captured.err)
+    (request,) = engine.submitted
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
+    text = b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
+    assert "Be kind." in text
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "given"), [(64, None, None), (4096, None, 512), (4096, 700, 700)]
+)
+def test_generate_takes_the_room_that_there_is(
+    tokenizer: Tokenizer, context: int, asked: int | None, given: int | None
+) -> None:
+    engine = FakeEngine(answer([300]), FakeInfo(max_model_len=context))
+    more = {} if asked is None else {"max_tokens": asked}
+    assert stream_answer(engine, tokenizer, {}, options(**more)) == 0
+    (request,) = engine.submitted
+    room = context - len(request.prompt_token_ids)
+    assert request.sampling.max_tokens == (given or room)
+
+
+def test_generate_ends_when_the_engine_dies_silently(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
+    engine = FakeEngine(answer([300]))
+
+    def dying() -> None:
+        engine.unhealthy_reason = "the engine's thread died: it was ill"
+
+    engine.script = lambda _: (dying() for _ in itertools.count())
+    with pytest.raises(EngineStoppedError, match="it was ill"):
+        stream_answer(engine, tokenizer, {}, options())
+
+
+def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(answer([300]))
+    with pytest.raises(Exception, match="top_p"):
+        stream_answer(engine, tokenizer, {}, options(top_p=2.0))
+    with pytest.raises(Exception, match=r"stop\[0\]"):
+        stream_answer(engine, tokenizer, {}, options(stop="x" * 300))
+
+
+def test_the_speed_leaves_out_the_first_step() -> None:
+    choice = Choice(0, Detokenizer(lambda _: b"x"), PlainParser())
+    choice.take(out(5, 5, 5, 5, 5, finish="length"))
+    times = [(11.0, 1), (12.0, 3), (13.0, 5)]
+    off, auto = FakeInfo(mtp_enabled=False), FakeInfo(num_draft_tokens="auto")
+    start = "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; "
+    assert summary(choice, 3, 10.0, times, off) == start + "no drafts]"
+    assert summary(choice, 3, 10.0, times, auto) == start + "no drafts, depth auto]"
