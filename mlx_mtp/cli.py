@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from mlx_mtp import __version__, parts
 from mlx_mtp.banner import banner
-from mlx_mtp.bench.arguments import add_bench, settle_offline
+from mlx_mtp.bench.arguments import add_bench, add_selftest, settle_offline
 from mlx_mtp.command_line import CommandParser
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
@@ -27,7 +27,6 @@ from mlx_mtp.generate_options import GENERATE_FLAGS
 from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.pipes import CLOSED_PIPE_STATUS, discard, print_or_discard
-from mlx_mtp.selftest.arguments import add_selftest
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:

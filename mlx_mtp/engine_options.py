@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mlx_mtp.config import DTYPE_NAMES, MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.flags import Flag, choices, count_or_path, one_of, text, whole, word_or
@@ -16,6 +17,9 @@ _DTYPES = ("auto", *DTYPE_NAMES)
 _ENGINE_DEFAULTS = EngineConfig()
 MODEL_HELP = "a directory, or a hub id such as org/name"
 MODEL_DEFAULT = "the bundled demo model"
+MODEL_ARGUMENT = Flag(
+    "model", MODEL_HELP, text, None, "MODEL", group=MODEL, default_text=MODEL_DEFAULT
+)
 DRAFT_VOCAB = Flag(
     "--mtp-draft-vocab",
     "draft only from the N most frequent tokens, or from the token ids in FILE, one per line",
@@ -69,15 +73,15 @@ PREFILL_STEP_SIZE = Flag(
 )
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add --dtype to a command whose flags have no environment variables."""
-    parser.add_argument(
-        DTYPE.name,
-        type=one_of(*_DTYPES),
-        default=DTYPE.default,
-        metavar=DTYPE.metavar,
-        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
-    )
+def add_options(parser: argparse.ArgumentParser, *flags: Flag) -> None:
+    """Add flags that have no environment variables, as `bench` and `selftest` have them."""
+    for flag in flags:
+        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
+        more: dict[str, Any] = {"action": "append"} if flag.repeated else {}
+        if not flag.name.startswith("-"):
+            more["nargs"] = "?"
+        more.update(type=flag.parse, default=flag.default, metavar=flag.metavar)
+        parser.add_argument(flag.name, help=flag.help + default, **more)
 
 
 def log_level(default: str, group: str | None) -> Flag:
