@@ -24,9 +24,8 @@ import mlx.core as mx
 from benchmarks.servers import Contender, mlx_lm, ours, running
 from mlx_mtp.bench.arguments import add_streams
 from mlx_mtp.bench.client import HttpServer
-from mlx_mtp.bench.commands import check, finish, measured
-from mlx_mtp.bench.runs import Asking
-from mlx_mtp.bench.tables import contenders_table
+from mlx_mtp.bench.commands import check, measure_and_report
+from mlx_mtp.bench.measure import Asking
 from mlx_mtp.models.hub import BUNDLED_MODEL
 
 OFF = "MTP off"
@@ -46,11 +45,15 @@ def main() -> None:
             url = stack.enter_context(running(contender))
             server = HttpServer(url, asking, model=contender.model, name=contender.name)
             servers.append(stack.enter_context(server))
-        report = measured(options, servers, reference=OFF)
-    print(contenders_table(report.summaries, "server"))
-    print(f"\n{platform.platform()}, {BACKEND}; tokens per second of all streams together, median")
-    print(f"of the rounds; in brackets the median ratio to {OFF} in the same round.")
-    finish(options, report, {})
+        measure_and_report(
+            options,
+            servers,
+            contenders="server",
+            reference=OFF,
+            caption=f"\n\n{platform.platform()}, {BACKEND}; tokens per second of all streams "
+            "together, median\nof the rounds; in brackets the median ratio to "
+            f"{OFF} in the same round.",
+        )
 
 
 def contenders(folder: Path) -> list[Contender]:

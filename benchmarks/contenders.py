@@ -1,118 +1,90 @@
-"""Engines without their threads that answer the same prompts in turns, round after round."""
+"""Engines that answer the same stories in turns, by wall time and by the processor's time."""
 
 from __future__ import annotations
 
-import statistics
-import sys
+import contextlib
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.calibration import calibrate
-from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.request import Request
-from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.models.draft_head import DraftHead
+from mlx_mtp.bench.answer import Answer
+from mlx_mtp.bench.measure import Asking, Summary, measure, median, summarize
+from mlx_mtp.bench.offline import EngineSubject
+from mlx_mtp.bench.prompts import Prompt
+from mlx_mtp.config import DraftTokens, EngineConfig
+from mlx_mtp.engine.build import build_engine
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.controller import DepthController
-from mlx_mtp.speculative.costs import StepCosts
-from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.server.tokenizer import Tokenizer
 
 CALIBRATION_SECONDS = 2.0
-STORIES = [
-    f"Write a short story about {name}, a {animal} who finds {thing}."
-    for name, animal in (("Anna", "fox"), ("Ben", "owl"), ("Clara", "bear"), ("Leo", "otter"))
-    for thing in (
-        "a lamp in the forest",
-        "a map in the village",
-        "a bell in the castle",
-        "a key by the lake",
-    )
-]
-Speeds = dict[str, list[tuple[float, float]]]
-"""Tokens per second of wall time, and of the processor's time, by contender and round."""
 
 
-class Contender:
-    """An engine without its thread.
+class Contender(EngineSubject):
+    """An engine, of which the processor's time is measured too.
 
     Args:
-        model: with its head, unless it runs without MTP.
-        depth: "off", a fixed depth, or "auto".
+        name: in tables.
+        model: with its head, or without for plain decoding.
+        tokenizer: its own.
+        depth: drafts a step.
         num_rows: rows at once.
+        max_tokens: of each answer, at most.
         draft_ids: the only tokens that are drafted; None: all.
     """
 
     def __init__(
         self,
+        name: str,
         model: LoadedModel,
-        depth: str,
+        tokenizer: Tokenizer,
+        depth: DraftTokens,
         num_rows: int,
-        draft_ids: Many[int] | None = None,
+        max_tokens: int,
+        draft_ids: Sequence[int] | None = None,
     ) -> None:
-        config = EngineConfig(max_num_seqs=num_rows, calibration_seconds=CALIBRATION_SECONDS)
-        head = None if draft_ids is None else DraftHead(model, draft_ids)
-        proposer = None if depth == "off" else MTPProposer(model, head)
-        runner = ModelRunner(model, proposer, model.vocab_size)
-        policy: DepthPolicy
-        if depth == "auto":
-            costs = StepCosts(MAX_DRAFT_TOKENS)
-            calibrate(costs, config, runner, stopping=lambda: False)
-            policy = DepthController(costs)
-        else:
-            policy = FixedDepth(0 if depth == "off" else int(depth))
-        self._core = EngineCore(Scheduler(config, policy), runner, overlap=config.overlap)
-        self._stop_ids = model.eos_token_ids
-        self.policy = policy
+        config = EngineConfig(
+            num_draft_tokens=depth,
+            max_num_seqs=num_rows,
+            calibration_seconds=CALIBRATION_SECONDS,
+        )
+        ids = tokenizer.eos_token_ids
+        engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)
+        super().__init__(name, engine, tokenizer, Asking(max_tokens))
+        self.cpu_rates: list[float] = []
 
-    def run(self, prompts: Many[tuple[int, ...]], max_tokens: int) -> tuple[float, float]:
-        """Answer all prompts at once: tokens per second of wall and of processor time."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        for number, prompt in enumerate(prompts):
-            request = Request(str(number), prompt, sampling)
-            self._core.add(Sequence(request, self._stop_ids, max_tokens))
-        tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
-        while not self._core.idle:
-            tokens += sum(len(output.token_ids) for output in self._core.step())
-        return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
-
-    @property
-    def acceptance(self) -> float:
-        """Share of all drafts so far."""
-        stats = self._core.stats()
-        return stats.num_accepted_tokens / max(stats.num_draft_tokens, 1)
+    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """As its base; the other engines are idle meanwhile."""
+        began = time.process_time()
+        answers = super().ask(prompts)
+        tokens = sum(answer.num_tokens for answer in answers)
+        self.cpu_rates.append(tokens / (time.process_time() - began))
+        return answers
 
 
 def take_turns(
-    contenders: Mapping[str, Contender],
-    prompts: Many[tuple[int, ...]],
-    num_rows: int,
-    rounds: int,
-    max_tokens: int,
-) -> Speeds:
-    """All of them, round after round; each has a warm-up that doesn't count."""
-    speeds: Speeds = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        chosen = [prompts[(number + i) % len(prompts)] for i in range(num_rows)]
-        # Every second round backwards, so that what drifts favours none.
-        for name in list(contenders)[:: -1 if number % 2 else 1]:
-            result = contenders[name].run(chosen, max_tokens)
-            if number:
-                speeds[name].append(result)
-        print(".", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return speeds
+    contenders: Sequence[Contender], num_rows: int, rounds: int, reference: str
+) -> dict[str, Summary]:
+    """Figures by name: those of `summarize`, and each round's `rates` and `cpu_rates`.
+
+    `cpu_ratio` is the median over the rounds of the ratio to the reference by processor time.
+    """
+    with contextlib.ExitStack() as stack:
+        for contender in contenders:
+            stack.enter_context(contender)
+        waves = measure(contenders, [("story", num_rows)], rounds, warmups=1, seed=0)
+    names = [contender.name for contender in contenders]
+    found = {summary["subject"]: summary for summary in summarize(waves, names, reference)}
+    for contender in contenders:
+        found[contender.name] |= {
+            "rates": [wave.rate for wave in waves if wave.subject == contender.name],
+            "cpu_rates": contender.cpu_rates[-rounds:],
+        }
+    for name in names:
+        found[name]["cpu_ratio"] = ratio(found, name, reference, "cpu_rates")
+    return found
 
 
-def ratios(speeds: Speeds, name: str, other: str) -> tuple[float, float]:
-    """Medians over the rounds of the ratio of wall speeds and of processor speeds."""
-    pairs = list(zip(speeds[name], speeds[other], strict=True))
-    return (
-        statistics.median(a[0] / b[0] for a, b in pairs),
-        statistics.median(a[1] / b[1] for a, b in pairs),
-    )
+def ratio(found: Mapping[str, Summary], name: str, other: str, rates: str) -> float:
+    """The median over the rounds of the ratio of one contender's rates to another's."""
+    value = median(a / b for a, b in zip(found[name][rates], found[other][rates], strict=True))
+    assert value is not None
+    return value

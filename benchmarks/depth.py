@@ -13,12 +13,10 @@ On a machine that others use too, `OPENBLAS_NUM_THREADS=1` takes most of the noi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import statistics
 import sys
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_mtp import backend
@@ -28,11 +26,18 @@ BACKEND = backend.prepare()
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from benchmarks.contenders import STORIES, Contender, Speeds, ratios, take_turns
+from benchmarks.contenders import Contender, ratio, take_turns
+from mlx_mtp.bench.measure import Summary
+from mlx_mtp.bench.report import check_writable, render, write_json
+from mlx_mtp.config import DraftTokens
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
+
+OFF = "off"
+Found = dict[int, dict[str, Summary]]
+"""Figures by rows at once and contender."""
 
 
 def main() -> None:
@@ -44,19 +49,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write every speed here")
     given = parser.parse_args()
-    tokenizer = Tokenizer.load(BUNDLED_MODEL)
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in STORIES]
-    off = load_model(BUNDLED_MODEL, enable_mtp=False)
+    check_writable(given.json)
     good = load_model(BUNDLED_MODEL, enable_mtp=True)
     spoiled = load_model(BUNDLED_MODEL, enable_mtp=True)
     spoil(spoiled)
-    everything: dict[str, dict[int, Speeds]] = {}
+    everything: dict[str, Found] = {}
     for title, model, depths in (
         ("the model's own head", good, (*given.depths, "auto")),
         ("a head of random weights", spoiled, ("0", "1", "auto")),
     ):
         found = {
-            rows: measure(off, model, depths, prompts, rows, given.rounds, given.max_tokens)
+            rows: measure(model, depths, rows, given.rounds, given.max_tokens)
             for rows in given.rows
         }
         everything[title] = found
@@ -65,7 +68,7 @@ def main() -> None:
     print(f"median of {given.rounds} rounds; in brackets the ratio to off in the same round: by")
     print("wall time / by processor time.")
     if given.json:
-        given.json.write_text(json.dumps(everything, indent=1))
+        write_json(given.json, everything)
 
 
 def spoil(model: LoadedModel) -> None:
@@ -79,48 +82,37 @@ def spoil(model: LoadedModel) -> None:
         for name, value in tree_flatten(model.head.parameters())
     }
     model.head.update(tree_unflatten(list(weights.items())))
+    mx.eval(model.head.parameters())  # Here: the engines have threads of their own.
 
 
 def measure(
-    off: LoadedModel,
-    model: LoadedModel,
-    depths: Many[str],
-    prompts: Many[tuple[int, ...]],
-    num_rows: int,
-    rounds: int,
-    max_tokens: int,
-) -> Speeds:
+    model: LoadedModel, depths: Sequence[str], num_rows: int, rounds: int, max_tokens: int
+) -> dict[str, Summary]:
     """All contenders in turns."""
-    contenders = {"off": Contender(off, "off", num_rows)}
-    contenders |= {depth: Contender(model, depth, num_rows) for depth in depths}
-    speeds = take_turns(contenders, prompts, num_rows, rounds, max_tokens)
-    print(f"{num_rows} rows: auto chose {contenders['auto'].policy.choices()}", file=sys.stderr)
-    accepted = [f"{name} {each.acceptance:.0%}" for name, each in contenders.items()]
-    print(f"{num_rows} rows: drafts accepted: {', '.join(accepted[1:])}", file=sys.stderr)
-    return speeds
+    tokenizer = Tokenizer.load(BUNDLED_MODEL)
+    contenders = [Contender(OFF, model.without_head(), tokenizer, 0, num_rows, max_tokens)]
+    for name in depths:
+        depth: DraftTokens = "auto" if name == "auto" else int(name)
+        contenders.append(Contender(name, model, tokenizer, depth, num_rows, max_tokens))
+    found = take_turns(contenders, num_rows, rounds, OFF)
+    accepted = [f"{name} {s['accepted']:.0%}" for name, s in found.items() if s["num_drafts"]]
+    print(f"{num_rows} rows: drafts accepted: {', '.join(accepted)}", file=sys.stderr)
+    return found
 
 
-def table(found: dict[int, Speeds]) -> str:
-    """Markdown: a row per contender, a column per number of rows; then auto against the best."""
+def table(found: Found) -> str:
+    """A row per contender, a column per number of rows; then auto against the best."""
     names = list(next(iter(found.values())))
-    lines = ["| depth | " + " | ".join(f"{rows} at once" for rows in found) + " |"]
-    lines.append("|---" * (len(found) + 1) + "|")
-    for name in names:
-        cells = []
-        for speeds in found.values():
-            rate = statistics.median(wall for wall, _ in speeds[name])
-            wall, cpu = ratios(speeds, name, "off")
-            cells.append(f"{rate:.0f} ({wall:.2f} / {cpu:.2f})")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    cells = []
-    for speeds in found.values():
-        best = max(
-            (name for name in names if name != "auto"), key=lambda n: ratios(speeds, n, "off")[1]
-        )
-        wall, cpu = ratios(speeds, "auto", best)
-        cells.append(f"{best}: {wall:.3f} / {cpu:.3f}")
-    lines.append("| auto over the best of the others | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [
+        [name, *(f"{s['rate']:.0f} ({s['rate_ratio']:.2f} / {s['cpu_ratio']:.2f})" for s in own)]
+        for name, own in ((name, [figures[name] for figures in found.values()]) for name in names)
+    ]
+    last = ["auto over the best of the others"]
+    for figures in found.values():
+        best = max((n for n in names if n != "auto"), key=lambda n: figures[n]["cpu_ratio"])
+        wall, cpu = (ratio(figures, "auto", best, rates) for rates in ("rates", "cpu_rates"))
+        last.append(f"{best}: {wall:.3f} / {cpu:.3f}")
+    return render(["depth", *(f"{count} at once" for count in found)], [*rows, last])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ counted, so what a smaller vocabulary loses has to come from a real model.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -30,8 +29,9 @@ BACKEND = backend.prepare()
 
 import mlx.core as mx
 
-from benchmarks.contenders import STORIES, Contender, ratios, take_turns
-from benchmarks.shapes import SHAPES, build
+from benchmarks.contenders import Contender, take_turns
+from benchmarks.shapes import SHAPES, build, integers
+from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
@@ -54,7 +54,6 @@ _WAYS = {
 def measure_bundled(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Acceptance and speed of each vocabulary, and the ratio to the whole one."""
     tokenizer = Tokenizer.load(BUNDLED_MODEL)
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in STORIES]
     model = load_model(BUNDLED_MODEL, enable_mtp=True)
     vocabularies: dict[str, tuple[int, ...] | None] = {WHOLE: None}
     for size in options.sizes:
@@ -62,21 +61,19 @@ def measure_bundled(options: argparse.Namespace) -> list[dict[str, Any]]:
             vocabularies[str(size)] = draft_vocabulary(size, tokenizer, model.vocab_size)
     found = []
     for rows in options.rows:
-        contenders = {
-            name: Contender(model, str(options.depth), rows, ids)
+        contenders = [
+            Contender(name, model, tokenizer, options.depth, rows, options.max_tokens, ids)
             for name, ids in vocabularies.items()
-        }
-        speeds = take_turns(contenders, prompts, rows, options.rounds, options.max_tokens)
-        for name, contender in contenders.items():
-            wall, cpu = ratios(speeds, name, WHOLE)
+        ]
+        for name, summary in take_turns(contenders, rows, options.rounds, WHOLE).items():
             line = {
                 "rows": rows,
                 "depth": options.depth,
                 "vocabulary": name,
-                "acceptance": contender.acceptance,
-                "tokens_per_second": statistics.median(rate for rate, _ in speeds[name]),
-                "wall_ratio": wall,
-                "cpu_ratio": cpu,
+                "acceptance": summary["accepted"],
+                "tokens_per_second": summary["rate"],
+                "wall_ratio": summary["rate_ratio"],
+                "cpu_ratio": summary["cpu_ratio"],
             }
             found.append(line)
             print(
@@ -207,13 +204,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=[*SHAPES], help="measure a draft's cost on a GPU")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="with --shape")
-    parser.add_argument("--sizes", type=_ints, help="of the vocabularies, beside the whole one")
-    parser.add_argument("--rows", type=_ints, help="rows at once")
+    parser.add_argument("--sizes", type=integers, help="of the vocabularies, beside the whole one")
+    parser.add_argument("--rows", type=integers, help="rows at once")
     parser.add_argument("--depth", type=int, default=3, help="drafts a step of the bundled model")
     parser.add_argument("--rounds", type=int, default=5, help="with --shape: repeats")
     parser.add_argument("--max-tokens", type=int, default=128, help="of the bundled model")
     parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
+    check_writable(options.json)
     on_gpu = mx.default_device() == mx.gpu
     if options.shape and not on_gpu:
         sys.exit("--shape needs a GPU; without it the bundled model is measured.")
@@ -228,11 +226,7 @@ def main() -> None:
     load = "" if on_gpu else f", load {os.getloadavg()[0]:.1f}"
     print(f"\n{options.shape or 'bundled model'}; {platform.platform()}, {BACKEND}{load}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+        write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ verification and their rejection are computed as ever, and the text means nothin
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,7 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.shapes import SHAPES, build
+from benchmarks.shapes import SHAPES, build, integers
+from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
@@ -205,24 +205,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=[*SHAPES], default=next(iter(SHAPES)))
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--rows", type=_ints, default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--depths", type=_ints, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--contexts", type=_ints, default=[512, 8192, 32768])
+    parser.add_argument("--rows", type=integers, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--contexts", type=integers, default=[512, 8192, 32768])
     parser.add_argument("--acceptance", type=float, default=0.9, help="synthetic, per position")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--mlx-lm", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--mlx-lm-context", type=int, default=512, help="no longer ones for mlx-lm")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    check_writable(options.json)
     if mx.default_device() != mx.gpu:
         sys.exit("This needs a GPU; on a CPU use `mlx-mtp bench`.")
     found = run(options)
     if options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in found], indent=1))
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+        write_json(options.json, [asdict(line) for line in found])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_mtp.bench.tables import render
+from mlx_mtp.bench.report import render
 from mlx_mtp.kernels import (
     chunkwise,
     gated_delta,

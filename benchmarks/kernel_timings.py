@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from benchmarks.kernel_checks import BUNDLED
-from mlx_mtp.bench.tables import render
+from mlx_mtp.bench.report import render
 from mlx_mtp.kernels import chunkwise, gated_delta, gpu
 from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases
 from mlx_mtp.kernels.window import Pending, Window

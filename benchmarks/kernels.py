@@ -15,7 +15,6 @@ combinations, which takes many minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -37,6 +36,7 @@ from benchmarks.kernel_checks import (
     variants,
 )
 from benchmarks.kernel_timings import time_cpu, time_gpu, timings_table
+from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.kernels import gpu
 
 
@@ -50,6 +50,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     given = parser.parse_args()
+    check_writable(given.json)
     began = time.perf_counter()
     on_gpu = gpu.backend() is not None
     checks: list[Check] = []
@@ -75,7 +76,7 @@ def main() -> int:
             "checks": [asdict(check) | {"ok": check.ok} for check in checks],
             "timings": [asdict(timing) for timing in timings],
         }
-        given.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(given.json, content)
     return 0 if all(check.ok for check in checks) else 1
 
 

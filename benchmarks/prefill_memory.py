@@ -28,6 +28,7 @@ backend.prepare()
 
 import mlx.core as mx
 
+from mlx_mtp.bench.report import render
 from mlx_mtp.cache.memory import CacheMemory
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
@@ -152,18 +153,15 @@ def _resident() -> int:
 
 
 def _table(found: list[Peaks]) -> str:
-    head = (
-        "| prompt | rows beside | caches | scores | peak, prefill | less caches and scores "
-        "| peak, joined | resident |\n|---|---|---|---|---|---|---|---|"
-    )
-    lines = [head]
+    header = ["prompt", "rows beside", "caches", "scores", "peak, prefill"]
+    header += ["less caches and scores", "peak, joined", "resident"]
+    rows = []
     for p in found:
         # While it is computed only its own caches are there, and what the short rows took.
         own = p.caches // (p.rows + 1) + p.before
         cells = [p.caches, p.scores, p.prefill, p.prefill - own - p.scores, p.joined, p.resident]
-        texts = " | ".join(f"{cell / _MIB:.0f} MiB" for cell in cells)
-        lines.append(f"| {p.tokens:,} | {p.rows} | {texts} |")
-    return "\n".join(lines)
+        rows.append([f"{p.tokens:,}", str(p.rows), *(f"{cell / _MIB:.0f} MiB" for cell in cells)])
+    return render(header, rows)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import httpx
 
 from benchmarks.servers import ours, running
 from mlx_mtp import backend
+from mlx_mtp.bench.report import render
 from mlx_mtp.models.hub import BUNDLED_MODEL
 
 _WORDS = ("fox", "lamp", "river", "owl", "map", "stone", "boat", "night", "song", "bread", "snow")
@@ -106,14 +107,14 @@ def main() -> None:
     ):
         measure(client, options.tokens, 0)  # compiles, and touches memory
         rounds = [measure(client, options.tokens, n + 1) for n in range(options.rounds)]
-    print(f"{'prompt':>8} {'cached':>8} {'cold s':>8} {'warm s':>8} {'ratio':>8}")
+    rows = []
     for warm, cold in rounds:
-        print(
-            f"{warm.prompt:8} {warm.cached:8} {cold.seconds:8.3f} {warm.seconds:8.3f} "
-            f"{warm.seconds / cold.seconds:8.1%}"
-        )
-    ratio = statistics.median(warm.seconds / cold.seconds for warm, cold in rounds)
-    print(f"median ratio of warm to cold: {ratio:.1%}; {platform.platform()}, {backend.prepare()}")
+        seconds = (f"{cold.seconds:.3f}", f"{warm.seconds:.3f}")
+        ratio = f"{warm.seconds / cold.seconds:.1%}"
+        rows.append([str(warm.prompt), str(warm.cached), *seconds, ratio])
+    print(render(["prompt", "cached", "cold s", "warm s", "ratio"], rows))
+    median = statistics.median(warm.seconds / cold.seconds for warm, cold in rounds)
+    print(f"median ratio of warm to cold: {median:.1%}; {platform.platform()}, {backend.prepare()}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ backend.prepare()
 
 import mlx.core as mx
 
+from mlx_mtp.bench.report import render
 from mlx_mtp.cache.prefix_keys import root_key
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
@@ -201,10 +202,10 @@ def main() -> None:
             rounds.append(measure(model, folder, prompt, 2 + 2 * number))
             print(" ".join(f"{stall:.3f} {first:.3f}" for stall, first in rounds[-1]), flush=True)
     print(f"{size / 1e6:.0f} MB on the disk, {'not ' if cold else ''}in the page cache")
-    print(f"{'from':>8} {'longest pause s':>16} {'first token s':>14}   (medians)")
+    rows = []
     for name, found in zip(("disk", "memory"), zip(*rounds)):
-        pause, first = (statistics.median(values) for values in zip(*found))
-        print(f"{name:>8} {pause:16.3f} {first:14.3f}")
+        rows.append([name, *(f"{statistics.median(values):.3f}" for values in zip(*found))])
+    print(render(["from (medians)", "longest pause s", "first token s"], rows))
     print(f"{platform.platform()}, {backend.prepare()}")
 
 

@@ -24,7 +24,7 @@ BACKEND = backend.prepare()
 
 import mlx.core as mx
 
-from mlx_mtp.bench.tables import NOTHING, render
+from mlx_mtp.bench.report import NOTHING, render
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.processors import truncate
 from mlx_mtp.sampling.sampler import Sampler

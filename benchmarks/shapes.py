@@ -102,6 +102,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def integers(text: str) -> list[int]:
+    """Of a command line: 1,2,4."""
+    return [int(part) for part in text.split(",")]
+
+
 def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     """A random model with its head, and mlx-lm's own on the same arrays.
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from mlx_mtp import __version__, factories
 from mlx_mtp.banner import banner
-from mlx_mtp.bench.arguments import add_bench, settle_offline
+from mlx_mtp.bench.arguments import add_bench, add_selftest, settle_offline
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.console import CLOSED_PIPE_STATUS, CommandParser, discard, print_or_discard
@@ -31,7 +31,6 @@ from mlx_mtp.options import (
     check_serve,
     needs_head,
 )
-from mlx_mtp.selftest.arguments import add_selftest
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:

@@ -117,6 +117,17 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
         groups[flag.group].add_argument(flag.name, **options)
 
 
+def add_options(parser: argparse.ArgumentParser, *flags: Flag) -> None:
+    """Add flags of a command that reads no environment variables, with their defaults."""
+    for flag in flags:
+        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
+        more: dict[str, Any] = {"action": "append"} if flag.repeated else {}
+        if not flag.name.startswith("-"):
+            more["nargs"] = "?"
+        more |= {"type": flag.convert, "default": flag.default, "metavar": flag.placeholder}
+        parser.add_argument(flag.name, help=flag.help + default, **more)
+
+
 def resolve(
     given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
 ) -> argparse.Namespace:

@@ -188,17 +188,6 @@ GENERATE_FLAGS = _in_order(
 )
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add --dtype to a command that reads no environment variables."""
-    parser.add_argument(
-        DTYPE.name,
-        type=DTYPE.convert,
-        default=DTYPE.default,
-        metavar=DTYPE.placeholder,
-        help=f"{DTYPE.help} (default: {DTYPE.shown_default})",
-    )
-
-
 _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 

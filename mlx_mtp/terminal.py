@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import queue
 import sys
 import time
 from collections.abc import Mapping
@@ -12,69 +11,49 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_mtp.engine.arrivals import next_arrival
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.arrivals import read_outputs, start
+from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.info import EngineInfo
+from mlx_mtp.engine.request import Request
 from mlx_mtp.options import ANSWER_TOKENS
 from mlx_mtp.server.choice import Choice, Content
-from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.wire import CompletionRequest
 from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
 from mlx_mtp.server.parsing.answer import PlainParser
-from mlx_mtp.server.protocols import EngineInfoLike, EngineLike
 from mlx_mtp.server.tokenizer import Tokenizer
 
 _SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "stop"),
 )
 
 
 def stream_answer(
-    engine: EngineLike,
+    engine: Engine,
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> int:
     """Print an answer as it comes, and its speed on standard error; returns the exit status.
 
-    Args:
-        engine: not yet started.
-        tokenizer: the model's own.
-        generation_config: the model's generation_config.json.
-        options: the command line's.
-
-    Raises:
-        MlxMtpError: the answer can't be given, or the engine died.
+    The engine is not yet started.
     """
     request, stops = _request(engine, tokenizer, generation_config, options)
     choice = Choice(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
-    arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
-
-    def deliver(outputs: Any) -> None:
-        for output in outputs:
-            arrived.put((time.perf_counter(), output))
-
-    engine.start(deliver)
+    arrived = start(engine)
     try:
         began = time.perf_counter()
         engine.submit(request)
         times: list[tuple[float, int]] = []
-        while choice.finish_reason is None:
-            at, output = next_arrival(arrived, engine)
+        for at, output in read_outputs(engine, arrived, 1):
             for piece in choice.take(output).pieces:
                 assert isinstance(piece, Content), "plain text has no other pieces"
                 print(piece.text, end="", flush=True)
             times.append((at, choice.num_tokens))
+            if choice.finish_reason is not None:
+                break
     finally:
         engine.stop()
     print(flush=True)
@@ -88,43 +67,37 @@ def summary(
     prompt_tokens: int,
     began: float,
     times: list[tuple[float, int]],
-    info: EngineInfoLike,
+    info: EngineInfo,
 ) -> str:
     """Speed and acceptance in one line.
 
-    Args:
-        choice: finished.
-        prompt_tokens: of its prompt.
-        began: when it was submitted.
-        times: when each output came, and how many tokens there were by then.
-        info: of the engine.
+    `times` say when each output came, and how many tokens there were by then.
     """
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
-    line = (
-        f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
-        f"{prompt_tokens} tokens in {first - began:.2f} s; "
-    )
+    drafts = "no drafts"
+    if choice.num_drafts:
+        share = choice.num_accepted / choice.num_drafts
+        drafts = f"{choice.num_accepted} of {choice.num_drafts} drafts accepted ({share:.0%})"
     depth = f", depth {info.num_draft_tokens}" if info.mtp_enabled else ""
-    if not choice.num_drafts:
-        return f"{line}no drafts{depth}]"
-    accepted, share = choice.num_accepted, choice.num_accepted / choice.num_drafts
-    return f"{line}{accepted} of {choice.num_drafts} drafts accepted ({share:.0%}){depth}]"
+    return (
+        f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
+        f"{prompt_tokens} tokens in {first - began:.2f} s; {drafts}{depth}]"
+    )
 
 
 def _request(
-    engine: EngineLike,
+    engine: Engine,
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> tuple[Request, list[str]]:
-    asked = [Message("user", options.prompt)]
-    if options.system is not None:
-        asked.insert(0, Message("system", options.system))
+    roles = (("system", options.system), ("user", options.prompt))
+    messages = [{"role": role, "content": text} for role, text in roles if text is not None]
     sampling = {name: getattr(options, name) for name in _SAMPLING}
     try:
-        # The prompt is not looked at: the chat below is what the model gets.
+        # The prompt is not used: the chat below is what the model gets.
         body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
@@ -132,7 +105,6 @@ def _request(
     defaults = SamplingDefaults.from_generation_config(generation_config)
     wanted = body.options()
     params = sampling_params(wanted, defaults, seed, engine.info.vocab_size)
-    messages = [message.for_template() for message in asked]
     prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
     (request,) = engine_requests("generate", [prompt], params, wanted, engine.info)
     if body.max_tokens is None:

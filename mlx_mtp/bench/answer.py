@@ -1,196 +1,185 @@
-"""One measured answer: when its tokens came, and how many came at a time.
+"""One answer of a server or an engine: when its tokens came, and how many came at a time.
 
 Definitions, with t0 the moment before the request is sent:
 
-    chunk               what one read of the connection brought, if it brought text
+    chunk               what one read of the connection returned, if it contained text
     TTFT                time of the first chunk - t0
     chunk gap           time between two chunks
     inter-token latency chunk gap / tokens in the later chunk, counted once for each of its tokens
     decoding rate       tokens after the first chunk / time after the first chunk
 
-A chunk may hold several tokens: with speculative decoding a step gives a reader several at once.
-How many is known where the server says it (`Split`); the whole is the server's `usage` either way.
+With speculative decoding a chunk may hold several tokens. While an answer arrives the client only
+notes the time of each read, and parses afterwards: a server may share its machine.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mlx_mtp.bench.chunks import Timings, Usage, parse_chunk
-from mlx_mtp.bench.sse import DONE, Read, timed_events
 from mlx_mtp.errors import BenchError
+
+Read = tuple[float, bytes]
+"""When bytes were read, in seconds of the client's clock, and the bytes."""
+_COUNTS = (
+    ("usage", "completion_tokens"),
+    ("usage", "prompt_tokens"),
+    ("timings", "draft_n"),  # As llama.cpp has them.
+    ("timings", "draft_n_accepted"),
+)
 
 
 class Split(enum.StrEnum):
-    """How the tokens of each chunk are known, from the best to the worst."""
+    """How the tokens of each chunk are known, best first."""
 
-    TOLD = "told"
-    """The server counts in each chunk, or the engine was asked itself."""
-    SINGLE = "single"
-    """One token a chunk: there are as many chunks as tokens (the end's token has no text)."""
-    TEXT = "text"
-    """Estimated: the tokens are shared out by the length of each chunk's text."""
-    CHUNKS = "chunks"
-    """The server sends no usage: chunks are counted and called tokens."""
+    TOLD = "told"  # The server counts in each chunk, or an engine was asked directly.
+    SINGLE = "single"  # There are as many chunks as tokens; a last one may have no text.
+    TEXT = "text"  # Estimated: the usage is divided by the length of each chunk's text.
+    CHUNKS = "chunks"  # The server sends no usage: chunks are counted as tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. Times are seconds of the client's clock.
+    """One answer. Times are seconds of the client's clock."""
 
-    Args:
-        sent: before the request was sent.
-        ended: when the last event came.
-        times: of each chunk, increasing.
-        tokens: in each chunk; not whole numbers where they are estimated.
-        num_tokens: of the answer, those without text included.
-        split: how `tokens` is known.
-        num_events: stream events with text; several may have come in one read.
-        prompt_tokens: None if the server doesn't say.
-        num_drafts: draft tokens verified, where the server tells.
-        num_accepted: of these.
-        retries: connections that the server refused before it took this one.
-    """
-
-    sent: float
-    ended: float
-    times: tuple[float, ...]
-    tokens: tuple[float, ...]
-    num_tokens: int
+    sent: float  # Before the request was sent.
+    ended: float  # When the last event came.
+    times: tuple[float, ...]  # Of each chunk, increasing.
+    tokens: tuple[float, ...]  # In each chunk; not whole numbers where they are estimated.
+    num_tokens: int  # Of the answer, those without text included.
     split: Split
-    num_events: int
-    prompt_tokens: int | None = None
-    num_drafts: int = 0
+    num_events: int  # Stream events with text, of which one read may return several.
+    prompt_tokens: int | None = None  # None if the server doesn't say.
+    num_drafts: int = 0  # Draft tokens verified, as far as the server says.
     num_accepted: int = 0
-    retries: int = 0
+    retries: int = 0  # Connections that were refused before one was accepted.
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token; None for an answer without text."""
         return self.times[0] - self.sent if self.times else None
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Between chunks."""
         return tuple(b - a for a, b in zip(self.times, self.times[1:]))
 
     @property
     def decoding_rate(self) -> float | None:
-        """Tokens per second after the first chunk; None if nothing came after it."""
         if len(self.times) < 2:
             return None
         return sum(self.tokens[1:]) / (self.times[-1] - self.times[0])
 
 
-@dataclass
-class _Parts:
-    """What an answer's events said."""
-
-    times: list[float]
-    texts: list[str]
-    running: list[int | None]
-    ended: float
-    usage: Usage | None = None
-    timings: Timings | None = None
-    finish_reason: str | None = None
-    done: bool = False
-
-
-def parse_answer(sent: float, reads: Iterable[Read], retries: int = 0) -> Answer:
-    """Read an answer's stream.
-
-    Args:
-        sent: before the request was sent.
-        reads: what came, and when.
-        retries: as in `Answer`.
-
-    Raises:
-        BenchError: it holds an error, is no stream of chat completion chunks, or was cut short.
-    """
-    try:
-        parts = _collect(sent, reads)
-    except UnicodeDecodeError:
-        raise BenchError("the stream is not UTF-8.") from None
-    if not parts.done and parts.finish_reason is None:
+def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
+    """Parse the stream of an answer; raises BenchError for an error in it, and if it was cut."""
+    ended, done = sent, False
+    last: dict[str, Any] = {}
+    events: list[tuple[float, dict[str, Any]]] = []
+    for ended, data in timed_events(reads):
+        done = data == "[DONE]"
+        if done:
+            break
+        found = _parse_chunk(data)
+        last |= found
+        if found["text"]:
+            events.append((ended, found))
+    if not done and "finish_reason" not in last:
         raise BenchError(
-            f"an answer was cut off after {len(parts.texts)} chunks: the server died or closed "
-            "the connection."
+            f"an answer was cut off after {len(events)} chunks: the server died or closed the "
+            "connection."
         )
-    if parts.texts and parts.usage is not None and parts.usage.completion_tokens < 1:
-        parts.usage = None
-    usage, timings = parts.usage, parts.timings or Timings()
-    tokens, split = _tokens(parts)
-    times, tokens = _merged(parts.times, tokens)
+    total = last.get("completion_tokens")
+    if events and total == 0:
+        total = None  # There is text, so this is no count.
+    tokens, split = _token_counts([event for _, event in events], total, last)
+    chunks: dict[float, float] = {}  # The events of one read are one chunk.
+    for (at, _), count in zip(events, tokens, strict=True):
+        chunks[at] = chunks.get(at, 0.0) + count
+    chunks = {at: count for at, count in chunks.items() if count}
     return Answer(
         sent=sent,
-        ended=parts.ended,
-        times=tuple(times),
-        tokens=tuple(tokens),
-        num_tokens=len(parts.texts) if usage is None else usage.completion_tokens,
+        ended=ended,
+        times=tuple(chunks),
+        tokens=tuple(chunks.values()),
+        num_tokens=len(events) if total is None else total,
         split=split,
-        num_events=len(parts.texts),
-        prompt_tokens=None if usage is None else usage.prompt_tokens,
-        num_drafts=timings.draft_n,
-        num_accepted=timings.draft_n_accepted,
+        num_events=len(events),
+        prompt_tokens=last.get("prompt_tokens"),
+        num_drafts=last.get("draft_n", 0),
+        num_accepted=last.get("draft_n_accepted", 0),
         retries=retries,
     )
 
 
-def _collect(sent: float, reads: Iterable[Read]) -> _Parts:
-    parts = _Parts([], [], [], ended=sent)
-    for at, data in timed_events(reads):
-        parts.ended = at
-        if data == DONE:
-            parts.done = True
-            break
-        chunk = parse_chunk(data)
-        parts.usage = chunk.usage or parts.usage
-        parts.timings = chunk.timings or parts.timings
-        parts.finish_reason = chunk.finish_reason or parts.finish_reason
-        if chunk.text:
-            parts.times.append(at)
-            parts.texts.append(chunk.text)
-            parts.running.append(chunk.usage.completion_tokens if chunk.usage else None)
-    return parts
+def timed_events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
+    """The data of each server-sent event, with the time of the read that completed it."""
+    rest = b""
+    data: list[bytes] = []
+    # The stream's end completes its last event.
+    for at, received in [*reads, *((at, b"\n\n") for at, _ in reads[-1:])]:
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].removeprefix(b" "))
+            elif not line and data:
+                try:
+                    yield at, b"\n".join(data).decode()
+                except UnicodeDecodeError:
+                    raise BenchError("the stream is not UTF-8.") from None
+                data = []
 
 
-def _tokens(parts: _Parts) -> tuple[list[float], Split]:
-    """Tokens of each event with text, and how that is known."""
-    count = len(parts.texts)
-    if parts.usage is None:
-        return [1.0] * count, Split.CHUNKS
-    told = [n for n in parts.running if n is not None]
-    if count and len(told) == count:
-        steps = [float(b - a) for a, b in zip([0, *told], told)]
-        # A chunk without a token of its own holds text that was kept back.
+def _parse_chunk(data: str) -> dict[str, Any]:
+    """The text of a chunk, and its finish reason and counts if it has them."""
+    found: dict[str, Any] = {"text": ""}
+    try:
+        chunk = json.loads(data)
+        error = chunk.get("error")
+        for choice in chunk.get("choices") or []:
+            delta = choice.get("delta") or {}
+            parts = [delta.get(key) for key in ("reasoning_content", "reasoning", "content")]
+            for call in delta.get("tool_calls") or []:
+                function = call.get("function") or {}
+                parts += [function.get("name"), function.get("arguments")]
+            found["text"] += "".join(part for part in parts if part)
+            if choice.get("finish_reason"):
+                found["finish_reason"] = choice["finish_reason"]
+        for section, key in _COUNTS:
+            if (chunk.get(section) or {}).get(key) is not None:
+                found[key] = int(chunk[section][key])
+    except (ValueError, TypeError, AttributeError):
+        raise BenchError(
+            f"the stream has {data[:60]!r}, which is not a chat completion chunk."
+        ) from None
+    if error is not None:
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise BenchError(f"an answer ended with the error: {str(message)[:300]}")
+    return found
+
+
+def _token_counts(
+    events: Sequence[dict[str, Any]], total: int | None, last: dict[str, Any]
+) -> tuple[list[float], Split]:
+    """Tokens of each event with text, and how they are known."""
+    single = [1.0] * len(events)
+    if total is None:
+        return single, Split.CHUNKS
+    running = [event["completion_tokens"] for event in events if "completion_tokens" in event]
+    if events and len(running) == len(events):
+        steps = [float(b - a) for a, b in zip([0, *running], running)]
+        # An event without a token of its own has text that was held back before.
         if steps[0] > 0 and min(steps) >= 0:
             return steps, Split.TOLD
-    total = parts.usage.completion_tokens
-    if total in (count, count + 1):
-        return [1.0] * count, Split.SINGLE
-    # The token that stops an answer has no text.
-    with_text = total - (parts.finish_reason == "stop")
-    return _shared_out(with_text, [len(text) for text in parts.texts]), Split.TEXT
-
-
-def _shared_out(total: int, lengths: Sequence[int]) -> list[float]:
-    """One token for each event, and what is left in proportion to the lengths of their texts."""
-    left = total - len(lengths)
-    if left < 0:
-        return [total / len(lengths)] * len(lengths)
-    characters = sum(lengths)
-    return [1.0 + left * length / characters for length in lengths]
-
-
-def _merged(times: Sequence[float], tokens: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Chunks out of events: those that one read brought are one, and each has a token."""
-    merged: tuple[list[float], list[float]] = ([], [])
-    for at, count in zip(times, tokens, strict=True):
-        if merged[0] and merged[0][-1] == at:
-            merged[1][-1] += count
-        elif count:
-            merged[0].append(at)
-            merged[1].append(count)
-    return merged
+    if total in (len(events), len(events) + 1):
+        return single, Split.SINGLE
+    # One token for each event, and the others in proportion to the lengths of the texts. The token
+    # that stops an answer has no text.
+    with_text = total - (last.get("finish_reason") == "stop")
+    if with_text < len(events):
+        return [with_text / len(events)] * len(events), Split.TEXT
+    lengths = [len(event["text"]) for event in events]
+    others = with_text - len(events)
+    return [1.0 + others * length / sum(lengths) for length in lengths], Split.TEXT

@@ -1,125 +1,97 @@
-"""The arguments of `mlx-mtp bench`. Nothing heavy is imported here: --help answers at once."""
+"""The arguments of `bench` and `selftest`. Nothing heavy is imported: --help answers at once."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, Parse, at_least, count_or_path, one_of, text, whole, word_or
-from mlx_mtp.options import DRAFT_VOCAB, MODEL_DEFAULT, MODEL_HELP, add_dtype
+from mlx_mtp.flags import Flag, Parse, add_options, at_least, one_of, secret, text, whole, word_or
+from mlx_mtp.options import DRAFT_VOCAB, DTYPE, MODEL_FLAG
 
-LEVELS = (1, 2, 4, 8, 16, 32)
-COMPARED_LEVELS = (1, 4, 16)
-_MOST_AT_ONCE = 4096
-_SHORTEST_SILENCE = 0.01
-_CALIBRATION_SECONDS = 2.0
-_URL_HELP = "the server's address, such as http://127.0.0.1:8000"
-API_KEY = Flag("--api-key", "sent as a bearer token", text)
+_MODEL = Flag("--model", "model to ask for", text, "NAME", repeated=True)
+API_KEY = Flag("--api-key", "sent as a bearer token", secret, "KEY")
 """The one flag that may come from the environment: a command line can be seen by others."""
+_OFTEN = "how often to measure each cell of the table"
+_RANDOMNESS = "randomness; 0 always takes the most probable token"
+_SEED = Flag("--seed", "repeat the prompts of another run", whole(0, (1 << 63) - 1), "N")
+_ASKING = (
+    Flag("--warmups", "rounds before them that are not counted", whole(0, 100), "N", default=1),
+    Flag("--max-tokens", "most tokens per answer", whole(2, 1 << 20), "N", default=128),
+    Flag("--temperature", _RANDOMNESS, at_least(0.0), "X", default=0.0),
+    replace(_SEED, default_text="new ones, which no server has cached"),
+    Flag("--csv", "write the figures as CSV", Path, metavar="FILE"),
+    Flag("--json", "write all that was measured", Path, metavar="FILE"),
+)
+_LEVELS = (1, 2, 4, 8, 16, 32)
+_COMPARED_LEVELS = (1, 4, 16)
+_DEPTH = word_or("auto", whole(1, MAX_DRAFT_TOKENS))
+_CALIBRATION_SECONDS = 2.0
+_CALIBRATION = Flag(
+    "--calibration-seconds",
+    "most time for auto to measure step costs first",
+    at_least(0.0),
+    metavar="SECONDS",
+    default_text=f"{_CALIBRATION_SECONDS:g}",
+)
 
 
 def add_bench(subparsers: Any) -> None:
-    """Register `bench`; each parsed namespace says in `what` which measurement it is.
-
-    Args:
-        subparsers: as argparse's `add_subparsers` returns it.
-    """
+    """Register `bench`; each parsed namespace says in `what` which measurement it is."""
     bench = subparsers.add_parser(
         "bench",
         help="measure a server with the OpenAI API, or the engine alone",
         description="Measure any server with the OpenAI API, or (offline) the engine alone.",
     )
     what = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
+    address = "the server's address, such as http://127.0.0.1:8000"
+    kinds, compared_depths = f"lengths of prompts: {', '.join(KINDS)}", (1, 2, 3, "auto")
     latency = what.add_parser("latency", help="time to the first token and between tokens")
-    latency.add_argument("url", metavar="URL", help=_URL_HELP)
+    latency.add_argument("url", metavar="URL", help=address)
     _add_http(latency)
-    latency.add_argument(
-        "--prompts",
-        type=_list_of(one_of(*KINDS)),
-        default=["short", "medium", "long"],
-        metavar="KIND,...",
-        help=f"lengths of prompts: {', '.join(KINDS)} (default: short,medium,long)",
-    )
+    add_options(latency, _list("--prompts", kinds, one_of(*KINDS), KINDS[1:], "KIND,..."))
     _add_asking(latency, rounds=10)
-    _add_files(latency)
     streams = what.add_parser("concurrency", help="rates with 1, 2, 4, 8, 16 and 32 streams")
-    streams.add_argument("url", metavar="URL", help=_URL_HELP)
+    streams.add_argument("url", metavar="URL", help=address)
     _add_http(streams)
-    add_streams(streams, LEVELS)
+    add_streams(streams, _LEVELS)
     compare = what.add_parser("compare", help="two servers in turns, and their ratios")
     compare.add_argument("urls", metavar="URL", nargs=2, help="A and B; the ratios are of B to A")
-    _add_http(compare, servers=2)
-    add_streams(compare, COMPARED_LEVELS)
-    _add_offline(what.add_parser("offline", help="the engine without HTTP, MTP on and off"))
+    _add_http(compare, "; give it twice if the servers differ")
+    add_streams(compare, _COMPARED_LEVELS)
+    offline = what.add_parser("offline", help="the engine without HTTP, MTP on and off")
+    depths = "drafts per step to measure beside MTP off"
+    add_options(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE)
+    add_options(offline, _list("--depths", depths, _DEPTH, compared_depths, "K,K,..."))
+    add_streams(offline, _COMPARED_LEVELS)
 
 
-def _add_http(parser: argparse.ArgumentParser, servers: int = 1) -> None:
-    twice = "; give it twice if the servers differ" if servers > 1 else ""
-    parser.add_argument(
-        "--model",
-        action="append",
-        type=text,
-        metavar="NAME",
-        help=f"model to ask for (default: the first that the server lists){twice}",
+def add_selftest(subparsers: Any) -> None:
+    """Register `selftest`."""
+    parser = subparsers.add_parser(
+        "selftest",
+        help="check this machine in a minute, and print a table for a report",
+        description="Check the kernels against the portable code and MTP's output against plain "
+        "decoding, measure acceptance and speed, and print one table for a report.",
+        epilog="Exit status: 0 all is well, 1 a check failed, 2 it could not be run.",
     )
-    parser.add_argument(
-        API_KEY.name,
-        action="append",
-        type=text,
-        metavar="KEY",
-        help=f"{API_KEY.help} (default: {API_KEY.variable}, if set){twice}",
+    seconds = "time to take after loading; what doesn't fit is skipped"
+    add_options(
+        parser,
+        MODEL_FLAG,
+        DTYPE,
+        Flag("--seconds", seconds, at_least(1.0), "SECONDS", default=60.0),
+        Flag("--json", "write everything that was measured", Path, metavar="FILE"),
     )
-    parser.add_argument(
-        "--timeout",
-        type=at_least(_SHORTEST_SILENCE),
-        default=600.0,
-        metavar="SECONDS",
-        help="seconds of silence after which a server is given up (default: 600)",
-    )
-
-
-def _add_offline(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?",
-        type=text,
-        metavar="MODEL",
-        help=f"{MODEL_HELP} (default: {MODEL_DEFAULT})",
-    )
-    parser.add_argument(
-        "--depths",
-        type=_list_of(word_or("auto", whole(1, MAX_DRAFT_TOKENS))),
-        default=[1, 2, 3, "auto"],
-        metavar="K,K,...",
-        help="drafts per step to measure beside MTP off (default: 1,2,3,auto)",
-    )
-    parser.add_argument(
-        DRAFT_VOCAB.name,
-        type=count_or_path,
-        metavar=DRAFT_VOCAB.metavar,
-        help=f"{DRAFT_VOCAB.help} (default: {DRAFT_VOCAB.shown_default})",
-    )
-    parser.add_argument(
-        "--calibration-seconds",
-        type=at_least(0.0),
-        metavar="SECONDS",
-        help=f"most time for auto to measure step costs first (default: {_CALIBRATION_SECONDS:g})",
-    )
-    add_dtype(parser)
-    add_streams(parser, COMPARED_LEVELS)
 
 
 def settle_offline(options: argparse.Namespace) -> None:
-    """Fill in the time to calibrate.
-
-    Raises:
-        UsageError: it is given, and no depth needs it.
-    """
+    """Fill in the time to calibrate; raises UsageError if it is given and no depth needs it."""
     if options.calibration_seconds and "auto" not in options.depths:
         raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
     if options.calibration_seconds is None:
@@ -127,68 +99,42 @@ def settle_offline(options: argparse.Namespace) -> None:
 
 
 def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
-    """Arguments of a measurement of several streams, its files included.
-
-    Args:
-        parser: to add them to.
-        levels: numbers of streams, by default.
-    """
-    shown = ",".join(map(str, levels))
-    parser.add_argument(
-        "--concurrency",
-        type=_list_of(whole(1, _MOST_AT_ONCE)),
-        default=list(levels),
-        metavar="N,N,...",
-        help=f"streams at once (default: {shown})",
-    )
-    parser.add_argument(
-        "--prompts",
-        type=one_of(*KINDS),
-        default="short",
-        metavar="KIND",
-        help=f"length of the prompts: {', '.join(KINDS)} (default: short)",
+    """Add what measures several streams; `levels` are the numbers of streams by default."""
+    kinds = f"length of the prompts: {', '.join(KINDS)}"
+    add_options(
+        parser,
+        _list("--concurrency", "streams at once", whole(1, 4096), levels, "N,N,..."),
+        Flag("--prompts", kinds, one_of(*KINDS), "KIND", default="short"),
+        Flag("--plot", "rate over concurrency (needs matplotlib)", Path, metavar="FILE.png"),
     )
     _add_asking(parser, rounds=3)
-    _add_files(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="rate over concurrency (needs matplotlib)"
+
+
+def _add_http(parser: argparse.ArgumentParser, twice: str = "") -> None:
+    first, variable = "the first that the server lists", f"{API_KEY.variable}, if set"
+    silence = "seconds of silence after which a server is given up"
+    add_options(
+        parser,
+        replace(_MODEL, help=_MODEL.help + twice, default_text=first),
+        replace(API_KEY, help=API_KEY.help + twice, repeated=True, default_text=variable),
+        Flag("--timeout", silence, at_least(0.01), "SECONDS", default=600.0),
     )
 
 
 def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
-    for name, parse, default, help_text in (
-        ("--max-tokens", whole(2, 1 << 20), 128, "most tokens per answer"),
-        ("--rounds", whole(1, 10_000), rounds, "how often to measure each cell of the table"),
-        ("--warmups", whole(0, 100), 1, "rounds before them that are not counted"),
-        ("--temperature", at_least(0.0), 0.0, "randomness; 0 always takes the most probable token"),
-    ):
-        parser.add_argument(
-            name,
-            type=parse,
-            default=default,
-            metavar="X" if isinstance(default, float) else "N",
-            help=f"{help_text} (default: {default:g})",
-        )
+    add_options(parser, Flag("--rounds", _OFTEN, whole(1, 10_000), "N", default=rounds), *_ASKING)
     parser.add_argument(
         "--ignore-eos",
         action="store_true",
         help="make every answer --max-tokens long, if the server supports ignore_eos",
     )
-    parser.add_argument(
-        "--seed",
-        type=whole(0, (1 << 63) - 1),
-        metavar="N",
-        help="repeat the prompts of another run (default: new ones, which no server has cached)",
-    )
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures as CSV")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+def _list(name: str, help_text: str, parse: Parse, default: Sequence[Any], metavar: str) -> Flag:
+    """A flag of several values separated by commas."""
 
-
-def _list_of(parse: Parse) -> Parse:
     def parse_all(value: str) -> list[Any]:
         return list(dict.fromkeys(parse(part.strip()) for part in value.split(",")))
 
-    return parse_all
+    shown = ",".join(map(str, default))
+    return Flag(name, help_text, parse_all, metavar, default=list(default), default_text=shown)

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import httpx
 
-from mlx_mtp.bench.answer import Answer, parse_answer
+from mlx_mtp.bench.answer import Answer, Read, parse_answer
+from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
-from mlx_mtp.bench.runs import Asking
-from mlx_mtp.bench.sse import Read
 from mlx_mtp.errors import BenchError, UsageError
 
-# Python's own HTTP servers have room for five waiting connections, and turn others away.
+# Python's own HTTP servers let five connections wait, and refuse others.
 _RETRIES = 40
 _RETRY_SECONDS = 0.05
 _CONNECT_SECONDS = 30.0
 _STREAM_OPTIONS: tuple[dict[str, bool] | None, ...] = (
-    # A count in each chunk, as vLLM, SGLang and this project have it; a strict server refuses.
+    # A count in each chunk, as vLLM, SGLang and this project have it; a strict server refuses it.
     {"include_usage": True, "continuous_usage_stats": True},
     {"include_usage": True},
     None,
@@ -35,24 +33,10 @@ class _RefusedError(BenchError):
 
 
 class HttpServer:
-    """A server to measure; a context manager, which connects.
+    """A server to measure; use as a context manager, which connects.
 
-    Args:
-        url: its address, with or without the `/v1`.
-        asking: how to ask it.
-        api_key: sent as a bearer token.
-        model: to ask for; None for the first that it lists.
-        name: in tables; the URL if None.
-        clock: seconds.
-        transport: httpx's, for tests.
-
-    Attributes:
-        name: in tables.
-        url: with the `/v1`.
-        model: that is asked for.
-
-    Raises:
-        UsageError: the URL is none.
+    `model` is asked for, or else the first that the server lists; `name` stands in tables, or else
+    the URL. Raises BenchError, with a message for users, where an answer can't be measured.
     """
 
     def __init__(
@@ -63,92 +47,83 @@ class HttpServer:
         api_key: str | None = None,
         model: str | None = None,
         name: str | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = base_url(url)
-        self._asking = asking
-        self._clock = clock
-        self._stream_options = _STREAM_OPTIONS[0]
-        self._runner = asyncio.Runner()
-        self._client = httpx.AsyncClient(
-            # Compressed, several chunks would wait for each other.
-            headers={"Accept-Encoding": "identity"}
-            | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            timeout=httpx.Timeout(asking.timeout, connect=min(asking.timeout, _CONNECT_SECONDS)),
-            transport=transport,
-        )
-        self._known = False
         self.name = name or self.url
         self.model = model
+        self._asking = asking
+        self._stream_options = _STREAM_OPTIONS[0]
+        self._connected = False
+        self._runner = asyncio.Runner()
+        # Compressed, several chunks would wait for each other.
+        headers = {b"Accept-Encoding": b"identity"}
+        if api_key:
+            headers[b"Authorization"] = f"Bearer {api_key}".encode()
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(asking.timeout, connect=min(asking.timeout, _CONNECT_SECONDS)),
+        )
 
     def __enter__(self) -> HttpServer:
         try:
-            self._runner.run(self._prepare())
+            self._runner.run(self._connect())
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
+    def __exit__(self, *_: object) -> None:
         self._runner.run(self._client.aclose())
         self._runner.close()
 
     def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Ask all of them at once; returns when the last answer has ended.
-
-        Raises:
-            BenchError: one of them got no answer.
-        """
+        """Ask all of them at once; returns when the last answer has ended."""
         return self._runner.run(self._ask_all(prompts))
 
     async def _ask_all(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._ask(prompt)) for prompt in prompts]
-        except ExceptionGroup as failures:
-            # The first one tells why; the others were cancelled, or failed in its wake.
-            # Not by `except*`: in Python 3.11.2 what is raised there comes out as a group.
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        # The first that fails raises here; those that still run are cancelled at the exit.
+        return await asyncio.gather(*(self._ask(p, self._asking.max_tokens) for p in prompts))
 
-    async def _prepare(self) -> None:
-        """Find the model, and the form of request that the server takes."""
+    async def _connect(self) -> None:
+        """Find the model, and the form of request that the server accepts."""
         if self.model is None:
             self.model = await self._first_model()
-        hello = Prompt("Say hello.", seed=0)
         for self._stream_options in _STREAM_OPTIONS:
             try:
-                await self._ask(hello, max_tokens=8)
+                await self._ask(Prompt("Say hello.", seed=0), max_tokens=8)
                 break
-            except _RefusedError as error:
-                refusal = error
-        else:
-            raise refusal
-        self._known = True
+            except _RefusedError:
+                if self._stream_options is None:
+                    raise
+        self._connected = True
 
     async def _first_model(self) -> str:
         where = f"{self.url}/models"
         try:
             response = await self._client.get(where)
             self._check_status(response, where)
-            listed = response.json()["data"]
-            return str(listed[0]["id"])
+            return str(response.json()["data"][0]["id"])
         except (httpx.TransportError, ssl.SSLError) as error:
             raise self._unreachable(error) from None
         except (ValueError, LookupError, TypeError):
             raise BenchError(f"{where} lists no model; name one with --model.") from None
 
-    async def _ask(self, prompt: Prompt, max_tokens: int | None = None) -> Answer:
-        body = self._body(prompt, max_tokens or self._asking.max_tokens)
-        sent = self._clock()
+    async def _ask(self, prompt: Prompt, max_tokens: int) -> Answer:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "max_tokens": max_tokens,
+            "temperature": self._asking.temperature,
+            "stream": True,
+        }
+        if self._stream_options is not None:
+            body["stream_options"] = self._stream_options
+        if self._asking.temperature > 0:
+            body["seed"] = prompt.seed
+        if self._asking.ignore_eos:
+            body["ignore_eos"] = True
+        sent = perf_counter()
         for retries in range(_RETRIES + 1):
             reads: list[Read] = []
             try:
@@ -163,29 +138,13 @@ class HttpServer:
                     raise BenchError(
                         f"{self.name} ended an answer in the middle: {_reason(error)}"
                     ) from None
-                if not self._known or retries == _RETRIES:
+                if not self._connected or retries == _RETRIES:
                     raise self._unreachable(error) from None
                 await asyncio.sleep(_RETRY_SECONDS)
         try:
             return parse_answer(sent, reads, retries)
         except BenchError as error:
             raise BenchError(f"{self.name}: {error}") from None
-
-    def _body(self, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt.text}],
-            "max_tokens": max_tokens,
-            "temperature": self._asking.temperature,
-            "stream": True,
-        }
-        if self._stream_options is not None:
-            body["stream_options"] = self._stream_options
-        if self._asking.temperature > 0:
-            body["seed"] = prompt.seed
-        if self._asking.ignore_eos:
-            body["ignore_eos"] = True
-        return body
 
     async def _stream(self, body: dict[str, Any], reads: list[Read]) -> None:
         where = f"{self.url}/chat/completions"
@@ -199,34 +158,28 @@ class HttpServer:
                     f"{where} answered {kind} instead of text/event-stream: it does not stream."
                 )
             async for received in response.aiter_bytes():
-                reads.append((self._clock(), received))
+                reads.append((perf_counter(), received))
 
     def _check_status(self, response: httpx.Response, where: str) -> None:
         status = response.status_code
         if status == httpx.codes.OK:
             return
-        told = _error_text(response)
+        text = f"{where} answered {status}: {_error_text(response)}"
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise BenchError(
-                f"{where} answered {status}: {told} Give the server's key with --api-key."
-            )
+            raise BenchError(f"{text} Give the server's key with --api-key.")
         if status == httpx.codes.NOT_FOUND and where.endswith("/models"):
             raise BenchError(f"{where} does not exist; name the model with --model.")
         refused = status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
-        raise (_RefusedError if refused else BenchError)(f"{where} answered {status}: {told}")
+        raise (_RefusedError if refused else BenchError)(text)
 
     def _unreachable(self, error: Exception) -> BenchError:
-        if self._known:
+        if self._connected:
             return BenchError(f"{self.name} no longer answers: {_reason(error)}")
         return BenchError(f"{self.url} can't be reached: {_reason(error)} Is the server running?")
 
 
 def base_url(url: str) -> str:
-    """The address that routes are appended to: `http://host:8000` becomes `http://host:8000/v1`.
-
-    Raises:
-        UsageError: it is no HTTP address.
-    """
+    """The address that routes are appended to: `http://host:8000` becomes `http://host:8000/v1`."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
@@ -257,7 +210,7 @@ def _reason(error: BaseException) -> str:
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             # asyncio words it anew, and resolvers have error numbers of their own.
-            number = cause.errno or 0
-            text = os.strerror(number) if number > 0 else cause.strerror
+            code = cause.errno or 0
+            text = os.strerror(code) if code > 0 else cause.strerror
         cause = cause.__cause__ or cause.__context__
     return text if text.endswith(".") else f"{text}."

@@ -1,13 +1,13 @@
 """What is asked: prompts of a few lengths, none of them twice.
 
 A server may keep the state of a prompt's beginning. So no two prompts of a run are the same, two of
-one kind part within a sentence, and a run's seed makes them differ from those of other runs.
+one kind differ within a sentence, and a run's seed makes them differ from those of other runs.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 KINDS = ("story", "short", "medium", "long")
 """short: a line, of varied tasks; story: a line, always that one; medium and long: a text of
@@ -50,25 +50,15 @@ _SENTENCES = (
 _TASK = "Tell this again in your own words, and say what {name} did with the {thing}."
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One question.
-
-    Args:
-        text: of the user's message.
-        seed: for the sampling of its answer.
-    """
+class Prompt(NamedTuple):
+    """A user's message, and a seed for the sampling of its answer."""
 
     text: str
     seed: int
 
 
 class PromptSource:
-    """The prompts of one run.
-
-    Args:
-        seed: the same seed gives the same prompts, asked for in the same order.
-    """
+    """The prompts of one run; the same seed and calls give the same prompts."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -82,7 +72,7 @@ class PromptSource:
 
     def _unused(self, kind: str, number: int) -> Prompt:
         for attempt in range(_ATTEMPTS):
-            # A task with few variants gives way to the next.
+            # Where a task's variants are used up, the next task is tried.
             text = self._text(kind, number + attempt)
             if text not in self._given:
                 break
@@ -92,35 +82,30 @@ class PromptSource:
         return Prompt(text, self._random.getrandbits(31))
 
     def _text(self, kind: str, number: int) -> str:
-        words = _words(self._random)
-        if kind in _WORDS:
-            return f"{_passage(self._random, words, _WORDS[kind])}\n\n{_TASK.format(**words)}"
-        return _SHORT[0 if kind == "story" else number % len(_SHORT)].format(**words)
+        words = self._words()
+        if kind not in _WORDS:
+            return _SHORT[0 if kind == "story" else number % len(_SHORT)].format(**words)
+        # The first sentence names the hero and the thing.
+        sentences = [_SENTENCES[0].format(**words)]
+        length = len(sentences[0].split())
+        while length < _WORDS[kind]:
+            # Half of them are about the hero, or the text would be about nobody.
+            chosen = self._words() | (words if self._random.random() < 0.5 else {})
+            sentences.append(self._random.choice(_SENTENCES).format(**chosen))
+            length += len(sentences[-1].split())
+        return f"{' '.join(sentences)}\n\n{_TASK.format(**words)}"
 
-
-def _passage(chance: random.Random, words: dict[str, str], length: int) -> str:
-    """Sentences of `length` words or a few more; the first names the hero and the thing."""
-    sentences = [_SENTENCES[0].format(**words)]
-    total = len(sentences[0].split())
-    while total < length:
-        # Half of them about the hero, or the text would be about nobody.
-        chosen = _words(chance) | (words if chance.random() < 0.5 else {})
-        sentence = chance.choice(_SENTENCES).format(**chosen)
-        sentences.append(sentence)
-        total += len(sentence.split())
-    return " ".join(sentences)
-
-
-def _words(chance: random.Random) -> dict[str, str]:
-    name, friend = chance.sample(_NAMES, 2)
-    thing, other = chance.sample(_THINGS, 2)
-    return {
-        "name": name,
-        "friend": friend,
-        "animal": chance.choice(_ANIMALS),
-        "thing": thing,
-        "other": other,
-        "place": chance.choice(_PLACES),
-        "count": str(chance.randint(3, 12)),
-        "small": str(chance.randint(40, 400)),
-    }
+    def _words(self) -> dict[str, str]:
+        chance = self._random
+        name, friend = chance.sample(_NAMES, 2)
+        thing, other = chance.sample(_THINGS, 2)
+        return {
+            "name": name,
+            "friend": friend,
+            "animal": chance.choice(_ANIMALS),
+            "thing": thing,
+            "other": other,
+            "place": chance.choice(_PLACES),
+            "count": str(chance.randint(3, 12)),
+            "small": str(chance.randint(40, 400)),
+        }

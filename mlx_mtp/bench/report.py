@@ -1,114 +1,224 @@
-"""A measurement as files: CSV of the summaries, JSON of all that was measured."""
+"""What a measurement leaves: tables that can be read in a terminal too, CSV, JSON and a plot."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
 import os
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp import __version__
-from mlx_mtp.bench.runs import Wave
-from mlx_mtp.bench.stats import Summary
+from mlx_mtp.bench.answer import Split
+from mlx_mtp.bench.measure import Summary, Wave
 from mlx_mtp.errors import UsageError
 
+NOTHING = "-"
+_TIMES = (
+    ("TTFT p50", "{ttft_p50:ms}"),
+    ("p95", "{ttft_p95:ms}"),
+    ("per token p50", "{itl_p50:ms}"),
+    ("p95", "{itl_p95:ms}"),
+)
+_COLUMNS = {
+    "latency": (
+        ("prompts", "{prompts}"),
+        ("prompt tokens", "{prompt_tokens:.0f}"),
+        ("answers", "{answers}"),
+        *_TIMES,
+        ("p99", "{itl_p99:ms}"),
+        ("tokens a chunk", "{tokens_per_chunk:.2f}"),
+        ("tokens/s", "{request_rate:.1f}"),
+        ("accepted", "{accepted:.1%}"),
+    ),
+    "concurrency": (
+        ("at once", "{concurrency}"),
+        ("tokens/s", "{rate:.1f}"),
+        ("range", "{rate_min:.1f} to {rate_max:.1f}"),
+        ("each", "{request_rate:.1f}"),
+        *_TIMES,
+        ("accepted", "{accepted:.1%}"),
+    ),
+    "compare": (
+        ("at once", "{concurrency}"),
+        ("A tokens/s", "{of_a[rate]:.1f}"),
+        ("B tokens/s", "{rate:.1f}"),
+        ("B / A (range)", "{rate_ratio:.2f} ({rate_ratio_min:.2f} to {rate_ratio_max:.2f})"),
+        ("A TTFT p50", "{of_a[ttft_p50]:ms}"),
+        ("B TTFT p50", "{ttft_p50:ms}"),
+        ("B / A (range)", "{ttft_ratio:.2f} ({ttft_ratio_min:.2f} to {ttft_ratio_max:.2f})"),
+    ),
+}
+_REMARKS: dict[str, Callable[[Summary], bool]] = {
+    "the server sends no usage: its tokens are a count of chunks, and too few where a chunk holds "
+    "more than one.": lambda s: s["split"] is Split.CHUNKS,
+    "chunks hold several tokens and the server doesn't say how many: time per token is estimated "
+    "from the length of each chunk's text (rates are not).": lambda s: s["split"] is Split.TEXT,
+    "usage counts fewer tokens than chunks came; the figures are by usage.": (
+        lambda s: s["tokens_per_chunk"] < 0.99
+    ),
+    "some answers came in one chunk: there is no time per token for them.": (
+        lambda s: s["gap_p50"] is None
+    ),
+    "{retries} connections were refused and tried again, which TTFT includes.": (
+        lambda s: s["retries"] > 0
+    ),
+}
 
-@dataclass(frozen=True)
-class Report:
-    """One measurement.
 
-    Args:
-        command: what was run, as in "bench latency".
-        settings: what it was told, the run's seed included; never a key.
-        summaries: its figures.
-        waves: what they come from.
-        notes: what a reader must know.
-        began: date and time, ISO 8601.
-    """
+class _Cells(string.Formatter):
+    """Of tables: None is "-", and the format `ms` shows milliseconds."""
 
-    command: str
-    settings: Mapping[str, Any]
-    summaries: Sequence[Summary]
-    waves: Sequence[Wave]
-    notes: Sequence[str]
-    began: str
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return NOTHING
+        if format_spec == "ms":
+            return f"{1000 * value:.{1 if value < 0.1 else 0}f} ms"
+        return format(value, format_spec)
 
-    def write_csv(self, path: Path) -> None:
-        """A row for each summary, its fields the columns; what is None is empty.
 
-        Raises:
-            UsageError: the file can't be written.
-        """
-        names = [f.name for f in dataclasses.fields(Summary)]
-        with _writing(path) as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(dataclasses.asdict(summary) for summary in self.summaries)
+def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Lines of equal width; all columns but the first `left` are flush right."""
+    # A pipe would end a cell.
+    table = [[cell.replace("|", "/") for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    rules = [f":{'-' * (n - 1)}" if i < left else f"{'-' * (n - 1)}:" for i, n in enumerate(widths)]
+    lines = []
+    for row in (table[0], rules, *table[1:]):
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
-    def write_json(self, path: Path) -> None:
-        """Everything, each answer's times included.
 
-        Raises:
-            UsageError: the file can't be written.
-        """
-        content = {
-            "mlx_mtp": __version__,
-            "command": self.command,
-            "began": self.began,
-            "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
-            "settings": dict(self.settings),
-            "notes": list(self.notes),
-            "summaries": [dataclasses.asdict(summary) for summary in self.summaries],
-            "waves": [_wave(wave) for wave in self.waves],
-        }
-        with _writing(path) as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+def http_table(what: str, summaries: Sequence[Summary]) -> str:
+    """The table of `bench latency`, `concurrency` or `compare`, which has A's summaries first."""
+    columns, half = _COLUMNS[what], len(summaries) // 2
+    if what == "compare":
+        pairs = zip(summaries[:half], summaries[half:], strict=True)
+        summaries = [{**b, "of_a": a} for a, b in pairs]
+    rows = [[_Cells().vformat(cell, (), s) for _, cell in columns] for s in summaries]
+    return render([title for title, _ in columns], rows)
+
+
+def contenders_table(summaries: Sequence[Summary], what: str) -> str:
+    """A row for each subject, a column for each number of streams; `what` the subjects are."""
+    levels = dict.fromkeys(s["concurrency"] for s in summaries)
+    rows = []
+    for subject in dict.fromkeys(s["subject"] for s in summaries):
+        own = [s for s in summaries if s["subject"] == subject]
+        drafts, accepted = sum(s["num_drafts"] for s in own), sum(s["num_accepted"] for s in own)
+        share = f"{accepted / drafts:.1%}" if drafts else NOTHING
+        rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
+    return render([what, *(f"{level} at once" for level in levels), "drafts accepted"], rows)
+
+
+def rate_and_ratio(summary: Summary, digits: int) -> str:
+    """Tokens per second, and in brackets the ratio to the reference."""
+    ratio = summary["rate_ratio"]
+    return f"{summary['rate']:.{digits}f}" + ("" if ratio is None else f" ({ratio:.2f})")
+
+
+def footnotes(summaries: Sequence[Summary]) -> list[str]:
+    """What a reader of the figures must know of how they were measured."""
+    only_one = len({s["subject"] for s in summaries}) == 1
+    notes = []
+    for remark, applies in _REMARKS.items():
+        if about := [s for s in summaries if applies(s)]:
+            names = "; ".join(dict.fromkeys(s["subject"] for s in about))
+            text = remark.format(retries=sum(s["retries"] for s in about))
+            notes.append(text if only_one else f"{names}: {text}")
+    return notes
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Find out now, not after the measurement.
-
-    Raises:
-        UsageError: one of them can't be written.
-    """
+    """Before the measurement: raise UsageError for a file that can't be written."""
     for path in paths:
         if path is None:
             continue
-        folder = path.parent
         if path.is_dir():
             raise UsageError(f"{path} is a directory; give a file.")
-        if not os.access(path if path.exists() else folder, os.W_OK):
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise UsageError(f"{path} can't be written.")
 
 
-def _wave(wave: Wave) -> dict[str, Any]:
-    """Times of the answers are counted from the wave's first request."""
-    began = min(answer.sent for answer in wave.answers)
-    answers = []
-    for answer in wave.answers:
-        fields = dataclasses.asdict(answer)
-        fields["sent"] -= began
-        fields["ended"] -= began
-        fields["times"] = [at - began for at in answer.times]
-        answers.append(fields)
-    return {
-        "subject": wave.subject,
-        "prompts": wave.cell.kind,
-        "concurrency": wave.cell.concurrency,
-        "round": wave.round,
-        "rate": wave.rate,
-        "answers": answers,
-    }
+def write_csv(path: Path, summaries: Sequence[Summary]) -> None:
+    """A row for each summary; what is None is empty."""
+    with _writing(path) as file:
+        writer = csv.DictWriter(file, list(summaries[0]))
+        writer.writeheader()
+        writer.writerows(summaries)
 
 
-def _writing(path: Path) -> Any:
+def write_json(path: Path, content: Any) -> None:
+    """JSON, indented; paths and the like become text."""
+    with _writing(path) as file:
+        file.write(json.dumps(content, indent=1, default=str) + "\n")
+
+
+def wave_fields(wave: Wave) -> dict[str, Any]:
+    """A wave for JSON; the times of its answers are counted from its first request."""
+    fields = dataclasses.asdict(wave)
+    for answer in fields["answers"]:
+        answer["sent"] -= wave.began
+        answer["ended"] -= wave.began
+        answer["times"] = [at - wave.began for at in answer["times"]]
+    return fields | {"rate": wave.rate}
+
+
+def write_plot(
+    path: Path, summaries: Sequence[Summary], title: str, labels: Mapping[str, str]
+) -> None:
+    """A PNG: all streams together on the left, one stream on the right, a line per subject."""
+    # Without pyplot there is no window, no global state and no display to look for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 4.6), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    together, each = figure.subplots(1, 2)
+    together.set_title("all streams together (bars: range of the rounds)", fontsize="medium")
+    each.set_title("one stream, after its first token (median)", fontsize="medium")
+    subjects = list(dict.fromkeys(s["subject"] for s in summaries))
+    for index, subject in enumerate(subjects):
+        own = [s for s in summaries if s["subject"] == subject]
+        # Moved aside a little, or the bars would hide each other.
+        shift = 2 ** (0.04 * (index - (len(subjects) - 1) / 2))
+        where = [s["concurrency"] * shift for s in own]
+        ranges = [
+            [s["rate"] - s["rate_min"] for s in own],
+            [s["rate_max"] - s["rate"] for s in own],
+        ]
+        rates = [s["rate"] for s in own]
+        label = labels.get(subject, subject)
+        together.errorbar(where, rates, yerr=ranges, marker="o", capsize=3, label=label)
+        # matplotlib leaves out what is NaN.
+        each.plot(where, [s["request_rate"] or float("nan") for s in own], marker="o")
+    levels = sorted({s["concurrency"] for s in summaries})
+    for axes in (together, each):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(levels, [str(level) for level in levels])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("streams at once")
+        axes.set_ylabel("tokens per second")
+        axes.grid(alpha=0.3)
+    together.legend()
+    with _writing(path, "wb") as file:
+        figure.savefig(file, format="png")
+
+
+@contextlib.contextmanager
+def _writing(path: Path, mode: str = "w") -> Iterator[Any]:
+    text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
-        return path.open("w", encoding="utf-8", newline="")
+        with path.open(mode, **text) as file:
+            yield file
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error.strerror}.") from None

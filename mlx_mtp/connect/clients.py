@@ -1,4 +1,4 @@
-"""Each client's configuration: its file, and what goes into it.
+"""A running server, and each client's configuration for it: its file, and what goes into it.
 
 A key is never written down: the files name the environment variable that has it.
 """
@@ -6,41 +6,83 @@ A key is never written down: the files name the environment variable that has it
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from mlx_mtp.connect.served import Served
+import httpx
+
+from mlx_mtp.connect.files import Config
+from mlx_mtp.errors import UsageError
 
 NAME = "mlx-mtp"
 KEY_VARIABLE = "MLX_MTP_API_KEY"
 _MOST_ANSWER_TOKENS = 32_000
+_PATIENCE_SECONDS = 5.0
 _TIMEOUT_MS = 600_000
 """As long as the SDKs wait by themselves: local models may think for minutes."""
 
-Config = dict[str, Any]
+
+class Served(NamedTuple):
+    """A server: its address without a path, its model, and the most tokens of the context."""
+
+    url: str
+    model: str
+    context: int
+    wants_key: bool
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.url}/v1"
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
-    """A client whose configuration is a file.
+class Client(NamedTuple):
+    """A client that is configured by a file."""
 
-    Args:
-        path: of the file, below the user's home; with XDG_CONFIG_HOME if that is set.
-        config: the part of the file that is this server's.
-        needed: what has to be there too when the file is new.
-        run: how to start it then.
-        changes: what else of the client's the file changes, for its user to know before.
-        once: a command that uses the server for one session and changes no file, if there is one.
+    variable: str  # Of the environment: names the directory, if set.
+    directory: str  # Else the one below the user's home.
+    file: str
+    config: Callable[[Served], Config]  # The part of the file that is this server's.
+    run: str  # How to start it then.
+    changes: str  # What else of the client's the file changes.
+    needed: Config  # What has to be there too when the file is new.
+    once: Callable[[Served], str] | None = None  # A command for one session that changes no file.
+
+
+def ask(url: str, api_key: str | None) -> Served:
+    """Ask a server for its model; raises UsageError if none answers as this server does.
+
+    A path at the end of its address, such as /v1, is left out.
     """
-
-    path: Callable[[Path, Mapping[str, str]], Path]
-    config: Callable[[Served], Config]
-    run: str
-    needed: Config
-    changes: str
-    once: Callable[[Served], str] | None = None
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"{url} is not an address; it should look like http://127.0.0.1:8000.")
+    base = f"{parts.scheme}://{parts.netloc}"
+    headers = {b"Authorization": f"Bearer {api_key}".encode()}
+    try:
+        with httpx.Client(base_url=base, timeout=_PATIENCE_SECONDS) as client:
+            response = client.get("/v1/models")
+            wants_key = response.status_code == 401
+            if wants_key and api_key is not None:
+                response = client.get("/v1/models", headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UsageError(
+            f"No server answers at {base} ({error}). Start one with `mlx-mtp serve`, or pass its "
+            "address with --url."
+        ) from None
+    if response.status_code == 401 and api_key is None:
+        raise UsageError(
+            f"The server at {base} requires its API key: pass --api-key or set MLX_MTP_API_KEY."
+        )
+    if response.status_code == 401:
+        raise UsageError(f"The server at {base} refuses this API key.")
+    try:
+        (card,) = response.json()["data"]
+        return Served(base, card["id"], card["max_model_len"], wants_key)
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(
+            f"What answers at {base} is not an mlx-mtp server: its /v1/models differs."
+        ) from None
 
 
 def _answer_tokens(served: Served) -> int:
@@ -125,46 +167,43 @@ def _continue(served: Served) -> Config:
     return {"models": [model]}
 
 
-def _below_config(home: Path, environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode" / "opencode.json"
-
-
-def _below(variable: str, folder: str, file: str) -> Callable[[Path, Mapping[str, str]], Path]:
-    def path(home: Path, environ: Mapping[str, str]) -> Path:
-        return Path(environ.get(variable) or home / folder) / file
-
-    return path
-
-
-CLIENTS: Mapping[str, Client] = {
+CLIENTS = {
     "opencode": Client(
-        _below_config,
+        "XDG_CONFIG_HOME",
+        ".config",
+        "opencode/opencode.json",
         _opencode,
         "opencode",
-        {"$schema": "https://opencode.ai/config.json"},
         "The default model of every opencode session is then this server's.",
+        {"$schema": "https://opencode.ai/config.json"},
     ),
     "claude": Client(
-        _below("CLAUDE_CONFIG_DIR", ".claude", "settings.json"),
+        "CLAUDE_CONFIG_DIR",
+        ".claude",
+        "settings.json",
         _claude,
         "claude",
-        {},
         "Every Claude Code session then uses this server, also if you pay for Anthropic's.",
+        {},
         _claude_once,
     ),
     "codex": Client(
-        _below("CODEX_HOME", ".codex", "config.toml"),
+        "CODEX_HOME",
+        ".codex",
+        "config.toml",
         _codex,
         "codex",
-        {},
         "The default model of every Codex session is then this server's.",
+        {},
     ),
     "continue": Client(
-        _below("CONTINUE_GLOBAL_DIR", ".continue", "config.yaml"),
+        "CONTINUE_GLOBAL_DIR",
+        ".continue",
+        "config.yaml",
         _continue,
         "cn",
-        {"name": "Local", "version": "1.0.0", "schema": "v1"},
         "The server's model is added to those that are there.",
+        {"name": "Local", "version": "1.0.0", "schema": "v1"},
     ),
 }
 

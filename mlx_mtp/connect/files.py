@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomlkit
 from ruamel.yaml import YAML
@@ -19,53 +19,46 @@ from tomlkit.exceptions import TOMLKitError
 
 from mlx_mtp.errors import UsageError
 
+Config = dict[str, Any]
+_YAML = YAML()
+_YAML.indent(mapping=2, sequence=4, offset=2)
+_YAML.width = 1000
 
-@dataclass(frozen=True, slots=True)
-class _Format:
+
+class _Format(NamedTuple):
     load: Callable[[str], Any]
     dump: Callable[[Any], str]
-
-
-def _yaml() -> YAML:
-    yaml = YAML()
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.width = 1000
-    return yaml
+    empty: str = "{}"
 
 
 def _dump_yaml(value: Any) -> str:
     text = io.StringIO()
-    _yaml().dump(value, text)
+    _YAML.dump(value, text)
     return text.getvalue()
 
 
 _FORMATS = {
     ".json": _Format(json.loads, lambda value: json.dumps(value, indent=2) + "\n"),
-    ".toml": _Format(tomlkit.parse, tomlkit.dumps),
-    ".yaml": _Format(lambda text: _yaml().load(text), _dump_yaml),
+    ".toml": _Format(tomlkit.parse, tomlkit.dumps, empty=""),
+    ".yaml": _Format(_YAML.load, _dump_yaml),
 }
 
 
-def shown(path: Path, config: dict[str, Any]) -> str:
+def shown(path: Path, config: Config) -> str:
     """A configuration as its file would have it."""
     return _FORMATS[path.suffix].dump(config)
 
 
-def merged(path: Path, config: dict[str, Any], needed: dict[str, Any]) -> str:
-    """The text of a file with a configuration put in.
+def merged(path: Path, config: Config, needed: Config) -> str:
+    """The text of a file, which may not exist, with a configuration put in.
 
-    Args:
-        path: of the file, which may not exist.
-        config: goes over what is there; of a list, entries replace those of the same name.
-        needed: goes in where the file lacks it.
-
-    Raises:
-        UsageError: the file can't be read, or isn't in its format.
+    `config` replaces what is there, in a list the entries of the same name; of `needed` only what
+    the file lacks is put in. Raises UsageError for a file that can't be read.
     """
     form = _FORMATS[path.suffix]
     try:
         text = path.read_text("utf-8") if path.exists() else ""
-        there = form.load(text) if text.strip() else form.load(_EMPTY[path.suffix])
+        there = form.load(text if text.strip() else form.empty)
     except (OSError, ValueError, TOMLKitError, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
@@ -75,51 +68,40 @@ def merged(path: Path, config: dict[str, Any], needed: dict[str, Any]) -> str:
         raise UsageError(f"{path} holds no settings, and is left as it is.")
     for key, value in needed.items():
         there.setdefault(key, value)
-    _put(there, config)
+    _merge(there, config)
     return form.dump(there)
 
 
-_EMPTY = {".json": "{}", ".toml": "", ".yaml": "{}"}
-
-
-def _put(there: Any, config: dict[str, Any]) -> None:
+def _merge(there: Any, config: Config) -> None:
     for key, value in config.items():
         old = there.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
-            _put(old, value)
-        elif isinstance(value, list) and isinstance(old, list) and _have_names(value):
-            _put_by_name(old, value)
+            _merge(old, value)
+        elif isinstance(value, list) and isinstance(old, list):
+            for entry in value:
+                _put_by_name(old, entry)
         else:
             there[key] = value
 
 
-def _have_names(entries: list[Any]) -> bool:
-    return all(isinstance(entry, dict) and "name" in entry for entry in entries)
-
-
-def _put_by_name(there: list[Any], entries: list[Any]) -> None:
-    for entry in entries:
-        for number, old in enumerate(there):
-            if isinstance(old, dict) and old.get("name") == entry["name"]:
-                there[number] = entry
-                break
-        else:
-            there.append(entry)
+def _put_by_name(there: list[Any], entry: Config) -> None:
+    for number, old in enumerate(there):
+        if isinstance(old, dict) and old.get("name") == entry["name"]:
+            there[number] = entry
+            return
+    there.append(entry)
 
 
 def write(path: Path, text: str) -> Path | None:
-    """Write a file in one go; returns the copy that was made of what was there.
-
-    Raises:
-        UsageError: it can't be written; what was there is as it was.
-    """
+    """Write a file in one go; returns the copy of what was there, or raises UsageError."""
     # A link stays one: many people keep such files elsewhere.
     path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         backup = None
         if path.exists():
-            backup = _free_name(path)
+            names = (path.with_name(f"{path.name}.bak{n or ''}") for n in itertools.count())
+            backup = next(name for name in names if not name.exists())
             shutil.copy2(path, backup)
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
@@ -131,12 +113,3 @@ def write(path: Path, text: str) -> Path | None:
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error.strerror}.") from None
     return backup
-
-
-def _free_name(path: Path) -> Path:
-    number = 0
-    while True:
-        name = path.with_name(f"{path.name}.bak{number or ''}")
-        if not name.exists():
-            return name
-        number += 1

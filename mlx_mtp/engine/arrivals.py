@@ -1,41 +1,47 @@
-"""Waiting for what an engine delivers, for callers without an event loop."""
+"""Reading what an engine delivers, for callers without an event loop."""
 
 from __future__ import annotations
 
 import queue
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from time import perf_counter
 
+from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import EngineStoppedError
 
-T = TypeVar("T")
+Arrivals = queue.SimpleQueue[tuple[float, Sequence[RequestOutput]]]
+"""The outputs of each step, with the time (`perf_counter`) at which they were delivered."""
 
 PATIENCE = 1.0
-"""Seconds of silence after which the engine's health is looked at."""
+"""Seconds of silence after which the engine's health is checked."""
 
 
-class Health(Protocol):
-    """What an engine says of itself."""
+def start(engine: Engine) -> Arrivals:
+    """Start an engine; returns the queue of what it delivers."""
+    arrived: Arrivals = queue.SimpleQueue()
+    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
+    return arrived
 
-    @property
-    def unhealthy_reason(self) -> str | None:
-        """Why it takes no requests; None while it does."""
 
+def read_outputs(
+    engine: Engine, arrived: Arrivals, num_requests: int
+) -> Iterator[tuple[float, RequestOutput]]:
+    """Yield outputs with their times until so many requests have ended.
 
-def next_arrival(arrived: queue.SimpleQueue[T], engine: Health) -> T:
-    """What was put there next.
-
-    Args:
-        arrived: filled by the callback that the engine was started with.
-        engine: asked when nothing comes.
-
-    Raises:
-        EngineStoppedError: nothing will come any more.
+    Raises the error of a request that fails, and EngineStoppedError if the engine dies silently.
     """
-    while True:
+    while num_requests:
         reason = engine.unhealthy_reason
         try:
-            return arrived.get(timeout=PATIENCE)
+            at, outputs = arrived.get(timeout=PATIENCE)
         except queue.Empty:
-            # Asked before the wait: what a dying engine still sent has had the time to come.
+            # Checked before the wait: what a dying engine still sent has had the time to come.
             if reason is not None:
                 raise EngineStoppedError(f"The engine has stopped: {reason}") from None
+            continue
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            num_requests -= output.finish_reason is not None
+            yield at, output

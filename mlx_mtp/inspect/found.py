@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.hub_head import (
-    base_model,
-    cached_sidecar,
-    remote_sidecar,
-    remote_weight_map,
-)
+from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar, remote_weight_map
 from mlx_mtp.convert.metadata import FORMAT_VERSION_KEY, Existing
 from mlx_mtp.convert.safetensors_file import SafetensorsFile
 from mlx_mtp.convert.source import head_of, weight_map_of
@@ -25,108 +20,25 @@ from mlx_mtp.units import size_text
 
 @dataclass(frozen=True)
 class Found:
-    """What there is of a model.
+    """What there is of a model."""
 
-    Args:
-        name: a directory or a hub id.
-        target: its config.json.
-        trunk: bytes of its own files, and how many files.
-        head: in words; None without one.
-        head_bytes: that come on top of the trunk's.
-        base: the model it was converted from, as far as it says.
-        directory: that holds its weights; None if they are elsewhere.
-    """
-
-    name: str
-    target: Target
-    trunk: tuple[int, int]
-    head: str | None
-    head_bytes: int = 0
-    base: str | None = None
-    directory: Path | None = None
+    name: str  # A directory or a hub id.
+    target: Target  # Its config.json.
+    trunk: tuple[int, int]  # Bytes of its own files, and how many files.
+    head: str | None  # In words; None without one.
+    head_bytes: int = 0  # On top of the trunk's.
+    base: str | None = None  # The model it was converted from, as far as it says.
+    directory: Path | None = None  # Where its weights are, if they are local.
 
 
 def find(name: str | None) -> Found:
-    """Look at a model. No weight is read, nor downloaded.
+    """Look at a directory, a hub id or the bundled model; raises ModelError if there is none.
 
-    Args:
-        name: a directory or a hub id; None for the bundled model.
-
-    Raises:
-        ModelError: there is no such model, or no family serves it.
+    No weight is read or downloaded.
     """
     if name is None or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
         return _local(resolve_model(name))
     return _remote(HubRepo(name, None))
-
-
-def _local(path: Path) -> Found:
-    target = Target.open(path)
-    files = sorted(path.glob("model*.safetensors"))
-    existing = Existing.find(path)
-    base = base_model(path / "README.md")
-    trunk = (sum(f.stat().st_size for f in files), len(files))
-    if existing is not None:
-        size = sum(file.stat().st_size for file in existing.files)
-        return Found(str(path), target, trunk, _sidecar(existing, size), size, base, path)
-    head = head_of(weight_map_of(path))
-    if not head:
-        return Found(str(path), target, trunk, None, 0, base, path)
-    size = 0
-    for file_name in set(head.values()):
-        with SafetensorsFile(path / file_name) as file:
-            size += sum(tensor.nbytes for key, tensor in file.tensors.items() if key in head)
-    text = f"in {_names(head.values())}: {size_text(size)} of the weights"
-    return Found(str(path), target, trunk, text, 0, base, path)
-
-
-def _sidecar(existing: Existing, size: int) -> str:
-    if not existing.files:
-        return "can't be read: write it again with `mlx-mtp add-mtp-weights --force`"
-    metadata = existing.metadata
-    names = ", ".join(file.name for file in existing.files)
-    if FORMAT_VERSION_KEY not in metadata:
-        return f"in {names}: {size_text(size)}, not made by this program"
-    unquantized = metadata["mode"] == "none"
-    bits = "unquantized" if unquantized else f"{metadata['bits']} bits, {metadata['mode']}"
-    revision = f" at {metadata['source_revision'][:12]}" if metadata["source_revision"] else ""
-    return (
-        f"in {names}: {size_text(size)}, {bits}; from {metadata['source']}{revision}, "
-        f"by {metadata['created_by']}"
-    )
-
-
-def _remote(repo: HubRepo) -> Found:
-    config = repo.small("config.json")
-    if config is None:
-        raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
-    target = Target.open(config.parent)
-    names = remote_weight_map(repo)
-    trunk = _sizes(repo, set(names.values()))
-    base = base_model(repo.small("README.md"))
-    head = head_of(names)
-    if head:
-        return Found(repo.repo_id, target, trunk, f"in {_names(head.values())}", 0, base)
-    added = cached_sidecar(repo)
-    if added:
-        size = sum(file.stat().st_size for file in added)
-        text = f"in {_names(f.name for f in added)} of the local cache: {size_text(size)}"
-        return Found(repo.repo_id, target, trunk, text, size, base)
-    beside = remote_sidecar(repo)
-    if beside:
-        size, _ = _sizes(repo, beside)
-        text = f"in {_names(beside)}: {size_text(size)}"
-        return Found(repo.repo_id, target, trunk, text, size, base)
-    return Found(repo.repo_id, target, trunk, None, 0, base)
-
-
-def _sizes(repo: HubRepo, names: Any) -> tuple[int, int]:
-    sizes = [file.size for name in names if (file := repo.remote(name))]
-    return sum(sizes), len(sizes)
-
-
-def _names(files: Any) -> str:
-    return ", ".join(sorted(set(files)))
 
 
 def quantization(config: Mapping[str, Any]) -> str:
@@ -142,3 +54,65 @@ def quantization(config: Mapping[str, Any]) -> str:
         f"{table.get('bits')} bits, groups of {table.get('group_size')}, "
         f"{table.get('mode', 'affine')}{own}"
     )
+
+
+def _local(path: Path) -> Found:
+    target = Target.open(path)
+    files = sorted(path.glob("model*.safetensors"))
+    trunk = (sum(file.stat().st_size for file in files), len(files))
+    existing = Existing.find(path)
+    head, head_bytes = None, 0
+    if existing is not None:
+        head_bytes = sum(file.stat().st_size for file in existing.files)
+        head = _sidecar(existing, head_bytes)
+    elif tensors := head_of(weight_map_of(path)):
+        size = 0
+        for file_name in set(tensors.values()):
+            with SafetensorsFile(path / file_name) as file:
+                size += sum(t.nbytes for key, t in file.tensors.items() if key in tensors)
+        head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
+    base = base_model(path / "README.md")
+    return Found(str(path), target, trunk, head, head_bytes, base, path)
+
+
+def _sidecar(existing: Existing, size: int) -> str:
+    if not existing.files:
+        return "can't be read: write it again with `mlx-mtp add-mtp-weights --force`"
+    metadata = existing.metadata
+    found = f"in {_names(file.name for file in existing.files)}: {size_text(size)}"
+    if FORMAT_VERSION_KEY not in metadata:
+        return f"{found}, not made by this program"
+    unquantized = metadata["mode"] == "none"
+    bits = "unquantized" if unquantized else f"{metadata['bits']} bits, {metadata['mode']}"
+    revision = f" at {metadata['source_revision'][:12]}" if metadata["source_revision"] else ""
+    return f"{found}, {bits}; from {metadata['source']}{revision}, by {metadata['created_by']}"
+
+
+def _remote(repo: HubRepo) -> Found:
+    config = repo.small("config.json")
+    if config is None:
+        raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
+    target = Target.open(config.parent)
+    weights = remote_weight_map(repo)
+    trunk = _sizes(repo, set(weights.values()))
+    head, head_bytes = None, 0
+    if inside := head_of(weights):
+        head = f"in {_names(inside.values())}"
+    elif added := cached_sidecar(repo):
+        head_bytes = sum(file.stat().st_size for file in added)
+        names = _names(file.name for file in added)
+        head = f"in {names} of the local cache: {size_text(head_bytes)}"
+    elif beside := remote_sidecar(repo):
+        head_bytes, _ = _sizes(repo, beside)
+        head = f"in {_names(beside)}: {size_text(head_bytes)}"
+    base = base_model(repo.small("README.md"))
+    return Found(repo.repo_id, target, trunk, head, head_bytes, base)
+
+
+def _sizes(repo: HubRepo, names: Iterable[str]) -> tuple[int, int]:
+    sizes = [file.size for name in names if (file := repo.remote(name))]
+    return sum(sizes), len(sizes)
+
+
+def _names(files: Iterable[str]) -> str:
+    return ", ".join(sorted(set(files)))

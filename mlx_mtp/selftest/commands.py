@@ -5,151 +5,204 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Sequence
+from operator import eq
+from time import perf_counter
+from typing import NamedTuple
 
-from mlx_mtp.bench.offline import ChatTokenizer, EngineSubject, engine_name, make_engine
-from mlx_mtp.bench.runs import Asking
+from mlx_mtp.bench.measure import Asking, measure, showing, summarize
+from mlx_mtp.bench.offline import OFF, EngineSubject, engine_subject
+from mlx_mtp.bench.prompts import PromptSource
+from mlx_mtp.bench.report import write_json
 from mlx_mtp.config import DraftTokens
+from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import EngineError
 from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.selftest.budget import Budget
-from mlx_mtp.selftest.equality import (
-    Equality,
-    Recorder,
-    built_in_prompts,
-    compare,
-    references,
-)
+from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.selftest.kernels import check_kernels, shape_of
-from mlx_mtp.selftest.machine import (
-    compute_dtype,
-    computes_exactly,
-    describe_machine,
-    describe_model,
-)
-from mlx_mtp.selftest.report import Report
-from mlx_mtp.selftest.speed import ROWS, Speed, measure_speed
+from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
+from mlx_mtp.server.tokenizer import Tokenizer
 
-_DEPTHS = (1, 2, 3)
-_CALIBRATION_SECONDS = 2.0
-_WARM_UP = Asking(max_tokens=8)
-_REFERENCE_SHARE = 0.15
+_DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
 _AUTO_SHARE = 0.4
 """Of the time, that must be left for "auto" to be measured too: it calibrates itself first."""
+_TIE = 1e-4
+"""Two candidates closer than this may change places in float32 when shapes change."""
+_COMPARED_TOKENS = 48
+_REFERENCE_SHARE, _FEWEST_REFERENCES = 0.15, 3
+_ROWS, _ROUNDS = (1, 4), 3
+_MOST_TIMED, _FEWEST_TIMED = 64, 16
+_ROW_COST = 2.5
+"""Of 4 rows over 1, as long as nothing is known; a server's CPU has about this."""
+
+BuiltIn = tuple[tuple[int, ...], bool]
+"""A prompt's token ids, and whether it is a chat: others say nothing about acceptance."""
+
+
+class Reference(NamedTuple):
+    """A plain greedy answer; `gaps` say how far each runner-up's log-probability was behind."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
 
 
 def run_selftest(
-    options: argparse.Namespace, model: LoadedModel, tokenizer: ChatTokenizer, backend: str
+    options: argparse.Namespace, model: LoadedModel, tokenizer: Tokenizer, backend: str
 ) -> int:
     """Check and measure, and print the table; returns the exit status.
 
-    Args:
-        options: the command line's.
-        model: with its head.
-        tokenizer: its own.
-        backend: what mlx computes on, in words.
-
-    Raises:
-        MlxMtpError: the model can't be tested, or the file not be written.
+    `model` has its head; `backend` says in words what mlx computes on.
     """
-    budget = Budget(options.seconds)
-    _tell("kernels")
-    shapes = {"this model": shape_of(model), "80B": QWEN3_NEXT_80B}
-    kernels = check_kernels(shapes)
-    strict = computes_exactly(compute_dtype(model))
-    engines = _Engines(model, tokenizer, budget)
-    engines.run()
-    report = Report(
-        machine=describe_machine(backend),
-        model=describe_model(model),
-        kernels=tuple(kernels),
-        equality=tuple(engines.equality),
-        strict=strict,
-        speed=engines.speed,
-        skipped=tuple(engines.skipped),
-        seconds=budget.spent(),
-    )
+    began = perf_counter()
+    with showing("selftest: kernels ..."):
+        kernels = check_kernels({"this model": shape_of(model), "80B": QWEN3_NEXT_80B})
+    report = new_report(model, kernels, backend)
+    check_engines(report, model, tokenizer, options.seconds, began)
+    report.seconds = perf_counter() - began
     print(report.table())
     if options.json is not None:
-        report.write_json(options.json)
+        write_json(options.json, report.content())
     for failure in report.failures:
         print(f"mlx-mtp: failed: {failure}", file=sys.stderr)
     return 1 if report.failures else 0
 
 
-class _Engines:
-    """The part that runs the engine.
+def check_engines(
+    report: Report, model: LoadedModel, tokenizer: Tokenizer, seconds: float, began: float
+) -> None:
+    """Compare tokens, then measure speed; an engine that fails is noted and ends it."""
+    deadline, name = began + seconds, OFF
+    prompts, expected, rate = built_in_prompts(tokenizer), list[Reference](), 0.0
+    subjects: list[EngineSubject] = []
+    asking = Asking(max_tokens=8)
+    with contextlib.ExitStack() as stack:
+        try:
+            for depth in _DEPTHS:
+                subject = engine_subject(model, tokenizer, depth, asking, max_num_seqs=max(_ROWS))
+                name = subject.name
+                if depth == "auto" and deadline - perf_counter() <= _AUTO_SHARE * seconds:
+                    report.skipped.append(f"{name} (no time left)")
+                    continue
+                with showing(f"selftest: {name} ..."):
+                    subjects.append(stack.enter_context(subject))
+                    if not expected:
+                        expected, rate = references(subject, prompts, deadline)
+                    if depth != "auto":
+                        found = compare(subject, prompts, expected, report.strict)
+                        report.equality.append(found)
+            if missing := len(prompts) - len(expected):
+                text = f"{missing} of {len(prompts)} prompts (no time left)"
+                report.skipped.insert(0, text)
+            name = "speed"
+            measure_speed(report, subjects, rate, deadline)
+        except EngineError as error:
+            report.equality.append(Equality(name, problem=str(error)))
 
-    Args:
-        model: with its head.
-        tokenizer: its own.
-        budget: the time there is.
+
+def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltIn]:
+    """Six short chats, and two prompts of raw tokens that no tokenizer would give."""
+    source = PromptSource(seed=0)
+    chats = [
+        (tokenizer.encode_chat([{"role": "user", "content": prompt.text}]), True)
+        for prompt in (*source.next("story", 2), *source.next("short", 4))
+    ]
+    raw = [
+        (tuple(step * i % tokenizer.vocab_size for i in range(1, 24)), False)
+        for step in (7919, 104729)
+    ]
+    # One of each kind first, for when time is short.
+    return [chats[0], raw[0], *chats[1:], raw[1]]
+
+
+def references(
+    plain: EngineSubject, prompts: Sequence[BuiltIn], deadline: float
+) -> tuple[list[Reference], float]:
+    """Decode the prompts one by one, as many as fit a share of the time, but three at least.
+
+    Returns the answers, and tokens per second.
     """
-
-    def __init__(self, model: LoadedModel, tokenizer: ChatTokenizer, budget: Budget) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._budget = budget
-        self.equality: list[Equality] = []
-        self.speed: Speed | None = None
-        self.skipped: list[str] = []
-        self._doing = ""
-
-    def run(self) -> None:
-        """Compare tokens, then measure speed; an engine that fails ends it, and is noted."""
-        with contextlib.ExitStack() as stack:
-            try:
-                subjects, rate = self._compared(stack)
-                _tell("speed")
-                self._doing = "speed"
-                self.speed = measure_speed(subjects, self._tokenizer, self._budget, rate)
-                self.skipped.extend(self.speed.skipped)
-            except EngineError as error:
-                self.equality.append(Equality(self._doing, 0, 0, 0, problem=str(error)))
-
-    def _compared(self, stack: contextlib.ExitStack) -> tuple[list[EngineSubject], float]:
-        """All engines, their tokens compared; and the rate of plain decoding."""
-        plain, recorder = self._start(stack, 0)
-        prompts = built_in_prompts(self._tokenizer)
-        began = self._budget.spent()
-        expected = references(plain, recorder, prompts, self._budget, _REFERENCE_SHARE)
-        rate = sum(len(r.tokens) for r in expected) / (self._budget.spent() - began)
-        if len(expected) < len(prompts):
-            missing = len(prompts) - len(expected)
-            self.skipped.append(f"{missing} of {len(prompts)} prompts (no time left)")
-        prompts = prompts[: len(expected)]
-        self.equality.append(compare(plain, recorder, prompts, expected))
-        subjects = [plain]
-        for depth in _DEPTHS:
-            subject, recorder = self._start(stack, depth)
-            subjects.append(subject)
-            self.equality.append(compare(subject, recorder, prompts, expected))
-        if self._budget.left() > _AUTO_SHARE * self._budget.seconds:
-            subjects.append(self._start(stack, "auto")[0])
-        else:
-            self.skipped.append(f"{engine_name('auto')} (no time left)")
-        return subjects, rate
-
-    def _start(
-        self, stack: contextlib.ExitStack, depth: DraftTokens
-    ) -> tuple[EngineSubject, Recorder]:
-        self._doing = engine_name(depth)
-        _tell(self._doing)
-        engine = make_engine(
-            self._model,
-            self._tokenizer,
-            depth,
-            max_num_seqs=max(ROWS),
-            calibration_seconds=_CALIBRATION_SECONDS,
-        )
-        recorder = Recorder()
-        subject = EngineSubject(
-            self._doing, engine, self._tokenizer, _WARM_UP, observe=recorder.observe
-        )
-        return stack.enter_context(subject), recorder
+    began = perf_counter()
+    until = began + _REFERENCE_SHARE * max(0.0, deadline - began)
+    found: list[Reference] = []
+    for number, (ids, _) in enumerate(prompts):
+        if number >= _FEWEST_REFERENCES and perf_counter() > until:
+            break
+        ((_, outputs),) = plain.run([_request(f"reference-{number}", ids, top_logprobs=2)])
+        tops = [logprobs.top for output in outputs for logprobs in output.logprobs]
+        gaps = tuple(best[1] - second[1] for best, second in tops)
+        found.append(Reference(_tokens(outputs), gaps))
+    return found, sum(len(r.tokens) for r in found) / (perf_counter() - began)
 
 
-def _tell(what: str) -> None:
-    """Say where it stands, to those who wait at a terminal."""
-    if sys.stderr.isatty():
-        print(f"selftest: {what} ...", file=sys.stderr, flush=True)
+def compare(
+    subject: EngineSubject, prompts: Sequence[BuiltIn], expected: Sequence[Reference], strict: bool
+) -> Equality:
+    """Submit the prompts at once and compare their answers with the references that there are.
+
+    With `strict` only ties excuse a difference; else it is measured and not judged.
+    """
+    asked = prompts[: len(expected)]
+    requests = [_request(f"equality-{i}", ids) for i, (ids, _) in enumerate(asked)]
+    partings: list[Parting] = []
+    windows: list[RequestOutput] = []
+    identical = 0
+    for number, (_, outputs) in enumerate(subject.run(requests)):
+        tokens, reference = _tokens(outputs), expected[number]
+        same = [*map(eq, tokens, reference.tokens), False].index(False)
+        identical += same
+        if tokens != reference.tokens:
+            gap = reference.gaps[same] if same < len(reference.gaps) else None
+            partings.append(Parting(number, same, gap))
+        if asked[number][1]:
+            windows += [output for output in outputs if output.num_draft_tokens]
+    depth = max((output.num_draft_tokens for output in windows), default=0)
+    return Equality(
+        subject.name,
+        answers=len(expected),
+        tokens=sum(len(reference.tokens) for reference in expected),
+        identical=identical,
+        partings=partings,
+        accepted=[
+            sum(output.num_accepted_tokens > position for output in windows) / len(windows)
+            for position in range(depth)
+        ],
+        ok=not strict or all(p.gap is not None and p.gap < _TIE for p in partings),
+    )
+
+
+def measure_speed(
+    report: Report, subjects: Sequence[EngineSubject], plain_rate: float, deadline: float
+) -> None:
+    """Ask all of them the same in turns, in as many rounds and rows as the time allows.
+
+    The first subject is MTP off; `plain_rate` is its tokens per second as seen so far.
+    """
+    left = deadline - perf_counter()
+    cost = len(subjects) / plain_rate  # Seconds of a token in each, one row.
+    rows, tokens = list(_ROWS), int(left / (cost * (1 + _ROW_COST)))
+    if tokens < _FEWEST_TIMED:
+        last, tokens = rows.pop(), int(left / cost)
+        if tokens < _FEWEST_TIMED:
+            report.skipped.append("speed (no time left)")
+            return
+        report.skipped.append(f"speed at {last} rows (no time left)")
+    asking = Asking(max_tokens=min(tokens, _MOST_TIMED), ignore_eos=True)
+    for subject in subjects:
+        subject.asking = asking
+    cells = [("story", count) for count in rows]
+    waves = measure(subjects, cells, _ROUNDS, warmups=0, seed=0, deadline=deadline)
+    rounds = len({wave.round for wave in waves})
+    if rounds < _ROUNDS:
+        report.skipped.append(f"{_ROUNDS - rounds} of {_ROUNDS} rounds of speed")
+    summaries = summarize(waves, [subject.name for subject in subjects], OFF)
+    report.speed = {"summaries": summaries, "max_tokens": asking.max_tokens, "rounds": rounds}
+
+
+def _request(name: str, prompt: tuple[int, ...], top_logprobs: int | None = None) -> Request:
+    sampling = SamplingParams(_COMPARED_TOKENS, temperature=0.0, top_logprobs=top_logprobs)
+    return Request(name, prompt, sampling)
+
+
+def _tokens(outputs: Sequence[RequestOutput]) -> tuple[int, ...]:
+    return tuple(token for output in outputs for token in output.token_ids)

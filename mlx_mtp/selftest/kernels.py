@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import (
-    chunkwise,
-    gated_delta_kernel,
-    gpu,
-    inputs_kernel,
-    reference,
-    self_check,
-)
+from mlx_mtp.kernels import chunkwise, gated_delta_kernel, gpu, reference, self_check
 from mlx_mtp.kernels.cases import Cases, Shape
+from mlx_mtp.kernels.inputs_kernel import prepare
 from mlx_mtp.models.loaded import LoadedModel
 
 TOLERANCE = 1e-4
@@ -23,35 +18,21 @@ TOLERANCE = 1e-4
 _LENGTH = 90
 """Positions on which the portable code is checked: two chunks, the second one short."""
 _ROWS = 3
+_Case = tuple[str, Callable[[], float], bool]
+"""Its name, the comparison, and whether the kernel is made for the shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCheck:
-    """One comparison.
-
-    Args:
-        name: what was compared, with what.
-        shape: whose, in words.
-        dtype: of the activations.
-        difference: the largest, in float32's measure; None if it could not be had.
-        problem: why it could not; None if it was.
-        applies: False where the kernel isn't made for this shape and portable code runs.
-    """
+    """One comparison of a kernel at a shape."""
 
     name: str
     shape: str
     dtype: str
-    difference: float | None = None
-    problem: str | None = None
-    applies: bool = True
-
-    @property
-    def ok(self) -> bool:
-        """Nothing is wrong here."""
-        if not self.applies:
-            return True
-        # So that NaN is wrong too.
-        return self.difference is not None and self.difference < TOLERANCE
+    ok: bool
+    difference: float | None = None  # The largest, in float32's measure.
+    problem: str | None = None  # Why there is no difference.
+    applies: bool = True  # False: the kernel isn't made for this shape, and portable code runs.
 
 
 def shape_of(model: LoadedModel) -> Shape:
@@ -72,48 +53,52 @@ def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:
     On a GPU in float32 and bfloat16; portable code computes in float32 whatever it is given.
     """
     on_gpu = gpu.backend() is not None
-    checks = _gpu if on_gpu else _cpu
+    dtypes = (mx.float32, mx.bfloat16) if on_gpu else (mx.float32,)
     return [
-        _measured(compare, KernelCheck(name, called, str(dtype).removeprefix("mlx.core.")), applies)
-        for called, shape in shapes.items()
-        for dtype in ((mx.float32, mx.bfloat16) if on_gpu else (mx.float32,))
-        for name, compare, applies in checks(shape, dtype)
+        _check(called, dtype, case)
+        for (called, shape), dtype in itertools.product(shapes.items(), dtypes)
+        for case in (_gpu_cases(shape, dtype) if on_gpu else _cpu_cases(shape))
     ]
 
 
-_Case = tuple[str, Callable[[], float], bool]
+def name_of(dtype: mx.Dtype) -> str:
+    """The name of a type, such as "float32"."""
+    return str(dtype).removeprefix("mlx.core.")
 
 
-def _gpu(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
-    by_head, size = shape[:4], shape.conv_size
-    verify, advance = gated_delta_kernel.fold_and_verify, gated_delta_kernel.fold_and_advance
-    yield (
-        "gated delta kernel / portable",
-        lambda: self_check.gated_delta(verify, advance, by_head, dtype),
-        shape.key_dim % gpu.LANES == 0,
-    )
-    yield (
-        "inputs kernel / portable",
-        lambda: self_check.inputs(inputs_kernel.prepare, by_head, size, dtype),
-        shape.key_dim % gpu.LANES == 0 and shape.value_dim % gpu.LANES == 0,
-    )
-
-
-def _cpu(shape: Shape, _dtype: mx.Dtype) -> Iterator[_Case]:
-    yield "chunkwise / mlx-lm's loop", lambda: _chunkwise(shape), True
-    yield "fold / mlx-lm's loop", lambda: _fold(shape), True
-
-
-def _measured(compare: Callable[[], float], check: KernelCheck, applies: bool) -> KernelCheck:
-    name, shape, dtype = check.name, check.shape, check.dtype
+def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
+    name, compare, applies = case
+    what = (name, called, name_of(dtype))
     if not applies:
-        return KernelCheck(name, shape, dtype, applies=False)
+        return KernelCheck(*what, ok=True, applies=False)
     try:
-        return KernelCheck(name, shape, dtype, compare())
+        difference = compare()
     except Exception as error:
         # A compiler's complaint may be pages long.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return KernelCheck(name, shape, dtype, problem=lines[0][:200])
+        return KernelCheck(*what, ok=False, problem=lines[0][:200])
+    return KernelCheck(*what, ok=difference < TOLERANCE, difference=difference)  # NaN is wrong.
+
+
+def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
+    by_head, size = shape[:4], shape.conv_size
+    verify, advance = gated_delta_kernel.fold_and_verify, gated_delta_kernel.fold_and_advance
+    fits = shape.key_dim % gpu.LANES == 0
+    yield (
+        "gated delta kernel / portable",
+        lambda: self_check.gated_delta(verify, advance, by_head, dtype),
+        fits,
+    )
+    yield (
+        "inputs kernel / portable",
+        lambda: self_check.inputs(prepare, by_head, size, dtype),
+        fits and shape.value_dim % gpu.LANES == 0,
+    )
+
+
+def _cpu_cases(shape: Shape) -> Iterator[_Case]:
+    yield "chunkwise / mlx-lm's loop", lambda: _chunkwise(shape), True
+    yield "fold / mlx-lm's loop", lambda: _fold(shape), True
 
 
 def _chunkwise(shape: Shape) -> float:

@@ -3,147 +3,159 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
-from mlx_mtp.bench.stats import Summary
-from mlx_mtp.errors import UsageError
-from mlx_mtp.selftest.equality import Equality, Parting
-from mlx_mtp.selftest.kernels import KernelCheck
-from mlx_mtp.selftest.machine import Machine, ModelFacts
-from mlx_mtp.selftest.speed import Speed
+import mlx.core as mx
 
-_OK, _FAILED = "ok", "FAILED"
+from mlx_mtp import __version__
+from mlx_mtp.bench.report import rate_and_ratio, render
+from mlx_mtp.inspect.found import quantization
+from mlx_mtp.kernels import gpu
+from mlx_mtp.machine import physical_memory
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.selftest.kernels import KernelCheck, name_of
+
 _SHOWN_PARTINGS = 3
 Row = tuple[str, str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where an answer left the reference; numbers are from 0."""
+
+    prompt: int
+    token: int
+    gap: float | None  # How far the runner-up was behind; None past the reference's end.
+
+
+@dataclass(frozen=True, slots=True)
+class Equality:
+    """An engine's answers beside the references."""
+
+    name: str
+    answers: int = 0
+    tokens: int = 0  # Of the references.
+    identical: int = 0  # Of these, before the answers parted.
+    partings: list[Parting] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)  # Share of the chats' drafts, by position.
+    ok: bool = False  # Where a difference is a failure, only ties excuse it.
+    problem: str | None = None  # Why there are no answers.
+
+
+@dataclass
 class Report:
-    """What a self-test found.
+    """What a self-test found."""
 
-    Args:
-        machine, model: what was tested.
-        kernels: the comparisons.
-        equality: of each engine.
-        strict: differences between tokens are failures, but for ties.
-        speed: None if the engine failed before.
-        skipped: what was left out, in words.
-        seconds: that it took, loading apart.
-    """
-
-    machine: Machine
-    model: ModelFacts
-    kernels: tuple[KernelCheck, ...]
-    equality: tuple[Equality, ...]
-    strict: bool
-    speed: Speed | None
-    skipped: tuple[str, ...]
-    seconds: float
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    kernels: list[KernelCheck]
+    strict: bool  # Differences between tokens are failures, but for ties.
+    equality: list[Equality] = field(default_factory=list)
+    speed: dict[str, Any] | None = None  # None if the engine failed before, or no time was left.
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # Without loading.
 
     @property
     def failures(self) -> list[str]:
         """Names of the checks that failed."""
         kernels = [f"{k.name}, {k.shape}, {k.dtype}" for k in self.kernels if not k.ok]
-        engines = [e.name for e in self.equality if not e.ok(strict=self.strict)]
-        return kernels + engines
+        return kernels + [equality.name for equality in self.equality if not equality.ok]
+
+    def content(self) -> dict[str, Any]:
+        """All of the table for JSON, as numbers."""
+        failures = self.failures
+        return {"ok": not failures, "failures": failures, **dataclasses.asdict(self)}
 
     def table(self) -> str:
         """Markdown, aligned so that it can be read in a terminal too."""
-        rows = [("mlx-mtp selftest", f"{self.seconds:.0f} s", _FAILED if self.failures else _OK)]
-        for part in (self._about(), self._kernel_rows(), self._equality_rows()):
-            rows.extend(part)
-        rows.extend(self._speed_rows())
-        rows.extend(("skipped", what, "") for what in self.skipped)
-        return _render(("", "result", "check"), rows)
+        title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _verdict(not self.failures))
+        return render(("", "result", "check"), [title, *self._rows()], left=3)
 
-    def write_json(self, path: Path) -> None:
-        """Everything that is in the table, as numbers.
-
-        Raises:
-            UsageError: the file can't be written.
-        """
-        content: dict[str, Any] = {"ok": not self.failures, "failures": self.failures}
-        content |= dataclasses.asdict(self)
-        for check, told in zip(self.kernels, content["kernels"]):
-            told["ok"] = check.ok
-        for found, told in zip(self.equality, content["equality"]):
-            told["ok"] = found.ok(strict=self.strict)
-        try:
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{path} can't be written: {error.strerror}.") from None
-
-    def _about(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[Row]:
         machine, model = self.machine, self.model
-        yield "versions", ", ".join(f"{k} {v}" for k, v in machine.versions.items()), ""
-        yield "system", machine.os, ""
-        yield "device", f"{machine.device}, {machine.memory_text}", ""
-        yield "backend", f"{machine.backend}: {machine.details}", ""
-        stored = "" if model.quantization is None else f", {model.quantization}"
-        yield "model", f"{model.path}, {model.model_type}, {model.dtype}{stored}", ""
-        yield "head", f"from {model.head}", ""
-
-    def _kernel_rows(self) -> Iterator[Row]:
-        if self.machine.backend == "cpu":
+        yield "versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), ""
+        yield "system", machine["os"], ""
+        yield "device", f"{machine['device']}, {machine['memory'] / (1 << 30):.0f} GiB", ""
+        yield "backend", f"{machine['backend']}: {machine['details']}", ""
+        stored = "" if model["quantization"] is None else f", {model['quantization']}"
+        yield "model", f"{model['path']}, {model['model_type']}, {model['dtype']}{stored}", ""
+        yield "head", f"from {model['head']}", ""
+        if machine["backend"] == "cpu":
             yield "GPU kernels", "no GPU: portable code in use", ""
-        for check in self.kernels:
-            name = f"{check.name}: {check.shape}, {check.dtype}"
-            if not check.applies:
-                yield name, "not for these sizes: portable code in use", ""
-            elif check.problem is not None:
-                yield name, check.problem, _FAILED
-            else:
-                yield name, f"off by {check.difference:.1e} at most", _verdict(check.ok)
-
-    def _equality_rows(self) -> Iterator[Row]:
+        yield from map(_kernel_row, self.kernels)
         for found in self.equality:
+            # Where differences are no failure there is nothing to judge, only a rate.
+            see = found.ok and found.partings and not self.strict
+            verdict = "see" if see else _verdict(found.ok)
             name = f"same tokens as plain, one by one: {found.name}"
-            # Where differences are no failure there is nothing to be judged, only a rate.
-            judged = self.strict or found.problem is not None or not found.partings
-            verdict = _verdict(found.ok(strict=self.strict)) if judged else "see"
             yield name, found.problem or _tokens_text(found), verdict
         for found in self.equality:
             if found.accepted:
                 shares = ", ".join(f"{share:.1%}" for share in found.accepted)
                 yield f"drafts accepted by position: {found.name}", shares, ""
+        for s in self.speed["summaries"] if self.speed else ():
+            yield f"tokens/s, {s['concurrency']} at once: {s['subject']}", rate_and_ratio(s, 1), ""
+        for what in self.skipped:
+            yield "skipped", what, ""
 
-    def _speed_rows(self) -> Iterator[Row]:
-        if self.speed is None:
-            return
-        for s in self.speed.summaries:
-            yield f"tokens/s, {s.concurrency} at once: {s.subject}", _rate(s), ""
+
+def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> Report:
+    """A report with versions, hardware and model; `details` are the backend in words."""
+    info = mx.device_info()
+    versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
+    dtype = model.causal_lm.model.norm.weight.dtype
+    machine = {
+        "versions": {"mlx-mtp": __version__, **versions, "Python": platform.python_version()},
+        "os": platform.platform(),
+        "device": info.get("device_name") or info.get("architecture") or platform.machine(),
+        "memory": info.get("memory_size") or info.get("total_memory") or physical_memory(),
+        "backend": gpu.backend() or "cpu",
+        "details": details,
+    }
+    facts = {
+        "path": str(model.path),
+        "model_type": model.model_type,
+        "dtype": name_of(dtype),
+        "quantization": quantization(model.config) if "quantization" in model.config else None,
+        "head": model.head_source,
+    }
+    return Report(machine, facts, kernels, computes_exactly(dtype))
+
+
+def computes_exactly(dtype: mx.Dtype) -> bool:
+    """Whether products are float32 with all their digits, so that only ties may part two runs.
+
+    GPUs round their inputs to TF32 unless MLX_ENABLE_TF32 is 0.
+    """
+    rounded = gpu.backend() is not None and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
+    return dtype == mx.float32 and not rounded
+
+
+def _kernel_row(check: KernelCheck) -> Row:
+    name = f"{check.name}: {check.shape}, {check.dtype}"
+    if not check.applies:
+        return name, "not for these sizes: portable code in use", ""
+    if check.problem is not None:
+        return name, check.problem, _verdict(False)
+    return name, f"off by {check.difference:.1e} at most", _verdict(check.ok)
 
 
 def _verdict(ok: bool) -> str:
-    return _OK if ok else _FAILED
+    return "ok" if ok else "FAILED"
 
 
 def _tokens_text(found: Equality) -> str:
     text = f"{found.identical} of {found.tokens} ({found.answers} answers)"
     if not found.partings:
         return text
-    shown = "; ".join(_parting_text(p) for p in found.partings[:_SHOWN_PARTINGS])
-    more = len(found.partings) - _SHOWN_PARTINGS
-    return f"{text}; part at {shown}" + (f"; {more} more" if more > 0 else "")
-
-
-def _parting_text(parting: Parting) -> str:
-    behind = "past its end" if parting.gap is None else f"runner-up {parting.gap:.1e} behind"
-    return f"answer {parting.prompt + 1}, token {parting.token + 1}, {behind}"
-
-
-def _rate(summary: Summary) -> str:
-    ratio = "" if summary.rate_ratio is None else f" ({summary.rate_ratio:.2f})"
-    return f"{summary.rate:.1f}{ratio}"
-
-
-def _render(header: Row, rows: Iterable[Row]) -> str:
-    # A pipe would end a cell.
-    table = [tuple(cell.replace("|", "/") for cell in row) for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(3)]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in table]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+    shown = []
+    for parting in found.partings[:_SHOWN_PARTINGS]:
+        behind = "past its end" if parting.gap is None else f"runner-up {parting.gap:.1e} behind"
+        shown.append(f"answer {parting.prompt + 1}, token {parting.token + 1}, {behind}")
+    more = len(found.partings) - len(shown)
+    return f"{text}; part at {'; '.join(shown)}" + (f"; {more} more" if more else "")

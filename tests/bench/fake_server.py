@@ -1,36 +1,34 @@
-"""An OpenAI-compatible server that plays what a test scripts, on a loopback port."""
+"""OpenAI-compatible servers that play what a test scripts, in place of httpx's network."""
 
 from __future__ import annotations
 
+import errno
+import inspect
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from tests.loopback import LoopbackServer
+import httpx
 
 MODEL = "fake/model"
-STREAM = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
+Body = dict[str, Any]
 
 
 @dataclass
-class Reply:
-    """An HTTP answer.
+class Reply(httpx.AsyncByteStream):
+    """An HTTP answer; its body comes in exactly these reads, an exception ends it."""
 
-    Args:
-        body: in the pieces that are written.
-        status: of HTTP.
-        kind: the content type.
-        breaks: the connection is cut after the body, before HTTP's own end of it.
-    """
-
-    body: Sequence[bytes]
+    body: Sequence[bytes | Exception]
     status: int = 200
-    kind: str = STREAM
-    breaks: bool = False
+    kind: str = "text/event-stream; charset=utf-8"
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for read in self.body:
+            if isinstance(read, Exception):
+                raise read
+            yield read
 
 
 def as_json(content: object, status: int = 200) -> Reply:
@@ -45,23 +43,25 @@ def event(**fields: Any) -> bytes:
     return f"data: {json.dumps(fields)}\n\n".encode()
 
 
-def piece(text: str, **more: Any) -> bytes:
-    return event(choices=[{"index": 0, "delta": {"content": text}}], **more)
+def piece(text: str, count: int | None = None) -> bytes:
+    """A chunk of text; `count` is the usage so far."""
+    choices = [{"index": 0, "delta": {"content": text}}]
+    return event(choices=choices) if count is None else event(choices=choices, usage=usage(count))
 
 
-def closing(reason: str = "length", **more: Any) -> bytes:
-    return event(choices=[{"index": 0, "delta": {}, "finish_reason": reason}], **more)
+def closing(reason: str = "length") -> bytes:
+    return event(choices=[{"index": 0, "delta": {}, "finish_reason": reason}])
 
 
 def usage(completion: int, prompt: int = 9) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion}
 
 
-def end(completion: int, prompt: int = 9, **more: Any) -> bytes:
-    return event(choices=[], usage=usage(completion, prompt), **more)
+def end(completion: int, **more: Any) -> bytes:
+    return event(choices=[], usage=usage(completion), **more)
 
 
-def plain_stream(body: dict[str, Any]) -> Reply:
+def plain_stream(body: Body) -> Reply:
     """One token a chunk; usage if it is asked for."""
     tokens = body["max_tokens"]
     opening = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
@@ -70,84 +70,40 @@ def plain_stream(body: dict[str, Any]) -> Reply:
     return Reply([opening, *(piece(f"t{i} ") for i in range(tokens)), closing(), *last, DONE])
 
 
-Chat = Callable[[dict[str, Any]], Reply]
+def measured(*reads: bytes | Exception) -> Callable[[Body], Reply]:
+    """Only the first request, which finds out how to ask, gets a whole answer."""
+    return lambda body: plain_stream(body) if body["max_tokens"] == 8 else Reply(reads)
 
 
 @dataclass
 class FakeServer:
-    """A context manager.
+    """Answers POST /v1/chat/completions with `chat` (which may be async) and GET /v1/models."""
 
-    Args:
-        chat: answers POST /v1/chat/completions.
-        models: answers GET /v1/models.
-        key: that requests must bring.
-    """
-
-    chat: Chat = plain_stream
+    url: str
+    chat: Callable[[Body], Any] = plain_stream
     models: Reply = field(default_factory=lambda: as_json({"data": [{"id": MODEL}, {"id": "b"}]}))
     key: str | None = None
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    at_once: int = 0
-    most_at_once: int = 0
+    asked: list[Body] = field(default_factory=list)
+    requests: list[httpx.Request] = field(default_factory=list)
 
-    def __enter__(self) -> FakeServer:
-        fake, lock = self, threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.play(fake.models if self.path == "/v1/models" else refusal("no route", 404))
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    fake.asked.append(body)
-                    fake.at_once += 1
-                    fake.most_at_once = max(fake.most_at_once, fake.at_once)
-                try:
-                    self.play(fake.chat(body))
-                finally:
-                    with lock:
-                        fake.at_once -= 1
-
-            def play(self, reply: Reply) -> None:
-                if fake.key and self.headers["Authorization"] != f"Bearer {fake.key}":
-                    reply = refusal("Incorrect API key", 401)
-                self.send_response(reply.status)
-                self.send_header("Content-Type", reply.kind)
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                for part in reply.body:
-                    self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
-                if reply.breaks:
-                    self.close_connection = True
-                else:
-                    self.wfile.write(b"0\r\n\r\n")
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = LoopbackServer(Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        reply = self.models if request.url.path == "/v1/models" else refusal("no route", 404)
+        if request.url.path == "/v1/chat/completions":
+            self.asked.append(json.loads(await request.aread()))
+            reply = self.chat(self.asked[-1])
+            reply = await reply if inspect.isawaitable(reply) else reply
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            reply = refusal("Incorrect API key", 401)
+        return httpx.Response(reply.status, headers={"Content-Type": reply.kind}, stream=reply)
 
     @property
-    def url(self) -> str:
-        return self._server.url
+    def questions(self) -> list[str]:
+        return [body["messages"][0]["content"] for body in self.asked]
 
 
-def ticking(step: float = 1.0) -> Callable[[], float]:
-    """A clock that goes on by `step` whenever it is looked at, from 0."""
-    times: Iterator[int] = iter(range(1_000_000))
-    return lambda: step * next(times)
+def refused() -> httpx.ConnectError:
+    """As httpx raises it, with the system's error as its cause."""
+    error = httpx.ConnectError("All connection attempts failed")
+    error.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed")
+    return error

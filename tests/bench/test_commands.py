@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -12,17 +12,15 @@ import sys
 import pytest
 
 from mlx_mtp import cli
-from mlx_mtp.bench import plot
-from mlx_mtp.bench.answer import Split
-from mlx_mtp.bench.stats import Summary
-from mlx_mtp.bench.tables import contenders_table, footnotes, render
+from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.measure import Wave, summarize
+from mlx_mtp.bench.report import contenders_table, footnotes, http_table
 from tests.bench.fake_server import (
     DONE,
     MODEL,
-    FakeServer,
-    Reply,
     closing,
     end,
+    measured,
     piece,
     plain_stream,
     refusal,
@@ -43,222 +41,186 @@ def bench(capsys):
     return run
 
 
-def table_of(out: str) -> list[dict[int, str]]:
-    """The rows of the one table that was printed, cells by number; its header first."""
+def table_of(out: str) -> list[list[str]]:
+    """The rows of the one table that was printed, its header first."""
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines}) == 1, "the columns are aligned"
     assert set(lines[1]) == set("|:- ")
-    rows = [lines[0], *lines[2:]]
-    return [dict(enumerate(c.strip() for c in row.strip("|").split("|"))) for row in rows]
+    return [[c.strip() for c in row.strip("|").split("|")] for row in (lines[0], *lines[2:])]
 
 
-def test_latency(bench):
-    with FakeServer() as fake:
-        status, out, err = bench("latency", fake.url, *FEW)
+def test_latency(serve, bench):
+    server = serve()
+    status, out, err = bench("latency", server.url, *FEW)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{MODEL} at {fake.url}/v1\n")
-    _, *rows = table_of(out)
+    assert out.startswith(f"{MODEL} at {server.url}/v1\n\n| prompts ")
+    header, *rows = table_of(out)
+    assert ", ".join(header) == (
+        "prompts, prompt tokens, answers, TTFT p50, p95, per token p50, p95, p99, tokens a chunk, "
+        "tokens/s, accepted"
+    )
     assert [row[0] for row in rows] == ["short", "medium", "long"]
-    assert all(row[1] == "9" and row[2] == "2" for row in rows)
-    assert all(re.fullmatch(r"\d+(\.\d)? ms", row[3]) for row in rows)
-    assert "2 rounds after 1 of warm-up, answers of at most 4 tokens" in out
-    assert "--seed 11." in out
-    lengths = [len(body["messages"][0]["content"].split()) for body in fake.asked[1:]]
+    for row in rows:
+        assert (row[1], row[2], row[8], row[10]) == ("9", "2", "1.00", "-")
+        assert all(re.fullmatch(r"\d+(\.\d)? ms", cell) for cell in row[3:8])
+    assert out.endswith(
+        "\n\n2 rounds after 1 of warm-up, answers of at most 4 tokens, temperature 0, --seed 11.\n"
+    )
+    lengths = [len(text.split()) for text in server.questions[1:]]
     assert len(lengths) == 3 * 3
     assert lengths[0] < 50 < 400 <= lengths[1] < 500 < 3000 <= lengths[2]
 
 
-def test_concurrency(bench):
-    with FakeServer() as fake:
-        status, out, _ = bench("concurrency", fake.url, *FEW, "--prompts", "story")
-    assert status == 0
-    _, *rows = table_of(out)
+def test_concurrency(serve, bench):
+    server = serve()
+    _, out, _ = bench("concurrency", server.url, *FEW, "--prompts", "story")
+    header, *rows = table_of(out)
+    assert ", ".join(header) == (
+        "at once, tokens/s, range, each, TTFT p50, p95, per token p50, p95, accepted"
+    )
     assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "32"]
-    assert len(fake.asked) == 1 + 3 * 63
-    assert all("story" in body["messages"][0]["content"] for body in fake.asked[1:])
+    assert all(re.fullmatch(r"[\d.]+ to [\d.]+", row[2]) for row in rows)
+    assert len(server.asked) == 1 + 3 * 63
+    assert all("story" in text for text in server.questions[1:])
 
 
-def test_compare(bench):
-    with FakeServer() as one, FakeServer() as other:
-        urls = (one.url, f"{other.url}/v1/")
-        status, out, _ = bench("compare", *urls, *FEW, "--concurrency", "1,3", "--model", "b")
+def test_compare(serve, bench):
+    one, other = serve(key="k"), serve(key="l")
+    both = ("compare", one.url, f"{other.url}/v1/", *FEW, "--concurrency", "1,3")
+    keys = ("--api-key", "k", "--api-key", "l")
+    status, out, _ = bench(*both, *keys, "--model", "b")
     assert status == 0
     assert out.startswith(f"A: b at {one.url}/v1\nB: b at {other.url}/v1\n")
     header, *rows = table_of(out)
     assert [row[0] for row in rows] == ["1", "3"]
-    assert all(re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", row[3]) for row in rows)
+    assert all(re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", row[i]) for row in rows for i in (3, 6))
     assert header[3] == header[6] == "B / A (range)"
-
-    def questions(fake: FakeServer) -> list[str]:
-        return sorted(body["messages"][0]["content"] for body in fake.asked)
-
-    assert questions(one) == questions(other)
-
-
-def test_two_models_and_two_keys_of_one_address(bench):
-    with FakeServer(key="k") as fake:
-        both = ("compare", fake.url, fake.url, *FEW, "--concurrency", "1")
-        keys = ("--api-key", "k", "--api-key", "k")
-        status, out, _ = bench(*both, *keys, "--model", "a", "--model", "b")
-        assert status == 0
-        assert "A: a at" in out and "B: b at" in out
-        status, _, err = bench(*both, "--api-key", "k", "--api-key", "x")
-        assert status == 1 and "401" in err
-        status, _, err = bench(*both, *("--model", "m") * 3)
-        assert status == 2
-        assert err == "mlx-mtp: --model is given 3 times, for 2 server(s).\n"
+    assert sorted(one.questions) == sorted(other.questions)
+    _, out, _ = bench(*both, *keys, "--model", "b", "--model", "c")
+    assert "A: b at" in out and "B: c at" in out
+    status, _, err = bench(*both, "--api-key", "k")
+    assert status == 1 and "401" in err
+    status, _, err = bench(*both, *("--model", "m") * 3)
+    assert (status, err) == (2, "mlx-mtp: --model is given 3 times, for 2 server(s).\n")
 
 
-def test_the_key_may_come_from_the_environment(bench):
-    with FakeServer(key="k") as fake:
-        command = ("concurrency", fake.url, *FEW, "--concurrency", "1")
-        assert bench(*command, MLX_MTP_API_KEY="k")[0] == 0
-        assert bench(*command, "--api-key", "k", MLX_MTP_API_KEY="x")[0] == 0
-        status, out, err = bench(*command)
+def test_the_key_may_come_from_the_environment(serve, bench):
+    command = ("concurrency", serve(key="k,l").url, *FEW, "--concurrency", "1")
+    assert bench(*command, MLX_MTP_API_KEY="k,l")[0] == 0
+    assert bench(*command, "--api-key", "k,l", MLX_MTP_API_KEY="x")[0] == 0
+    status, out, err = bench(*command)
     assert (status, out) == (1, "")
-    assert err.startswith("mlx-mtp: ") and "--api-key" in err
-    assert err.count("\n") == 1
+    assert re.fullmatch(r"mlx-mtp: .*--api-key.*\n", err)
 
 
-def test_files(bench, tmp_path):
+def test_files(serve, bench, tmp_path):
     table, everything = tmp_path / "a.csv", tmp_path / "a.json"
-    with FakeServer() as fake:
-        command = ("compare", fake.url, fake.url, *FEW, "--concurrency", "1,2", "--api-key", "k")
-        assert bench(*command, "--csv", table, "--json", everything)[0] == 0
-    assert '"k"' not in everything.read_text()
+    url = serve(key="secret").url
+    command = ("compare", url, url, *FEW, "--concurrency", "1,2", "--api-key", "secret")
+    assert bench(*command, "--csv", table, "--json", everything)[0] == 0
+    assert "secret" not in everything.read_text()
     content = json.loads(everything.read_text())
     assert content["command"] == "bench compare"
     assert content["settings"]["seed"] == 11
-    assert content["settings"]["urls"] == [fake.url] * 2
-    # What was summarized can be read back, and the CSV says the same.
-    summaries = [Summary(**s | {"split": Split(s["split"])}) for s in content["summaries"]]
-    assert [(s.subject, s.concurrency) for s in summaries] == [
-        *(("A", 1), ("A", 2), ("B", 1), ("B", 2))
-    ]
+    assert content["settings"]["urls"] == [url] * 2
+    summaries = content["summaries"]
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    written = [
-        {k: "" if v is None else str(v) for k, v in dataclasses.asdict(s).items()}
-        for s in summaries
-    ]
-    assert rows == written
+    assert rows == [{k: "" if v is None else str(v) for k, v in s.items()} for s in summaries]
     # Every figure can be computed anew from the waves.
-    for summary in summaries:
-        waves = [
-            wave
-            for wave in content["waves"]
-            if (wave["subject"], wave["concurrency"]) == (summary.subject, summary.concurrency)
-        ]
-        assert [wave["round"] for wave in waves] == [0, 1]
-        answers = [answer for wave in waves for answer in wave["answers"]]
-        assert len(answers) == summary.answers
-        assert sum(answer["num_tokens"] for answer in answers) == summary.tokens
-        assert min(wave["rate"] for wave in waves) == summary.rate_min
-        for wave in waves:
-            assert min(answer["sent"] for answer in wave["answers"]) == 0
-            ended = max(answer["ended"] for answer in wave["answers"])
-            total = sum(answer["num_tokens"] for answer in wave["answers"])
-            assert wave["rate"] == pytest.approx(total / ended)
+    waves = [Wave(**wave | {"answers": answers_of(wave)}) for wave in content["waves"]]
+    assert [wave.round for wave in waves].count(1) == 2 * 2
+    anew = summarize(waves, ["A", "B"], reference="A")
+    for ours, theirs in zip(anew, summaries, strict=True):
+        assert ours == pytest.approx(theirs)
+    assert {wave.began for wave in waves} == {0}
 
 
-def test_a_plot(bench, tmp_path):
+def answers_of(wave: dict) -> tuple[Answer, ...]:
+    del wave["rate"]
+    for answer in wave["answers"]:
+        answer |= {"split": Split(answer["split"]), "times": tuple(answer["times"])}
+    return tuple(Answer(**answer) for answer in wave["answers"])
+
+
+def test_a_plot(serve, bench, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "rates.png"
-    with FakeServer() as fake:
-        command = ("compare", fake.url, fake.url, *FEW, "--concurrency", "1,2,4")
-        assert bench(*command, "--plot", path)[0] == 0
+    path, server = tmp_path / "rates.png", serve()
+    command = ("concurrency", server.url, *FEW, "--concurrency", "1,2", "--plot", path)
+    assert bench(*command)[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_a_plot_without_matplotlib_fails_before_the_measurement(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    with FakeServer() as fake:
-        status, _, err = bench("concurrency", fake.url, "--plot", tmp_path / "x.png")
-    assert status == 2
-    assert err == "mlx-mtp: --plot needs matplotlib: pip install matplotlib.\n"
-    assert not fake.asked
+    server.asked.clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, _, err = bench(*command)
+    assert (status, err) == (2, "mlx-mtp: --plot needs matplotlib: pip install matplotlib.\n")
+    assert not server.asked, "it fails before the measurement"
 
 
 @pytest.mark.parametrize("flag", ["--csv", "--json", "--plot"])
-def test_a_file_that_cant_be_written_fails_before_the_measurement(bench, tmp_path, flag):
-    with FakeServer() as fake:
-        for path in (tmp_path, tmp_path / "none" / "x"):
-            status, _, err = bench("concurrency", fake.url, flag, path)
-            assert status == 2
-            assert err.startswith(f"mlx-mtp: {path} ")
-    assert not fake.asked
+def test_a_file_that_cant_be_written_fails_before_the_measurement(serve, bench, tmp_path, flag):
+    server = serve()
+    for path in (tmp_path, tmp_path / "none" / "x"):
+        status, _, err = bench("concurrency", server.url, flag, path)
+        assert status == 2
+        assert err.startswith(f"mlx-mtp: {path} ")
+    assert not server.asked
 
 
-def test_a_server_without_usage_is_told_so(bench):
-    def chat(body):
-        if "stream_options" in body:
-            return refusal("unknown: stream_options")
-        return plain_stream(body)
+def test_notes_say_what_is_estimated(serve, bench):
+    def strict(body):
+        return refusal("unknown") if "stream_options" in body else plain_stream(body)
 
-    with FakeServer(chat) as fake:
-        status, out, _ = bench("latency", fake.url, *FEW, "--prompts", "short")
-    assert status == 0
-    assert "Note: the server sends no usage: its tokens are a count of chunks" in out
-    assert table_of(out)[1][1] == "-"
-
-
-def test_chunks_of_several_tokens_are_told_as_an_estimate(bench):
-    def chat(_):
-        return Reply([piece("a"), piece("b c d"), closing(), end(4), DONE])
-
-    with FakeServer(chat) as fake:
-        _, out, _ = bench("latency", fake.url, *FEW, "--prompts", "short")
-    assert "Note: chunks hold several tokens and the server doesn't say how many" in out
+    several = measured(piece("a"), piece("b c d"), closing(), end(4), DONE)
+    for chat, note in (
+        (strict, "the server sends no usage: its tokens are a count of chunks"),
+        (several, "chunks hold several tokens and the server doesn't say how many"),
+    ):
+        status, out, _ = bench("latency", serve(chat).url, *FEW, "--prompts", "short")
+        assert status == 0
+        assert f"\nNote: {note}" in out
+        assert (table_of(out)[1][1] == "-") == (chat is strict)
 
 
-def test_a_server_that_dies(bench):
-    def chat(body):
-        return plain_stream(body) if body["max_tokens"] == 8 else Reply([piece("a")], breaks=True)
-
-    with FakeServer(chat) as fake:
-        status, out, err = bench("concurrency", fake.url, *FEW)
+def test_a_server_that_fails_or_is_not_there(serve, bench):
+    status, out, err = bench("latency", serve(lambda _: refusal("broken", 500)).url, *FEW)
     assert (status, out) == (1, "")
-    assert err.startswith(f"mlx-mtp: {fake.url}/v1 ended an answer in the middle: ")
-    assert err.count("\n") == 1
-    # Its port is free now.
-    status, _, err = bench("latency", fake.url)
+    assert re.fullmatch(r"mlx-mtp: http://fake-0/v1/\S+ answered 500: broken\.\n", err)
+    status, _, err = bench("latency", "http://nobody")
     assert status == 1
-    assert "Is the server running?" in err
+    assert err.endswith("can't be reached: Connection refused. Is the server running?\n")
+    status, _, err = bench("latency", "127.0.0.1:8000")
+    assert status == 2
+    assert "it should look like http://127.0.0.1:8000" in err
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
-        ["dance"],
-        ["latency"],
-        ["latency", "http://x", "--concurrency", "1"],
-        ["latency", "http://x", "--plot", "x.png"],
-        ["latency", "http://x", "--prompts", "short,huge"],
-        ["concurrency", "http://x", "--concurrency", "1,0"],
-        ["concurrency", "http://x", "--concurrency", ""],
-        ["concurrency", "http://x", "--prompts", "short,long"],
-        ["concurrency", "http://x", "--rounds", "0"],
-        ["concurrency", "http://x", "--temperature", "-1"],
-        ["concurrency", "http://x", "--timeout", "0"],
-        ["compare", "http://x"],
-        ["offline", "--depths", "9"],
-        ["offline", "--depths", "0"],
-        ["offline", "a", "b"],
+        "",
+        "dance",
+        "latency",
+        "latency http://x --concurrency 1",
+        "latency http://x --plot x.png",
+        "latency http://x --prompts short,huge",
+        "latency http://x --api-key=\n",
+        "concurrency http://x --concurrency 1,0",
+        "concurrency http://x --concurrency=",
+        "concurrency http://x --prompts short,long",
+        "concurrency http://x --rounds 0",
+        "concurrency http://x --temperature -1",
+        "concurrency http://x --timeout 0",
+        "compare http://x",
+        "offline --depths 9",
+        "offline --depths 0",
+        "offline a b",
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(argv, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["bench", *argv], {})
+        cli.main(["bench", *argv.split(" ")], {})
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"mlx-mtp bench[a-z ]*: .+ \(see mlx-mtp bench[a-z ]* --help\)\n", error)
-
-
-def test_an_address_without_its_scheme(bench):
-    status, _, err = bench("latency", "127.0.0.1:8000")
-    assert status == 2
-    assert "it should look like http://127.0.0.1:8000" in err
 
 
 def test_help_and_mistakes_load_nothing_heavy():
@@ -278,52 +240,41 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
     assert "the engine without HTTP" in done.stdout
 
 
-def test_tables_are_aligned_markdown():
-    assert render(["a", "bcd"], [["xyz", "1"], ["", "22"]]).splitlines() == [
-        "| a   | bcd |",
-        "| :-- | --: |",
-        "| xyz |   1 |",
-        "|     |  22 |",
-    ]
+def summary(subject: str, concurrency: int, **more: object) -> dict[str, object]:
+    counts = dict.fromkeys(("num_drafts", "num_accepted", "retries"), 0)
+    fields = {"split": Split.TOLD, "tokens_per_chunk": 1.0, "gap_p50": 0.1, "rate": 100.0}
+    return {"subject": subject, "concurrency": concurrency, **counts, **fields, **more}
 
 
-def summary(subject: str, concurrency: int, **more: object) -> Summary:
-    fields = {f.name: None for f in dataclasses.fields(Summary)} | {
-        "subject": subject,
-        "prompts": "short",
-        "concurrency": concurrency,
-        "split": Split.TOLD,
-        "tokens_per_chunk": 1.0,
-        "gap_p50": 0.1,
-        "rate": 100.0,
-        "num_drafts": 0,
-        "num_accepted": 0,
-        "retries": 0,
-    }
-    return Summary(**fields | more)
+def test_the_columns_of_a_comparison():
+    ratios = {f"{of}_ratio{end}": x for of in ("rate", "ttft") for end, x in RATIOS.items()}
+    a, b = summary("A", 4, ttft_p50=0.0123), summary("B", 4, rate=150.0, ttft_p50=2.0, **ratios)
+    ratio = "1.50 (1.40 to 1.60)"
+    expected = ["4", "100.0", "150.0", ratio, "12.3 ms", "2000 ms", ratio]
+    assert table_of(http_table("compare", [a, b]))[1] == expected
+
+
+RATIOS = {"": 1.5, "_min": 1.4, "_max": 1.6}
 
 
 def test_contenders_stand_below_each_other():
-    told = contenders_table(
-        [
-            summary("off", 1, rate_ratio=1.0),
-            summary("off", 4, rate_ratio=1.0),
-            summary("on", 1, rate=150.4, rate_ratio=1.504, num_drafts=10, num_accepted=10),
-            summary("on", 4, rate=90.0, rate_ratio=0.9, num_drafts=30, num_accepted=20),
-        ],
-        "server",
-    )
-    header, off, on = table_of(told)
-    assert list(header.values()) == ["server", "1 at once", "4 at once", "drafts accepted"]
-    assert list(off.values()) == ["off", "100 (1.00)", "100 (1.00)", "-"]
-    assert list(on.values()) == ["on", "150 (1.50)", "90 (0.90)", "75.0%"]
+    summaries = [
+        summary("off", 1, rate_ratio=1.0),
+        summary("off", 4, rate_ratio=1.0),
+        summary("on", 1, rate=150.4, rate_ratio=1.504, num_drafts=10, num_accepted=10),
+        summary("on", 4, rate=90.0, rate_ratio=0.9, num_drafts=30, num_accepted=20),
+    ]
+    assert table_of(contenders_table(summaries, "server")) == [
+        ["server", "1 at once", "4 at once", "drafts accepted"],
+        ["off", "100 (1.00)", "100 (1.00)", "-"],
+        ["on", "150 (1.50)", "90 (0.90)", "75.0%"],
+    ]
 
 
 def test_notes_name_those_they_are_about():
     doubtful = {"split": Split.TEXT, "tokens_per_chunk": 0.5, "retries": 3}
-    alone = footnotes([summary("A", 1, **doubtful), summary("A", 2, gap_p50=None)])
-    assert [note.split(" ")[0] for note in alone] == ["chunks", "usage", "some", "3"]
-    both = footnotes([summary(name, 1, split=Split.CHUNKS) for name in "AB"] + [summary("C", 1)])
-    assert len(both) == 1
-    assert both[0].startswith("A; B: the server sends no usage")
+    alone = footnotes([summary("A", 1, **doubtful), summary("A", 2, gap_p50=None, retries=2)])
+    assert [note.split(" ")[0] for note in alone] == ["chunks", "usage", "some", "5"]
+    (both,) = footnotes([summary(name, 1, split=Split.CHUNKS) for name in "AB"] + [summary("C", 1)])
+    assert both.startswith("A; B: the server sends no usage")
     assert footnotes([summary("A", 1)]) == []

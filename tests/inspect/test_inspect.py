@@ -15,10 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import cli, factories
 from mlx_mtp.config import EngineConfig, from_options
-from mlx_mtp.convert.commands import add_subcommands
-from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.flags import resolve
-from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.inspect.found import find
 from mlx_mtp.inspect.memory import demand, plan, stored_dtype
 from mlx_mtp.machine import MemoryLimit
@@ -36,16 +33,12 @@ LAYOUT = Layout("qwen3_next")
 def run(monkeypatch, capsys):
     """A command's status and what it printed."""
     monkeypatch.setattr("mlx_mtp.convert.commands.signal.signal", lambda *_: None)
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers()
-    add_inspect(subparsers)
-    add_subcommands(subparsers)
 
     def run(*arguments: object) -> tuple[int, str]:
-        options = parser.parse_args([str(a) for a in arguments])
         capsys.readouterr()
-        status = options.run(options)
-        return status, capsys.readouterr().out
+        status = cli.main([str(a) for a in arguments], {})
+        shown = capsys.readouterr()
+        return status, shown.out or shown.err
 
     return run
 
@@ -189,11 +182,11 @@ def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
 
 def test_what_no_family_serves_is_refused(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UnsupportedModelError, match="llama"):
-        run("inspect", tmp_path)
+    status, said = run("inspect", tmp_path)
+    assert status == 2 and "llama" in said
 
 
-@pytest.mark.parametrize("head", ["inside", "beside", None])
+@pytest.mark.parametrize("head", ["inside", "beside"])
 def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
     model = tmp_path / "model"
     write_source(model, Layout("qwen3_next", with_head=head == "inside"), shards=3)
@@ -201,31 +194,21 @@ def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
         (model / "mtp.safetensors").write_bytes(b"x" * 5000)
     (model / "README.md").write_text("---\nbase_model:\n- Qwen/Original\n---\n")
     with FakeHub.of("Some/Model", model).serve() as hub:
-        code = (
-            "from mlx_mtp.inspect.report import inspect_model;"
-            "print('\\n'.join(inspect_model('Some/Model', 'auto', 1 << 33)))"
-        )
+        home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "mlx_mtp", "inspect", "Some/Model"]
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={
-                "HF_ENDPOINT": hub.url,
-                "HF_HOME": str(tmp_path / "home"),
-                "PATH": "/usr/bin",
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-            },
+            [*command, "--memory-limit", "8GiB"],
+            env={**home, "PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        told = rows(done.stdout)
         assert hub.downloaded == {"config.json", "model.safetensors.index.json", "README.md"}
-    shards = sum(path.stat().st_size for path in model.glob("model-*"))
+    told = rows(done.stdout)
     assert told["fits"].startswith("yes, in 8.6 GB")
     if head == "inside":
+        shards = sum(path.stat().st_size for path in model.glob("model-*"))
         assert told["weights"] == f"{size_text(shards)} in 3 files"
         assert told["MTP head"].startswith("in model-00002-of-00003.safetensors, model-00003")
-    elif head == "beside":
-        assert told["MTP head"] == "in mtp.safetensors: 5.0 kB"
     else:
-        assert told["MTP head"] == "none"
-        assert "--mlx-model-path Some/Model --source-model Qwen/Original;" in told["next"]
+        assert told["MTP head"] == "in mtp.safetensors: 5.0 kB"

@@ -1,0 +1,172 @@
+"""What is asked, of which subject and when; and the figures that come of it."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.measure import Wave, measure, percentiles, summarize
+from mlx_mtp.bench.prompts import KINDS, PromptSource
+from mlx_mtp.errors import BenchError
+
+CELLS = (("short", 1), ("short", 4))
+
+
+class Scripted:
+    """Answers at once; notes what it was asked in a log that several share."""
+
+    def __init__(self, name, log, text=True):
+        self.name, self.log, self.text = name, log, text
+
+    def ask(self, prompts):
+        self.log.append((self.name, tuple(p.text for p in prompts)))
+        return [make(0.0, [1.0, 2.0] if self.text else []) for _ in prompts]
+
+
+def make(sent, times, tokens=(), **more) -> Answer:
+    """An answer whose chunks hold one token each, unless it is said how many."""
+    tokens = tuple(tokens or [1.0] * len(times))
+    fields = {"sent": sent, "ended": times[-1] if times else sent + 1, "times": tuple(times)}
+    fields |= {"tokens": tokens, "num_tokens": int(sum(tokens)), "split": Split.SINGLE}
+    return Answer(**fields | {"num_events": len(times)} | more)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_all_are_asked_the_same_in_turns(monkeypatch):
+    log = []
+    subjects = [Scripted(name, log) for name in "ABC"]
+    monkeypatch.setattr("sys.stderr", Terminal())
+    waves = measure(subjects, CELLS, 2, 1, seed=7)
+    lines = [line for line in sys.stderr.getvalue().split("\r\x1b[K") if line]
+    assert len(log) == len(lines) == 3 * 2 * 3
+    turns = [log[i : i + 3] for i in range(0, len(log), 3)]
+    for turn in turns:
+        assert len({prompts for _, prompts in turn}) == 1
+        assert sorted(name for name, _ in turn) == ["A", "B", "C"]
+    # The first in a cell comes later in the next round.
+    for place in range(2):
+        assert sorted(turns[2 * number + place][0][0] for number in range(3)) == ["A", "B", "C"]
+    # No prompt is asked in two turns, and the warm-up doesn't count.
+    texts = [text for turn in turns for text in turn[0][1]]
+    assert len(set(texts)) == len(texts) == 3 * (1 + 4)
+    assert len(waves) == 2 * 2 * 3
+    assert {wave.round for wave in waves} == {0, 1}
+    assert lines[0].startswith("warming up: short, 1 at once, ")
+    assert lines[-1].startswith("round 2 of 2: short, 4 at once, ")
+
+
+def test_a_subject_that_says_nothing_is_named():
+    subjects = [Scripted("A", []), Scripted("B", [], text=False)]
+    with pytest.raises(BenchError, match="B gave an empty answer"):
+        measure(subjects, CELLS, 1, 0, seed=7)
+
+
+def test_a_round_that_would_not_end_in_time_is_not_begun(monkeypatch):
+    now = iter([0.0, 3.0, 3.0, 6.5, 6.5])  # Before and after each round.
+    monkeypatch.setattr("mlx_mtp.bench.measure.perf_counter", lambda: next(now))
+    waves = measure([Scripted("A", [])], [("short", 1)], 9, 0, seed=7, deadline=9.9)
+    assert [wave.round for wave in waves] == [0, 1]
+
+
+def wave(number, *answers, subject="S") -> Wave:
+    return Wave(subject, "short", len(answers), number, answers)
+
+
+def test_the_figures_of_a_wave():
+    answers = (
+        make(10.0, [11.0, 11.5, 12.0], [1, 2, 1], prompt_tokens=20, num_drafts=4, num_accepted=1),
+        make(10.0, [12.0, 14.0], [1, 3], prompt_tokens=30, num_drafts=4, num_accepted=3, retries=2),
+    )
+    (summary,) = summarize([wave(0, *answers)], ["S"])
+    expected = {"subject": "S", "prompts": "short", "concurrency": 2, "rounds": 1, "answers": 2}
+    expected |= {"prompt_tokens": 25, "tokens": 8, "tokens_per_chunk": 8 / 5}
+    expected |= {"split": Split.SINGLE, "retries": 2}
+    expected |= {"rate": 8 / 4, "rate_min": 8 / 4, "rate_max": 8 / 4}
+    expected |= {"request_rate": (3.0 + 1.5) / 2, "ttft_p50": 1.5, "ttft_p95": 1.95}
+    # Two tokens after 0.25 s each, one after 0.5 s, three after 2/3 s each.
+    expected |= {"itl_p50": 0.5, "itl_p95": 2 / 3, "itl_p99": 2 / 3}
+    expected |= {"gap_p50": 0.5, "gap_p95": 0.5 + 0.9 * 1.5, "gap_p99": 0.5 + 0.98 * 1.5}
+    expected |= {"num_drafts": 8, "num_accepted": 4, "accepted": 0.5}
+    ratios = {name: None for name in summary if "_ratio" in name}
+    assert len(ratios) == 6
+    assert summary == {
+        name: pytest.approx(value) if isinstance(value, float) else value
+        for name, value in (expected | ratios).items()
+    }
+
+
+def test_rounds_give_a_median_a_range_and_ratios_round_by_round():
+    waves = []
+    for name, seconds in (("A", (2.0, 4.0, 1.0)), ("B", (1.0, 4.0, 4.0))):
+        waves += [wave(i, make(0.0, [s / 2, s]), subject=name) for i, s in enumerate(seconds)]
+    b, a = summarize(waves, ["B", "A"], reference="A")
+    assert (b["subject"], a["subject"]) == ("B", "A")
+    for name, median, low, high in (
+        ("rate", 0.5, 0.5, 2.0),
+        ("rate_ratio", 1.0, 0.25, 2.0),
+        ("ttft_ratio", 1.0, 0.5, 4.0),
+    ):
+        assert (b[name], b[f"{name}_min"], b[f"{name}_max"]) == (median, low, high)
+    assert a["rate_ratio"] == a["rate_ratio_min"] == a["ttft_ratio_max"] == 1.0
+
+
+def test_the_worst_split_is_told_and_what_is_unknown_is_none():
+    splits = (Split.TOLD, Split.TEXT, Split.SINGLE)
+    (summary,) = summarize([wave(0, *(make(0.0, [1.0], split=split) for split in splits))], ["S"])
+    assert summary["split"] is Split.TEXT
+    for name in ("itl_p50", "gap_p99", "request_rate", "prompt_tokens", "accepted"):
+        assert summary[name] is None
+
+
+def test_answers_without_text_count_in_the_rate_alone():
+    answers = (make(0.0, [1.0, 2.0]), make(0.0, [], num_tokens=1, ended=4.0))
+    (summary,) = summarize([wave(0, *answers)], ["S"])
+    assert (summary["rate"], summary["ttft_p95"], summary["answers"]) == (3 / 4, 1.0, 2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5)), min_size=1, max_size=30))
+def test_weighted_percentiles_are_those_of_repeated_values(pairs):
+    values, weights = map(np.array, zip(*pairs))
+    repeated = np.repeat(values, weights)
+    wanted = (0, 10, 50, 95, 99, 100)
+    expected = {f"x_p{p}": np.percentile(repeated, p, method="inverted_cdf") for p in wanted}
+    assert percentiles("x", values, wanted, weights=weights.astype(float)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high"),
+    [("story", 10, 25), ("short", 8, 45), ("medium", 400, 450), ("long", 3000, 3050)],
+)
+def test_prompts_have_their_length_and_differ_early(kind, low, high):
+    texts = [prompt.text for prompt in PromptSource(2).next(kind, 20)]
+    assert all(low <= len(text.split()) <= high for text in texts)
+    assert len({text[: text.index(".")] for text in texts}) > 15
+    tasks = {text.split(" about ")[0] for text in texts}
+    assert (tasks == {"Write a short story"}) == (kind == "story")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_repeats_the_prompts(kind):
+    one, other = PromptSource(5), PromptSource(5)
+    for _ in range(2):
+        assert one.next(kind, 4) == other.next(kind, 4)
+    assert one.next(kind, 4) != PromptSource(6).next(kind, 4)
+
+
+def test_no_prompt_comes_twice_even_where_the_words_run_out():
+    for kind, runs_out in (("story", True), ("short", False)):
+        source = PromptSource(1)
+        texts = [p.text for _ in range(3) for p in source.next(kind, 4096)]
+        assert len(set(texts)) == len(texts)
+        assert not any("(Number" in text for text in texts[:500])
+        assert any("(Number" in text for text in texts) == runs_out

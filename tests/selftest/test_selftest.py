@@ -1,0 +1,265 @@
+"""`mlx-mtp selftest`: the bundled model passes, and what is wrong is found and named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp import cli
+from mlx_mtp.bench import measure
+from mlx_mtp.engine.request import RequestOutput
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.kernels.cases import Shape
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.selftest import commands, kernels
+from mlx_mtp.selftest import report as reports
+from mlx_mtp.selftest.commands import Reference, compare, measure_speed, run_selftest
+from mlx_mtp.selftest.kernels import KernelCheck, check_kernels
+from mlx_mtp.selftest.report import Equality, Parting, Report, computes_exactly
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.speculative import acceptance
+from tests.bench.test_measure import Scripted
+
+
+@pytest.fixture
+def selftest(demo_model, monkeypatch, capsys, tmp_path):
+    """Run it, without time if no seconds are given: status, standard output and error, JSON."""
+    monkeypatch.setattr(commands, "QWEN3_NEXT_80B", Shape(1, 32, 2, 8))
+    monkeypatch.setattr(commands, "_COMPARED_TOKENS", 24)
+    path = tmp_path / "found.json"
+
+    def run(seconds: str | None = None) -> tuple[int, str, str, dict]:
+        if seconds is None:
+            options = argparse.Namespace(seconds=0.0, json=path)
+            status = run_selftest(options, demo_model, Tokenizer.load(BUNDLED_MODEL), "mlx on it")
+        else:
+            status = cli.main(["selftest", "--seconds", seconds, "--json", str(path)], {})
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err, json.loads(path.read_text())
+
+    return run
+
+
+def test_the_bundled_model_passes(selftest):
+    status, out, err, found = selftest("2")
+    assert (status, err) == (0, ""), out
+    assert found["ok"] is True and found["failures"] == []
+    assert set(found["machine"]["versions"]) == {"mlx-mtp", "mlx", "mlx-lm", "Python"}
+    assert found["machine"]["backend"] in ("cpu", "metal", "cuda")
+    assert found["machine"]["memory"] > 0
+    assert {k["shape"] for k in found["kernels"]} == {"this model", "80B"}
+    assert all(k["ok"] and k["difference"] < kernels.TOLERANCE for k in found["kernels"])
+    names = [e["name"] for e in found["equality"]]
+    assert names == ["MTP off", "MTP, k = 1", "MTP, k = 2", "MTP, k = 3"]
+    for depth, equality in enumerate(found["equality"]):
+        assert equality["tokens"] > 0 and equality["ok"]
+        assert len(equality["accepted"]) == depth
+    assert out.startswith("| ")
+    assert "| mlx-mtp selftest " in out
+
+
+def test_without_time_little_is_done_and_a_wrong_token_is_found(selftest, monkeypatch):
+    """By drafts that are taken though the model disagrees."""
+
+    def credulous(targets, window, **more):
+        # What the model draws after each position is made to be what was drafted there.
+        drafted = mx.concatenate([window[:, 1:], targets[:, -1:]], axis=1)
+        return acceptance.accept(drafted, window, **more)
+
+    monkeypatch.setattr("mlx_mtp.engine.runner.accept", credulous)
+    monkeypatch.setattr(reports, "computes_exactly", lambda _: True)
+    monkeypatch.setattr(commands, "_DEPTHS", (0, 3, "auto"))
+    status, out, err, found = selftest()
+    assert status == 1
+    assert "part at answer" in out
+    assert err == "mlx-mtp: failed: MTP, k = 3\n"
+    skipped = ["5 of 8 prompts", "MTP, auto", "speed"]
+    assert found["skipped"] == [f"{what} (no time left)" for what in skipped]
+
+
+def test_an_engine_that_fails_is_a_failed_check(selftest, monkeypatch):
+    def broken(*_args, **_more):
+        raise RuntimeError("the device is ill")
+
+    monkeypatch.setattr(ModelRunner, "_decode", broken)
+    status, out, err, _ = selftest()
+    assert status == 1
+    assert "the device is ill" in out
+    assert err == "mlx-mtp: failed: MTP off\n"
+
+
+def test_a_kernel_that_is_off_fails(selftest, monkeypatch):
+    monkeypatch.setattr(kernels.gpu, "backend", lambda: None)
+    monkeypatch.setattr(kernels, "_fold", lambda shape: 0.5)
+    monkeypatch.setattr(commands, "check_engines", lambda *_: None)
+    status, out, err, found = selftest()
+    assert status == 1 and found["ok"] is False
+    assert "off by 5.0e-01 at most" in out and "FAILED" in out
+    assert "failed: fold / mlx-lm's loop, this model, float32" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "words"),
+    [
+        (["/nowhere/at/all"], 2, "neither an existing directory"),
+        (["--json", "/nowhere/at/all.json"], 2, "can't be written"),
+        (["--seconds", "0"], SystemExit, "0 is below 1"),
+        (["--dtype", "int8"], SystemExit, "'int8' is not one of auto"),
+    ],
+)
+def test_what_cannot_be_run_is_status_2(capsys, more, status, words):
+    if status is SystemExit:
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["selftest", *more], {})
+    else:
+        assert cli.main(["selftest", *more], {}) == status
+    assert words in capsys.readouterr().err
+
+
+def compared(answers, references, are_chats=(True, True), strict=True) -> Equality:
+    """Of a scripted engine; each answer has steps of tokens, drafts and how many were accepted."""
+    prompts = [((1,), is_chat) for _, is_chat in zip(answers, are_chats)]
+    found = [
+        [
+            RequestOutput("", tuple(t), num_draft_tokens=n, num_accepted_tokens=a)
+            for t, n, a in steps
+        ]
+        for steps in answers
+    ]
+    subject = SimpleNamespace(name="E", run=lambda _: [(None, outputs) for outputs in found])
+    return compare(subject, prompts, references, strict)
+
+
+def test_equal_answers_and_what_was_accepted():
+    answers = [[([1], 0, 0), ([2, 3], 2, 1), ([4], 2, 0)], [([5, 6, 7], 2, 2)]]
+    references = [Reference((1, 2, 3, 4), (9,) * 4), Reference((5, 6, 7), (9,) * 3)]
+    found = compared(answers, references)
+    assert found == Equality("E", 2, 7, 7, [], [2 / 3, 1 / 3], ok=True)
+    # Raw tokens say nothing about acceptance.
+    assert compared(answers, references, (False, True)).accepted == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("got", "parting", "identical"),
+    [
+        ([1, 9, 3], Parting(0, 1, 0.5), 1),
+        ([1, 2], Parting(0, 2, 2e-5), 2),
+        ([1, 2, 3, 4], Parting(0, 3, None), 3),
+    ],
+)
+def test_where_answers_part(got, parting, identical):
+    for strict in (True, False):
+        found = compared([[(got, 0, 0)]], [Reference((1, 2, 3), (0.1, 0.5, 2e-5))], strict=strict)
+        assert (found.partings, found.identical, found.accepted) == ([parting], identical, [])
+        # Only a tie excuses it, and only where all digits are computed with is it judged.
+        assert found.ok == (parting.gap == 2e-5 or not strict)
+
+
+@pytest.mark.parametrize(
+    ("left", "max_tokens", "rows", "skipped"),
+    [
+        (1000, 64, [1, 4], []),
+        (14.1, 20, [1, 4], []),
+        (7.1, 35, [1], ["speed at 4 rows (no time left)"]),
+        (2, None, [], ["speed (no time left)"]),
+    ],
+)
+def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_tokens, rows, skipped):
+    """Of two engines with 10 tokens a second."""
+    for module in (commands, measure):
+        monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
+    subjects = [Scripted("MTP off", []), Scripted("MTP, k = 1", [])]
+    found = report()
+    measure_speed(found, subjects, 10.0, deadline=left)
+    assert found.skipped == skipped
+    if max_tokens is None:
+        assert found.speed is None
+        return
+    assert {(s.asking.max_tokens, s.asking.ignore_eos) for s in subjects} == {(max_tokens, True)}
+    assert (found.speed["max_tokens"], found.speed["rounds"]) == (max_tokens, 3)
+    summaries = found.speed["summaries"]
+    assert [s["concurrency"] for s in summaries] == rows * 2
+    assert {s["rate_ratio"] for s in summaries} == {1.0}
+    assert "| tokens/s, 1 at once: MTP, k = 1 " in found.table()
+
+
+def test_a_wrong_portable_form_is_found(monkeypatch):
+    monkeypatch.setattr(kernels.gpu, "backend", lambda: None)
+    shapes = {"small": Shape(1, 32, 2, 8)}
+    assert all(check.ok for check in check_kernels(shapes))
+    right = kernels.chunkwise.run
+
+    def wrong(q, window, state, **more):
+        y, after, pending = right(q, window, state, **more)
+        return y, 1.001 * after, pending
+
+    monkeypatch.setattr(kernels.chunkwise, "run", wrong)
+    assert [check.ok for check in check_kernels(shapes)] == [False, True]
+    for difference, ok in ((9e-5, True), (1.1e-4, False), (float("nan"), False)):
+        monkeypatch.setattr(kernels, "_fold", lambda _, off=difference: off)
+        assert [check.ok for check in check_kernels(shapes)] == [False, ok]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "tf32", "exact"),
+    [
+        (mx.float32, None, None, True),
+        (mx.float32, "cuda", None, False),
+        (mx.float32, "cuda", "0", True),
+        (mx.bfloat16, "cuda", "0", False),
+        (mx.bfloat16, None, None, False),
+    ],
+)
+def test_where_only_ties_excuse_a_difference(monkeypatch, dtype, gpu, tf32, exact):
+    monkeypatch.setattr(reports.gpu, "backend", lambda: gpu)
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    if tf32 is not None:
+        monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
+    assert computes_exactly(dtype) == exact
+
+
+def report(**more) -> Report:
+    machine = {"versions": {"mlx": "1"}, "os": "os", "device": "a | b", "memory": 8 << 30}
+    machine |= {"backend": "cuda", "details": "mlx on CUDA"}
+    model = {"path": "m", "model_type": "qwen3_next", "dtype": "bfloat16", "head": "mtp"}
+    model |= {"quantization": "4 bits, groups of 64"}
+    return Report(machine, model, **{"kernels": [], "strict": False} | more)
+
+
+def test_the_table_has_every_part_and_every_line_the_same_width():
+    table = report(
+        kernels=[
+            KernelCheck("k", "80B", "bfloat16", True, 2e-6),
+            KernelCheck("k", "x", "f", True, applies=False),
+        ],
+        equality=[
+            Equality("MTP, k = 1", 2, 96, 90, [Parting(1, 4, 0.125)] * 5, [0.9, 0.8], ok=True)
+        ],
+        skipped=["speed (no time left)"],
+    ).table()
+    lines = table.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert all(line.count("|") == 4 for line in lines)
+    for words in (
+        "a / b, 8 GiB",
+        "m, qwen3_next, bfloat16, 4 bits, groups of 64",
+        "90 of 96 (2 answers); part at answer 2, token 5, runner-up 1.2e-01 behind",
+        "; 2 more",
+        "90.0%, 80.0%",
+        "off by 2.0e-06 at most",
+        "speed (no time left)",
+    ):
+        assert words in table
+    assert "FAILED" not in table
+
+
+def test_failures_are_named():
+    bad = KernelCheck("inputs kernel / portable", "80B", "bfloat16", False, problem="error: x")
+    found = report(kernels=[bad], equality=[Equality("MTP, k = 2", problem="ill")])
+    assert found.failures == ["inputs kernel / portable, 80B, bfloat16", "MTP, k = 2"]
+    assert "error: x" in found.table() and "ill" in found.table()
+    assert found.table().count("FAILED") == 3
