@@ -12,6 +12,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,7 @@ import pytest
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from tests.harness import MEASURED
+from tests.process import Server, running
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint
 
 # A busy machine makes any example slow: by default one of more than 200 ms fails.
@@ -49,6 +51,14 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedMod
     for family in FAMILIES:
         write_checkpoint(root / family, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     return {family: load_model(root / family, enable_mtp=True) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def mtp_server() -> Iterator[Server]:
+    """A server process for all tests that don't stop it: with MTP and prefix cache, in float32."""
+    flags = ("--enable-mtp", "--calibration-seconds", "0.5", "--prefix-cache-size", "200MB")
+    with running(*flags, "--dtype", "float32") as server:
+        yield server
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -17,6 +17,8 @@ import httpx
 import openai
 
 MODEL = "mlx-mtp-demo"
+CHAT = "/v1/chat/completions"
+STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
 
 
 @dataclass
@@ -30,18 +32,27 @@ class Server:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
+    @cached_property
+    def http(self) -> httpx.Client:
+        # None is kept, which the server's end would break; verifying would read certificates.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.Client(base_url=self.url, timeout=120, limits=limits, verify=False)
+
+    def post(self, path: str, **fields: object) -> httpx.Response:
+        return self.http.post(path, json={"model": MODEL, **fields})
+
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        text = self.http.get("/metrics").text
         found = re.search(rf"^mlx_mtp:{name} (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found[1])
 
     def wait_until_empty(self) -> None:
-        for _ in range(300):
+        for _ in range(600):
             gauges = [self.metric(f"num_requests_{k}") for k in ("running", "waiting", "held")]
             if not any(gauges):
                 return
-            time.sleep(0.1)
+            time.sleep(0.05)
         raise AssertionError(f"rows are left over: {gauges}")
 
     @property
@@ -76,19 +87,21 @@ def start(*flags: str, code: str | None = None) -> Server:
 
 
 @contextlib.contextmanager
-def running(*flags: str, code: str | None = None) -> Iterator[Server]:
+def running(*flags: str, code: str | None = None, read_log: bool = True) -> Iterator[Server]:
     """A server that is killed in the end, if it still lives."""
     server = start(*flags, code=code)
     with server.process as process:  # Waits, and closes its pipe.
         # A pipe that nobody reads is full after some 800 lines of the access log.
         reader = threading.Thread(target=_read_to_the_end, args=(process,), daemon=True)
-        reader.start()
+        if read_log:
+            reader.start()
         try:
-            with server.client:
+            with server.client, server.http:
                 yield server
         finally:
             process.kill()
-            reader.join()
+            if read_log:
+                reader.join()
 
 
 def _read_to_the_end(process: subprocess.Popen[str]) -> None:

@@ -12,32 +12,33 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.process import MODEL, Server, running, start
+from tests.process import CHAT, MODEL, STORY, Server, running
 
-STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
-
-
-def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": STORY}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        **fields,
-    }
+MESSAGES = [{"role": "user", "content": STORY}]
+WHOLE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 def ask(server: Server, max_tokens: int) -> httpx.Response:
-    url = f"{server.url}/v1/chat/completions"
-    return httpx.post(url, json=body(max_tokens), timeout=120)
+    return server.post(CHAT, messages=MESSAGES, max_tokens=max_tokens, **WHOLE)
 
 
-def events(server: Server, max_tokens: int) -> Iterator[str]:
-    url = f"{server.url}/v1/chat/completions"
-    wanted = body(max_tokens, stream=True)
-    with httpx.stream("POST", url, json=wanted, timeout=120) as answer:
+def ask_with_three_tokens(server: Server) -> httpx.Response:
+    """What the broken servers below know by its prompt."""
+    return server.post("/v1/completions", prompt=[5, 6, 7], max_tokens=30, **WHOLE)
+
+
+def events(server: Server) -> Iterator[str]:
+    """Of a stream that ends only when it is ended."""
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20_000, "stream": True, **WHOLE}
+    with httpx.stream("POST", server.url + CHAT, json=body, timeout=120) as answer:
         yield from (line for line in answer.iter_lines() if line)
+
+
+def wait_until_unhealthy(server: Server) -> dict[str, str]:
+    while (health := server.http.get("/health")).status_code == 200:
+        time.sleep(0.01)
+    assert health.status_code == 503
+    return health.json()
 
 
 def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], beside: int) -> None:
@@ -49,24 +50,26 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
 
 
 @pytest.mark.parametrize(
-    "sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+    ("sig", "read_log"),
+    [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.full)],
 )
-def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals) -> None:
+def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool) -> None:
     """Two rows run and two requests wait: all four are answered in full; the next is refused.
 
     A stream beside them, which the test leaves when it has seen enough, keeps the server from
-    having drained before.
+    having drained before. A log that nobody reads stops none of it.
     """
     few = ("--max-num-seqs", "3", "--drain-timeout", "300")
-    with running(*few) as server, ThreadPoolExecutor(4) as pool:
-        beside = events(server, 20_000)
+    with running(*few, read_log=read_log) as server, ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            # A pipe takes some 64 KiB; the access log has the whole of each path.
+            assert server.http.get("/health?" + "x" * 8000).status_code == 200
+        beside = events(server)
         next(beside)
-        jobs = [pool.submit(ask, server, 150) for _ in range(4)]
+        jobs = [pool.submit(ask, server, 60) for _ in range(4)]
         wait_until_taken(server, jobs, beside=1)
         server.process.send_signal(sig)
-        while (health := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
-            time.sleep(0.01)
-        assert health.json()["status"] == "draining"
+        assert wait_until_unhealthy(server)["status"] == "draining"
         refused = ask(server, 5)
         assert refused.status_code == 503
         assert refused.headers["connection"] == "close"
@@ -74,16 +77,15 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals) -> None:
         beside.close()
         answers = [job.result() for job in jobs]
         assert [a.status_code for a in answers] == [200] * 4
-        texts = {a.json()["choices"][0]["message"]["content"] for a in answers}
-        assert len(texts) == 1
-        assert {a.json()["usage"]["completion_tokens"] for a in answers} == {150}
+        assert len({a.json()["choices"][0]["message"]["content"] for a in answers}) == 1
+        assert {a.json()["usage"]["completion_tokens"] for a in answers} == {60}
         assert server.process.wait(60) == 0
 
 
 @pytest.mark.full
 def test_at_the_limit_of_the_drain_streams_end_with_an_error() -> None:
     with running("--drain-timeout", "0.5") as server:
-        lines = events(server, 20_000)
+        lines = events(server)
         next(lines)
         server.process.send_signal(signal.SIGTERM)
         *_, error, done = lines
@@ -95,11 +97,10 @@ def test_at_the_limit_of_the_drain_streams_end_with_an_error() -> None:
 @pytest.mark.full
 def test_a_second_signal_ends_at_once() -> None:
     with running("--drain-timeout", "1000") as server:
-        lines = events(server, 20_000)
+        lines = events(server)
         next(lines)
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{server.url}/health", timeout=30).status_code == 200:
-            time.sleep(0.01)
+        wait_until_unhealthy(server)
         server.process.send_signal(signal.SIGTERM)
         assert "shutting down" in [*lines][-2]
         assert server.process.wait(60) == 0
@@ -110,7 +111,7 @@ def test_killed_and_started_again_it_gives_the_same_answer() -> None:
     with running() as server:
         expected = ask(server, 40).json()["choices"]
         port = server.url.rsplit(":", 1)[1]
-        lines = events(server, 20_000)
+        lines = events(server)
         next(lines)
         server.process.send_signal(signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
@@ -141,18 +142,12 @@ def test_health_tells_a_hang_while_it_lasts_and_recovers() -> None:
     with running("--calibration-seconds", "0", code=HANG) as server:
         for _ in range(3):
             assert ask(server, 30).status_code == 200
-        url = f"{server.url}/v1/completions"
-        short = {**body(30), "prompt": [5, 6, 7]}
-        del short["messages"]
         with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(httpx.post, url, json=short, timeout=120)
-            while (health := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
-                assert not job.done(), "the hang was not told"
-                time.sleep(0.05)
-            assert "a decoding step of 1 row" in health.json()["reason"]
+            job = pool.submit(ask_with_three_tokens, server)
+            assert "a decoding step of 1 row" in wait_until_unhealthy(server)["reason"]
             assert ask(server, 5).status_code == 503
             assert job.result().status_code == 200
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        assert server.http.get("/health").status_code == 200
         assert ask(server, 5).status_code == 200
 
 
@@ -170,36 +165,20 @@ Scheduler.schedule = dying
 """
 
 
-def test_the_engine_dies_and_comes_back_three_times() -> None:
-    with running(code=DEATH) as server:
-        url = f"{server.url}/v1/completions"
-        short = {**body(30), "prompt": [5, 6, 7]}
-        del short["messages"]
-        expected = ask(server, 30).json()["choices"]
+def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
+    with running("--dtype", "float32", code=DEATH) as server:
+        expected = ask(server, 20).json()["choices"]
+        # It has no MTP, and the same answer.
+        assert "spec_decode_depth" not in server.http.get("/metrics").text
+        assert ask(mtp_server, 20).json()["choices"] == expected
         for number in range(1, 5):
-            killed = httpx.post(url, json=short, timeout=120)
+            killed = ask_with_three_tokens(server)
             assert killed.status_code == 503
             assert "a bug in the scheduler" in killed.json()["error"]["message"]
             if number <= 3:
-                assert ask(server, 30).json()["choices"] == expected
+                assert ask(server, 20).json()["choices"] == expected
                 assert server.metric("engine_restarts_total") == number
-        health = httpx.get(f"{server.url}/health", timeout=30)
-        assert health.status_code == 503
-        assert "a bug in the scheduler" in health.json()["reason"]
+        assert "a bug in the scheduler" in wait_until_unhealthy(server)["reason"]
         assert ask(server, 30).status_code == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-
-
-def test_a_log_that_nobody_reads_does_not_stop_the_server() -> None:
-    """A pipe takes some 800 lines of the access log."""
-    server = start("--enable-mtp")
-    with server.process as process, httpx.Client(base_url=server.url, timeout=60) as client:
-        try:
-            for _ in range(2000):
-                assert client.get("/health").status_code == 200
-            assert ask(server, 5).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()

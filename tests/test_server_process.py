@@ -1,94 +1,249 @@
-"""A real server process on the bundled model, driven by the openai SDK and by raw HTTP."""
+"""A real server process on the bundled model: depths, prefixes, enforced calls, reasoning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
-from tests.process import Server, running
+from tests.process import CHAT, MODEL, STORY, Server
 
-STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
-QUESTIONS = (
-    STORY,
-    "What is the capital of France?",
-    "Sort these words: pear, apple, fig.",
-    "Tell me a story about Ben the owl, a map and the river.",
-)
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[dict[str, Server]]:
-    """One with MTP at depth 3 and one without."""
-    with running("--enable-mtp", "--mtp-num-draft-tokens", "3") as first, running() as second:
-        yield {"on": first, "off": second}
+DATA = Path(__file__).parent / "data" / "demo_prompts.json"
+WEATHER = json.loads(DATA.read_text())["weather_tool"]
+QUESTIONS = (STORY, "What is the capital of France?", "Sort these words: pear, apple, fig.")
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
+NUCLEUS: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 6, "max_tokens": 60}
 
 
-def ask(server: Server, question: str, **options: object) -> str:
-    messages = [{"role": "user", "content": question}]
-    options = {"max_tokens": 60, "temperature": 0, **options}
-    answer = server.client.chat.completions.create(
-        model="mlx-mtp-demo", messages=messages, **options
-    )
-    return answer.choices[0].message.content
+def chat(server: Server, text: str, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    fields = {"max_tokens": 200, "temperature": 0} | fields
+    return server.client.chat.completions.create(model=MODEL, messages=messages, **fields)
 
 
-def stream(server: Server, question: str, **options: object) -> str:
-    messages = [{"role": "user", "content": question}]
-    options = {"max_tokens": 60, "temperature": 0, **options}
-    chunks = server.client.chat.completions.create(
-        model="mlx-mtp-demo", messages=messages, stream=True, **options
-    )
+def whole(server: Server, text: str, **fields: Any) -> str:
+    return chat(server, text, **fields).choices[0].message.content
+
+
+def streamed(server: Server, text: str, **fields: Any) -> str:
+    chunks = chat(server, text, stream=True, **fields)
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
-def test_the_sdk_gets_an_answer_streaming_and_not(servers):
-    server = servers["on"]
-    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-    text = ask(server, STORY)
-    assert "Anna" in text
-    assert stream(server, STORY) == text
-    assert [m.id for m in server.client.models.list()] == ["mlx-mtp-demo"]
-
-
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0},
-        {"temperature": 1.0, "seed": 5},
-        pytest.param({"temperature": 1.3, "top_p": 0.9, "seed": 6}, marks=pytest.mark.full),
-    ],
-    ids=["greedy", "seeded", "nucleus"],
+    "sampling", [(GREEDY, SEEDED), pytest.param((NUCLEUS,), marks=pytest.mark.full)]
 )
-def test_sixteen_at_once_equal_one_at_a_time_without_mtp(servers, options):
-    alone = {q: ask(servers["off"], q, **options) for q in QUESTIONS}
-    with ThreadPoolExecutor(16) as pool:
-        for way in (ask, stream):
-            jobs = [pool.submit(way, servers["on"], q, **options) for q in QUESTIONS * 4]
-            assert [j.result() for j in jobs] == [alone[q] for q in QUESTIONS * 4]
-    assert servers["on"].metric("spec_decode_num_accepted_tokens_total") > 0
-    assert servers["off"].metric("spec_decode_num_draft_tokens_total") == 0
+def test_many_at_once_equal_one_at_a_time_without_drafts(
+    mtp_server: Server, sampling: tuple[dict[str, Any], ...]
+) -> None:
+    """Whole and streamed, at a depth of the server's choice, without drafts, and at a fixed one.
+
+    What a server without MTP answers: tests/test_reliability_process.py.
+    """
+    wanted = [(text, options) for text in QUESTIONS for options in sampling]
+    extra = {"mtp": {"num_draft_tokens": 0}, "cache_salt": "alone"}
+    alone = [whole(mtp_server, text, extra_body=extra, **options) for text, options in wanted]
+    assert "Anna" in alone[0]
+    depths = (None, 0, 4)
+    jobs = []
+    with ThreadPoolExecutor(24) as pool:
+        for number, ((text, options), depth) in enumerate(itertools.product(wanted, depths)):
+            extra = {} if depth is None else {"mtp": {"num_draft_tokens": depth}}
+            way = (whole, streamed)[number % 2]
+            jobs.append(pool.submit(way, mtp_server, text, extra_body=extra, **options))
+    assert [job.result() for job in jobs] == [text for text in alone for _ in depths]
+    assert mtp_server.metric("spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_a_client_that_goes_away_frees_its_row(servers):
-    server = servers["on"]
-    body = {
-        "model": "mlx-mtp-demo",
-        "messages": [{"role": "user", "content": STORY}],
-        "max_tokens": 20000,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+def test_a_client_that_goes_away_frees_its_row(mtp_server: Server) -> None:
+    fields = {"model": MODEL, "max_tokens": 20_000, "ignore_eos": True}
+    body = fields | {"messages": [{"role": "user", "content": STORY}]}
+    url = mtp_server.url + CHAT
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
         lines = answer.iter_lines()
         for _ in range(8):
             next(lines)
-        assert server.metric("num_requests_running") == 1
-    server.wait_until_empty()
-    body["stream"] = False
-    patience = httpx.Timeout(60, read=1.0)
+        assert mtp_server.metric("num_requests_running") == 1
+    mtp_server.wait_until_empty()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=patience)
-    server.wait_until_empty()
+        httpx.post(url, json=body, timeout=httpx.Timeout(60, read=0.4))
+    mtp_server.wait_until_empty()
+
+
+def test_a_request_chooses_its_own_depth(mtp_server: Server) -> None:
+    def timings(**fields: Any) -> dict[str, float]:
+        messages = [{"role": "user", "content": STORY}]
+        fields = {"temperature": 0, "max_tokens": 40} | fields
+        answer = mtp_server.post(CHAT, messages=messages, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["timings"]
+
+    timings()
+    assert 'mlx_mtp:spec_decode_depth{batch_size="1"}' in mtp_server.http.get("/metrics").text
+    assert timings(mtp={"num_draft_tokens": 0})["draft_n"] == 0
+    for depth in (1, 5):
+        some = timings(mtp={"num_draft_tokens": depth})
+        assert some["draft_n"] > 0
+        # Each window but the last, which the answer's end may cut, has so many.
+        assert some["draft_n"] % depth == 0
+        assert some["draft_n_accepted"] > 0
+    for way in (whole, streamed):
+        with pytest.raises(openai.BadRequestError) as refused:
+            way(mtp_server, STORY, extra_body={"mtp": {"num_draft_tokens": 9}})
+        assert refused.value.param == "mtp.num_draft_tokens"
+
+
+def test_a_call_is_enforced_where_the_model_would_make_none(mtp_server: Server) -> None:
+    text = "What is the capital of France?"
+    assert chat(mtp_server, text, tools=[WEATHER]).choices[0].message.tool_calls is None
+    named = {"type": "function", "function": {"name": "get_weather"}}
+
+    def forced(choice: Any, parallel: bool) -> list[Any]:
+        fields = {"tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 400}
+        (answer,) = chat(mtp_server, text, tools=[WEATHER], **fields).choices
+        assert answer.finish_reason == "tool_calls"
+        assert parallel or len(answer.message.tool_calls) == 1
+        return answer.message.tool_calls
+
+    choices, parallel = ["required", named] * 2, [True, True, False, False]
+    with ThreadPoolExecutor(4) as pool:
+        for calls in pool.map(forced, choices, parallel):
+            for call in calls:
+                arguments = json.loads(call.function.arguments)
+                assert isinstance(arguments["city"], str)
+                assert arguments.get("unit") in (None, "celsius", "fahrenheit")
+
+
+def test_reasoning_and_its_budget(mtp_server: Server) -> None:
+    def think(**kwargs: Any) -> Any:
+        extra = {"chat_template_kwargs": {"enable_thinking": True, **kwargs}}
+        return chat(mtp_server, "Is 498 even or odd?", extra_body=extra)
+
+    free = think()
+    message = free.choices[0].message
+    assert message.content == "498 is even."
+    assert message.reasoning_content == "The last digit of 498 is 8. 8 is even, so 498 is even."
+    spent = free.usage.completion_tokens_details.reasoning_tokens
+    assert 10 < spent < free.usage.completion_tokens
+    assert think(thinking_budget=spent).choices[0].message == message
+    for budget in (0, 5):
+        short = think(thinking_budget=budget)
+        # The tag that is forced counts as well.
+        assert short.usage.completion_tokens_details.reasoning_tokens == budget + 1
+        thought = getattr(short.choices[0].message, "reasoning_content", "")
+        assert message.reasoning_content.startswith(thought)
+        assert short.choices[0].message.content
+
+
+# The prefix cache as clients see it. Each test has salts of its own.
+SYSTEM = "You are an agent. " + " ".join(f"Rule {i}: be kind to the fox." for i in range(20))
+
+
+def ask(server: Server, path: str = CHAT, **fields: Any) -> dict[str, Any]:
+    answer = server.post(path, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    roles = ["system", *["user", "assistant"] * len(texts)]
+    return [{"role": role, "content": text} for role, text in zip(roles, (SYSTEM, *texts))]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_second_turn_finds_the_first(mtp_server: Server) -> None:
+    fields = {"max_tokens": 8, "temperature": 0, "cache_salt": "turns"}
+    first = ask(mtp_server, messages=turns("Hi!"), **fields)
+    assert cached(first) == first["timings"]["cache_n"] == 0
+    messages = turns("Hi!", first["choices"][0]["message"]["content"], "More.")
+    queries = mtp_server.metric("prefix_cache_queries_total")
+    second = ask(mtp_server, messages=messages, **fields)
+    tokens = second["usage"]["prompt_tokens"]
+    # At least up to the end of the question, most likely to that of the answer.
+    assert cached(second) >= first["usage"]["prompt_tokens"] - 10
+    assert second["timings"]["cache_n"] == cached(second)
+    assert second["timings"]["prompt_n"] == tokens - cached(second)
+    assert mtp_server.metric("prefix_cache_queries_total") - queries == tokens
+    assert 0 < mtp_server.metric("prefix_cache_bytes") <= 200e6
+    assert mtp_server.metric("prefix_cache_entries") >= 1
+    cold = ask(mtp_server, messages=messages, **(fields | {"cache_salt": "nobody"}))
+    assert cached(cold) == 0
+    assert second["choices"][0]["message"] == cold["choices"][0]["message"]
+    # All of it; the last token counts as computed.
+    assert cached(ask(mtp_server, messages=messages, **fields)) == tokens - 1
+
+
+def test_vllm_cve_2025_46570_cache_timing(mtp_server: Server) -> None:
+    """Without the salt nobody can find out, by time or by usage, what was asked under it."""
+    fields = {"messages": turns("My secret."), "max_tokens": 1, "temperature": 0}
+    own = ask(mtp_server, cache_salt="mine", **fields)
+    assert cached(ask(mtp_server, cache_salt="mine", **fields)) > 0
+    for guess in ("MINE", "mine "):
+        assert cached(ask(mtp_server, cache_salt=guess, **fields)) == 0
+    # Unsalted, the other tests' system prompt may be there.
+    assert cached(ask(mtp_server, **fields)) < own["usage"]["prompt_tokens"] - 5
+
+
+def test_choices_and_prompts_of_one_request(mtp_server: Server) -> None:
+    """A shared prompt is computed once, so it counts as computed; asked again, it is not."""
+    fields = {"messages": turns("Hi!"), "n": 4, "seed": 3, "max_tokens": 8, "cache_salt": "n"}
+    before = mtp_server.metric("prefix_cache_hits_total")
+    first = ask(mtp_server, **fields)
+    prompt = first["usage"]["prompt_tokens"]
+    assert cached(first) == 0
+    assert mtp_server.metric("prefix_cache_hits_total") - before == 3 * prompt
+    again = ask(mtp_server, **fields)
+    assert cached(again) == prompt - 1
+    assert [c["message"] for c in again["choices"]] == [c["message"] for c in first["choices"]]
+    # Too long for one chunk.
+    fields = {"prompt": [f"{SYSTEM * 3} [{i}]" for i in range(2)], "n": 2, "max_tokens": 4}
+    first = ask(mtp_server, "/v1/completions", cache_salt="p", **fields)
+    # The second shares all but its end with the first.
+    assert 0 < cached(first) < first["usage"]["prompt_tokens"] / 2
+    again = ask(mtp_server, "/v1/completions", cache_salt="p", **fields)
+    assert cached(again) == first["usage"]["prompt_tokens"] - 2
+
+
+def test_responses_report_cached_tokens(mtp_server: Server) -> None:
+    fields = {"instructions": SYSTEM, "input": "Hi!", "max_output_tokens": 4, "cache_salt": "r"}
+    usages = [ask(mtp_server, "/v1/responses", **fields)["usage"] for _ in range(2)]
+    first, second = (usage["input_tokens_details"]["cached_tokens"] for usage in usages)
+    assert (first, second) == (0, usages[1]["input_tokens"] - 1)
+
+
+def test_a_billing_nonce_does_not_spoil_the_prefix(mtp_server: Server) -> None:
+    """As Claude Code asks: its first system block has a nonce that changes with each turn. More
+    than nine tenths of the second turn's prompt come from the first."""
+
+    def usage(nonce: str, messages: list[Any], stream: bool) -> dict[str, int]:
+        header = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={nonce};"
+        system = {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}
+        fields = {
+            "system": [{"type": "text", "text": header}, system],
+            "tools": [{"name": "look", "description": "d", "input_schema": {"type": "object"}}],
+            "max_tokens": 8,
+        }
+        answer = mtp_server.post("/v1/messages", messages=messages, stream=stream, **fields)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["usage"]
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        return next(event["usage"] for event in events if event["type"] == "message_delta")
+
+    for stream in (False, True):
+        messages = turns(f"Look at the fox. [{stream}]", "I see a fox.", "Look again.")[1:]
+        first, second = usage("1a2b3", messages[:1], stream), usage("9f8e7", messages, stream)
+        total = second["input_tokens"] + second["cache_read_input_tokens"]
+        assert total > first["input_tokens"] + first["cache_read_input_tokens"]
+        assert second["cache_read_input_tokens"] > 0.9 * total

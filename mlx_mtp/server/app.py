@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server import http_errors
-from mlx_mtp.server.auth import ApiKeyMiddleware
+from mlx_mtp.server.admission import AdmissionMiddleware
+from mlx_mtp.server.auth import key_check
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.guard import Guard
-from mlx_mtp.server.hosts import HostMiddleware, OriginMiddleware, cors, known_names
+from mlx_mtp.server.hosts import cors, host_check, known_names, origin_check
+from mlx_mtp.server.http_errors import CheckMiddleware
 from mlx_mtp.server.protocols import EngineLike
 from mlx_mtp.server.routes import router
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -61,12 +62,17 @@ def create_app(
 
 
 def _protect(app: FastAPI, context: Context) -> None:
-    # From the inside out: a browser's preflight has no key, and a foreign name hears nothing else.
+    # The last one added runs first: unknown host names are rejected before all else, and CORS comes
+    # before the key, as a browser's preflight has none.
     config = context.config
-    app.add_middleware(Guard, gate=context.gate, body_seconds=config.body_timeout)
+    names = known_names(config.host, config.allowed_hosts)
+    app.add_middleware(
+        AdmissionMiddleware, limiter=context.limiter, body_seconds=config.body_timeout
+    )
+    app.add_middleware(CheckMiddleware, check=context.limiter.check)
     if config.api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=config.api_keys)
+        app.add_middleware(CheckMiddleware, check=key_check(config.api_keys))
     if config.cors_origins:
         app.add_middleware(cors, origins=config.cors_origins)
-    app.add_middleware(OriginMiddleware, origins=config.cors_origins)
-    app.add_middleware(HostMiddleware, names=known_names(config.host, config.allowed_hosts))
+    app.add_middleware(CheckMiddleware, check=origin_check(config.cors_origins))
+    app.add_middleware(CheckMiddleware, check=host_check(names))

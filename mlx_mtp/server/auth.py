@@ -1,4 +1,4 @@
-"""--api-key: before every route but /health and /, unknown routes included."""
+"""--api-key: required on every route but /health and /, unknown routes included."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import hashlib
 import hmac
 import logging
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from mlx_mtp.errors import AuthenticationError, UsageError
 from mlx_mtp.flags import key_fault
-from mlx_mtp.server.http_errors import error_response
 
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/"})
-"""Agents ask / whether anybody is there, and load balancers ask /health; neither tells more."""
+"""Agents ask / whether a server is there, and load balancers /health; neither reveals more."""
 
 
 def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
-    """The keys that open the server: of --api-key and of --api-key-file.
-
-    Args:
-        key: a key; None without one.
-        file: one key per line; empty lines and those that begin with # are left out.
+    """The keys of --api-key and --api-key-file: one per line, without empty lines and comments (#).
 
     Raises:
         UsageError: the file can't be read, has no key, or has one that no client could send.
@@ -62,43 +57,26 @@ def _keys_in(path: Path) -> list[str]:
     return keys
 
 
-class ApiKeyMiddleware:
-    """Pure ASGI, so that disconnects and streams pass through it untouched.
+def key_check(api_keys: Sequence[str]) -> Callable[[Scope], None]:
+    """A check that raises AuthenticationError for a request without one of these keys."""
+    # All digests have one length: a comparison does not reveal the keys' lengths either.
+    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
-    Args:
-        app: what is protected.
-        api_keys: each of them opens it.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
-        # Digests are of one length, so a comparison tells nothing of the keys' lengths either.
-        self._digests = [_digest(key.encode()) for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the call through, or answer 401."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(scope):
-            await self._app(scope, receive, send)
+    def check(scope: Scope) -> None:
+        if scope["path"] in OPEN_PATHS:
             return
-        error = AuthenticationError(
-            "This server requires its API key, as the header `Authorization: Bearer KEY` or "
-            "`x-api-key: KEY`."
-        )
-        response = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})
-        await response(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""]
         allowed = False
-        # Each with each and to the end: the time must not tell which key came close.
-        for key in given:
-            digest = _digest(key.strip().encode("latin-1"))
-            for known in self._digests:
+        # Every given key with every valid one: the time must not reveal which came close.
+        for given in (headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""):
+            digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
+            for known in digests:
                 allowed |= hmac.compare_digest(digest, known)
-        return allowed
+        if not allowed:
+            raise AuthenticationError(
+                "This server requires its API key, as the header `Authorization: Bearer KEY` or "
+                "`x-api-key: KEY`."
+            )
 
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+    return check

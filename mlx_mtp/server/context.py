@@ -18,13 +18,12 @@ from mlx_mtp.engine.request import check_num_draft_tokens
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.server.admission import Client, RequestLimiter, named
 from mlx_mtp.server.answer_grammar import answer_grammar, check_tools, max_calls
 from mlx_mtp.server.choice import Choice
-from mlx_mtp.server.clients import Client, named
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
-from mlx_mtp.server.gate import Gate
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.openai.stored import StoredChats
@@ -67,7 +66,7 @@ class Context:
     prompter: Prompter
     grammars: Grammars
     dispatcher: Dispatcher
-    gate: Gate
+    limiter: RequestLimiter
     metrics: Metrics
     seeds: SeedSource
     stored: Callable[[str], StoredChats]
@@ -86,7 +85,7 @@ class Context:
         output_format = OutputFormat.choose(
             tokenizer.template, config.reasoning_parser, config.tool_call_parser
         )
-        gate = Gate(engine, config.max_queue)
+        limiter = RequestLimiter(engine, config.max_queue)
         return cls(
             engine=engine,
             tokenizer=tokenizer,
@@ -96,8 +95,8 @@ class Context:
             prompter=Prompter(tokenizer, output_format, config.template_seconds),
             grammars=Grammars.for_tokenizer(tokenizer, engine.info.eos_token_ids),
             dispatcher=Dispatcher(engine),
-            gate=gate,
-            metrics=Metrics(engine, gate),
+            limiter=limiter,
+            metrics=Metrics(engine, limiter),
             seeds=SeedSource(config.seed),
             stored=cache(lambda _: StoredChats(config.max_stored_completions)),
             created=int(time.time()),

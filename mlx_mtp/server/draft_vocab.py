@@ -6,6 +6,7 @@ order of how frequent their tokens were in the text it was trained on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,7 @@ Wanted = int | tuple[int, ...] | None
 
 
 def read_wanted(given: int | Path | None) -> Wanted:
-    """The flag's value, with the file read, so that what is wrong with it is known at once.
-
-    Args:
-        given: a number of tokens, or a text file with one token id per line.
+    """The flag's value, with the file read: a text file with one token id per line.
 
     Raises:
         UsageError: the file can't be read, a line is no id, or there is none.
@@ -54,25 +52,20 @@ def read_wanted(given: int | Path | None) -> Wanted:
 
 
 def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the tokens that may be drafted. The tokenizer's added tokens always may.
+    """Ids of the tokens that may be drafted, ascending and below `vocab_size`.
 
-    Args:
-        wanted: how many tokens, the added ones among them, or which ones beside them.
-        tokenizer: of the model.
-        vocab_size: ids at or above it are never drawn.
-
-    Returns:
-        Ascending; all ids where so many are wanted, or None is.
+    The tokenizer's added tokens always may: `wanted` is how many tokens, these among them, or which
+    ones beside them.
 
     Raises:
         UsageError: an id is out of range or there twice, the number has no room for the added
             tokens, or the tokenizer's vocabulary has no order.
     """
-    everything = tuple(range(vocab_size))
     if wanted is None or (isinstance(wanted, int) and wanted >= vocab_size):
-        return everything
-    definition = tokenizer.definition()
-    added = [i for i in added_ids(definition) if i < vocab_size]
+        return tuple(range(vocab_size))
+    definition = json.loads(tokenizer.to_json())
+    added = [int(token["id"]) for token in definition["added_tokens"]]
+    added = [token for token in added if token < vocab_size]
     if not isinstance(wanted, int):
         return tuple(sorted({*check_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
     if wanted <= len(added):
@@ -80,29 +73,12 @@ def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> t
             f"{FLAG} is {wanted}, but the tokenizer's {len(added)} added tokens, such as those "
             f"that end an answer, are always included: it must be {len(added) + 1} or more."
         )
-    ranked = [i for i in ids_by_frequency(definition) if i < vocab_size]
+    ranked = [token for token in _ids_by_frequency(definition["model"]) if token < vocab_size]
     return tuple(sorted(list(dict.fromkeys([*added, *ranked]))[:wanted]))
 
 
-def added_ids(definition: Mapping[str, Any]) -> list[int]:
-    """Ids of special and other added tokens: ends of turns, <think>, <tool_call>.
-
-    Args:
-        definition: tokenizer.json.
-    """
-    return [int(token["id"]) for token in definition["added_tokens"]]
-
-
-def ids_by_frequency(definition: Mapping[str, Any]) -> list[int]:
-    """All ids of a BPE vocabulary: single characters (bytes), then merges in their order.
-
-    Args:
-        definition: tokenizer.json.
-
-    Raises:
-        UsageError: it is no BPE, whose merges alone tell how frequent tokens are.
-    """
-    model = definition["model"]
+def _ids_by_frequency(model: Mapping[str, Any]) -> list[int]:
+    """All ids of a BPE vocabulary: single characters (bytes), then merges in their order."""
     if model.get("type") != "BPE":
         raise UsageError(
             f"{FLAG} can't choose tokens by itself: this tokenizer is {model.get('type')} and not "

@@ -1,10 +1,10 @@
-"""By which names clients may call the server, and which web pages may.
+"""Which host names clients may call the server by, and which web pages may call it.
 
-A server on 127.0.0.1 is reached by every program of the machine, its browser among them, and the
-browser runs whatever a web page brings. Two checks keep such pages out. The Origin header names
-the page that sent a request; only pages of the server's own address and those of --cors-origin are
-served. A page can make itself "of the server's own address" by letting its own name point to
-127.0.0.1 (DNS rebinding), so the name in the Host header must be one that the server knows.
+A server on 127.0.0.1 is reached by every program of the machine, also by its browser, which runs
+whatever a web page brings. Two checks keep such pages out. The Origin header names the page that
+sent a request; only pages of the server's own address and those of --cors-origin are served. A page
+can make itself "of the server's own address" by letting its own name point to 127.0.0.1 (DNS
+rebinding), so the name in the Host header must be one that the server knows.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from mlx_mtp.errors import ForbiddenError
-from mlx_mtp.server.http_errors import error_response
 from mlx_mtp.server.text import cut
 
 ANY = "*"
@@ -28,19 +27,14 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine's programs reach the address."""
+    """Whether only this machine's programs reach the address."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The names that the Host header may have.
-
-    Args:
-        host: the address that is listened on. If other machines reach it, this machine's own name
-            is among the known ones.
-        more: --allowed-host.
-    """
+    """The names that the Host header may have: --host, this machine's own name if other machines
+    reach that address, and `more` (--allowed-host)."""
     names = {"localhost", host.lower(), *more}
     if not is_loopback(host):
         full = socket.gethostname().lower()
@@ -49,86 +43,60 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
     return frozenset(names - {""})
 
 
-class HostMiddleware:
-    """Answers 403 to requests for a name that is not this server's.
+def host_check(names: frozenset[str]) -> Callable[[Scope], None]:
+    """A check that raises ForbiddenError where the Host header names another server.
 
-    Addresses always pass: a browser sends one only if the page itself was got from there. So do
-    requests without the header, which HTTP/1.0 has; every browser sends it.
-
-    Not 421 (misdirected request): on it browsers try again by themselves.
-
-    Args:
-        app: what is protected.
-        names: see `known_names`.
+    Addresses always pass: a browser sends one only if the page itself came from there. So do
+    requests without the header, which HTTP/1.0 has; every browser sends it. The status is not 421
+    (misdirected request), on which browsers try again by themselves.
     """
 
-    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
-        self._app = app
-        self._names = names
+    def check(scope: Scope) -> None:
+        host = Headers(scope=scope).get("host")
+        if host is None or ANY in names:
+            return
+        name, _ = _host_and_port(host, 0) or ("", 0)
+        if not name or (name not in names and _address(name) is None):
+            raise ForbiddenError(
+                f"This server does not answer to the name {cut(host)!r}. If it is yours, start "
+                f"the server with --allowed-host {cut(name or 'NAME')}."
+            )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the call through, or refuse it."""
-        if scope["type"] == "http" and ANY not in self._names:
-            host = Headers(scope=scope).get("host")
-            name = None if host is None else _host_name(host)
-            if host is not None and not (name and self._is_known(name)):
-                error = ForbiddenError(
-                    f"This server does not answer to the name {cut(host)!r}. If it is yours, start "
-                    f"the server with --allowed-host {cut(name or 'NAME')}."
-                )
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _is_known(self, name: str) -> bool:
-        return name in self._names or _address(name) is not None
+    return check
 
 
-class OriginMiddleware:
-    """Answers 403 to web pages from elsewhere, whatever they ask for.
+def origin_check(origins: Iterable[str]) -> Callable[[Scope], None]:
+    """A check that raises ForbiddenError for web pages that are neither ours nor in `origins`.
 
     Requests without an Origin are those of programs (SDKs, curl). A page's is compared by host and
     port alone: behind a proxy that speaks TLS the server does not know its own scheme.
-
-    Args:
-        app: what is protected.
-        origins: --cors-origin.
     """
+    allowed = frozenset(origins)
 
-    def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
-        self._app = app
-        self._origins = frozenset(origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the call through, or refuse it."""
-        if scope["type"] == "http" and not self._is_allowed(Headers(scope=scope)):
-            given = Headers(scope=scope)["origin"]
-            error = ForbiddenError(
-                f"Web pages of the origin {cut(given)!r} may not call this server. If they should, "
-                f"start it with --cors-origin {cut(given) if '://' in given else 'ORIGIN'}."
-            )
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _is_allowed(self, headers: Headers) -> bool:
+    def check(scope: Scope) -> None:
+        headers = Headers(scope=scope)
         given = headers.getlist("origin")
-        if not given or ANY in self._origins:
-            return True
-        if len(given) > 1:
-            return False
+        if not given or ANY in allowed:
+            return
         origin = given[0].lower()
-        return origin in self._origins or _is_same(origin, headers.get("host"))
+        if len(given) == 1 and (origin in allowed or _is_same(origin, headers.get("host"))):
+            return
+        shown = cut(given[0])
+        raise ForbiddenError(
+            f"Web pages of the origin {shown!r} may not call this server. If they should, "
+            f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."
+        )
+
+    return check
 
 
 def cors(app: ASGIApp, origins: Iterable[str]) -> CORSMiddleware:
-    """Tell browsers that the pages of these origins may read the answers."""
+    """Tell browsers that the pages of these origins may read the responses."""
     return CORSMiddleware(
         app,
         allow_origins=list(origins),
         allow_methods=["GET", "HEAD", "POST", "DELETE"],
-        # SDKs in browsers send a dozen of their own.
-        allow_headers=["*"],
+        allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
         expose_headers=["Retry-After"],
     )
 
@@ -138,17 +106,12 @@ def _is_same(origin: str, host: str | None) -> bool:
     default = _DEFAULT_PORTS.get(scheme)
     if host is None or default is None:
         return False
-    mine = _host_and_port(host, default)
-    return mine is not None and mine == _host_and_port(rest, default)
-
-
-def _host_name(host: str) -> str | None:
-    parts = _host_and_port(host, 0)
-    return None if parts is None else parts[0]
+    own = _host_and_port(host, default)
+    return own is not None and own == _host_and_port(rest, default)
 
 
 def _host_and_port(host: str, default: int) -> tuple[str, int] | None:
-    """A Host header's two parts; None if it is none."""
+    """A Host header's two parts; None if it is not valid."""
     parts = _HOST.fullmatch(host.lower())
     if parts is None:
         return None

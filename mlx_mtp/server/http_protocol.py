@@ -1,8 +1,10 @@
-"""HTTP/1.1 as uvicorn speaks it with h11, bounded, and with errors that clients can read.
+"""HTTP/1.1 as uvicorn speaks it with h11, with limits and with errors as JSON.
 
-What h11 and uvicorn leave open: complete headers of any number that arrive in one piece, chunked
-bodies of single bytes (each of them costs 15 us of the event loop), and errors in plain text that
-are lost when the connection is reset under a client that still sends.
+uvicorn by itself bounds neither the headers that arrive complete nor the number of chunks (each
+costs 15 us of the event loop). It waits without limit for a request's head, for the rest of a body
+that the application no longer reads, and for a client to take its response. Its errors are plain
+text, and are lost when the connection is reset under a client that still sends. Its
+`limit_concurrency` rejects new connections while idle ones hold the places.
 """
 
 from __future__ import annotations
@@ -11,16 +13,24 @@ import asyncio
 import json
 import re
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import h11
-from uvicorn.config import Config
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
-from mlx_mtp.errors import HeadersTooLargeError, InvalidRequestError, RequestError
-from mlx_mtp.server.http_errors import error_body
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.errors import (
+    BodyTimeoutError,
+    ConnectionLimitError,
+    HeadersTooLargeError,
+    InvalidRequestError,
+    RequestError,
+)
+from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
+from mlx_mtp.server.http_errors import error_body, error_response
 
 MAX_HEADER_BYTES = 16 << 10
 """Longest request line and headers together; node.js and h11 have the same bound."""
@@ -29,26 +39,25 @@ FREE_CHUNKS = 1024
 """Chunks of a body that may be of any size; further ones must hold `CHUNK_BYTES` on average."""
 CHUNK_BYTES = 256
 LINGER_SECONDS = 2.0
-"""How long the rest of a refused request is read and thrown away, so that its client comes to read
-the answer."""
+"""How long the rest of a rejected request is read, so that its client gets to read the response."""
 LINGER_BYTES = 16 << 20
 _PIECE = 16 << 10
+_TOO_MANY_HEADERS = (
+    f"The request line and headers are too large: at most {MAX_HEADER_BYTES} bytes and "
+    f"{MAX_HEADERS} headers are allowed."
+)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class BoundedConnection(h11.Connection):
-    """h11's state machine, which refuses what is dear before it looks at it."""
+    """h11's state machine, with limits that are checked before it parses."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self._chunks = self._bytes = 0
 
     def next_event(self) -> Any:
-        """See `h11.Connection`.
-
-        Raises:
-            h11.RemoteProtocolError: also for headers and chunks beyond the bounds.
-        """
+        """See `h11.Connection`; headers and chunks beyond the limits are a RemoteProtocolError."""
         if self.their_state is h11.IDLE:
             self._chunks = self._bytes = 0
             self._check_head()
@@ -61,63 +70,146 @@ class BoundedConnection(h11.Connection):
         return event
 
     def _check_head(self) -> None:
-        data, _ = self.trailing_data
-        data = data.lstrip(b"\r\n")
+        data = self.trailing_data[0].lstrip(b"\r\n")
         blank = _BLANK_LINE.search(data)
         end = len(data) if blank is None else blank.end()
-        if end > MAX_HEADER_BYTES:
-            raise h11.RemoteProtocolError(
-                f"the headers are longer than {MAX_HEADER_BYTES} bytes", 431
-            )
-        if data.count(b"\n", 0, end) > MAX_HEADERS + 2:
-            raise h11.RemoteProtocolError(f"there are more than {MAX_HEADERS} headers", 431)
+        if end > MAX_HEADER_BYTES or data.count(b"\n", 0, end) > MAX_HEADERS + 2:
+            raise h11.RemoteProtocolError("too many or too long headers", 431)
 
 
-class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol on a `BoundedConnection`."""
+class LimitedProtocol(H11Protocol):
+    """One connection. It is busy from a request's head to the end of the response, else idle.
+
+    When there are too many connections, the one that has been idle for longest is closed; when all
+    are busy, the new one's request gets a 503.
+
+    Args:
+        settings: `head_timeout` and `stall_timeout`.
+        limiter: counts the rejected connections.
+        max_connections: most at once.
+        of_uvicorn: uvicorn's own arguments.
+    """
 
     def __init__(
         self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        settings: ServerConfig,
+        limiter: RequestLimiter,
+        max_connections: int,
+        **of_uvicorn: Any,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(**of_uvicorn)
         self.conn = BoundedConnection()
-        self._thrown_away: int | None = None
-        self._linger: asyncio.TimerHandle | None = None
+        self._settings = settings
+        self._limiter = limiter
+        self._max_connections = max_connections
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._idle_since: float | None = None
+        # Bytes read after the last response, which closes the connection; None before it.
+        self._dropped: int | None = None
 
-    def data_received(self, data: bytes) -> None:
-        """Take bytes from the client."""
-        # In pieces: h11 looks at the length of what is incomplete only between two of them.
-        for start in range(0, len(data), _PIECE):
-            if self._thrown_away is not None:
-                self._throw_away(len(data) - start)
-                return
-            super().data_received(data[start : start + _PIECE])
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._become_idle()
+        if len(self.connections) > self._max_connections and not self._close_idle_one():
+            self.app = self._reject
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
-        if self._linger is not None:
-            self._linger.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        # In pieces: h11 looks at the length of what is incomplete only between two of them.
+        for start in range(0, len(data), _PIECE):
+            if self._dropped is not None:
+                self._dropped += len(data) - start
+                if self._dropped > LINGER_BYTES:
+                    self.transport.close()
+                break
+            super().data_received(data[start : start + _PIECE])
+        self._update_busy()
+
     def eof_received(self) -> None:
-        """The client sends no more: if that is too early, it is told so."""
-        state = self.conn.their_state
-        begun = state is h11.IDLE and bool(self.conn.trailing_data[0].strip())
-        if self._thrown_away is None and (begun or state is h11.SEND_BODY):
+        """The client sends no more; a request that is incomplete gets a 400."""
+        begun = self._head_begun or self.conn.their_state is h11.SEND_BODY
+        if self._dropped is None and begun:
             self._answer_and_close(InvalidRequestError("The request ended before it was complete."))
+
+    def on_response_complete(self) -> None:
+        self._become_idle()
+        # This may begin the next request, if it has arrived already.
+        super().on_response_complete()
+        self._update_busy()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Not close(), which would wait for the client to take what is left.
+        self._start_timer("stall", self._settings.stall_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer("stall")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not valid HTTP, or beyond the limits, and close the connection."""
+        cause = sys.exc_info()[1]
+        error: RequestError = InvalidRequestError(msg)
+        if isinstance(cause, h11.RemoteProtocolError):
+            # h11 quotes the client's own line, which may hold its key.
+            what = str(cause).partition(": bytearray")[0]
+            error = InvalidRequestError(f"This is not valid HTTP: {what}.")
+            if cause.error_status_hint == HeadersTooLargeError.status:
+                error = HeadersTooLargeError(_TOO_MANY_HEADERS)
+        self._answer_and_close(error)
 
     def _should_upgrade(self) -> bool:
         return False  # There are no web sockets here; the request is answered as what it is.
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP, or out of bounds, and end the connection."""
-        cause = sys.exc_info()[1]
-        error = _refusal(cause) if isinstance(cause, h11.RemoteProtocolError) else None
-        self._answer_and_close(error or InvalidRequestError(msg))
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _head_begun(self) -> bool:
+        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0].strip())
+
+    def _update_busy(self) -> None:
+        if self._busy:
+            self._idle_since = None
+            self._stop_timer("idle")
+
+    def _become_idle(self) -> None:
+        self._idle_since = self.loop.time()
+        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """Close: there is no head or not all of it, an unread body, or an untaken response."""
+        if self._head_begun and self.conn.our_state is h11.IDLE and not self.transport.is_closing():
+            self._answer_and_close(BodyTimeoutError("The request's head did not arrive in time."))
+        elif self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _close_idle_one(self) -> bool:
+        """Close the connection that has been idle for longest, if there is one but this."""
+        idle = [
+            (other._idle_since, other.transport)
+            for other in self.connections
+            if isinstance(other, LimitedProtocol) and other is not self
+            if other._idle_since is not None and not other.transport.is_closing()
+        ]
+        if idle:
+            min(idle, key=lambda found: found[0])[1].abort()
+        return bool(idle)
+
+    async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._limiter.rejected["connections"] += 1
+        error = ConnectionLimitError(
+            f"{self._max_connections} clients are connected and busy; there is no room for more.",
+            retry_after=UNKNOWN_RETRY_SECONDS,
+        )
+        await error_response(error, scope["path"])(scope, receive, send)
 
     def _answer_and_close(self, error: RequestError) -> None:
         body = json.dumps(error_body(error)).encode()
@@ -126,42 +218,29 @@ class BoundedProtocol(H11Protocol):
             ("content-length", str(len(body))),
             ("connection", "close"),
         ]
+        reason = HTTPStatus(error.status).phrase.encode()
+        response = h11.Response(status_code=error.status, headers=headers, reason=reason)
         try:
-            for event in (
-                h11.Response(
-                    status_code=error.status,
-                    headers=headers,
-                    reason=HTTPStatus(error.status).phrase.encode(),
-                ),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            # An answer had begun, and what follows would be taken for a part of it.
+            # A response had begun, and what follows would be taken for a part of it.
             self.transport.close()
             return
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._thrown_away = 0
+        self._dropped = 0
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._linger = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._start_timer("linger", LINGER_SECONDS, self.transport.close)
 
-    def _throw_away(self, count: int) -> None:
-        assert self._thrown_away is not None, "only after an answer that ends the connection"
-        self._thrown_away += count
-        if self._thrown_away > LINGER_BYTES:
-            self.transport.close()
+    def _start_timer(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        self._stop_timer(name)
+        self._timers[name] = self.loop.call_later(seconds, act)
 
-
-def _refusal(cause: h11.RemoteProtocolError) -> RequestError:
-    if cause.error_status_hint == HeadersTooLargeError.status:
-        return HeadersTooLargeError(
-            f"The request line and headers are too large: at most {MAX_HEADER_BYTES} bytes and "
-            f"{MAX_HEADERS} headers are allowed."
-        )
-    # h11 quotes the client's own line, which may hold its key.
-    return InvalidRequestError(f"This is not valid HTTP: {str(cause).partition(': bytearray')[0]}.")
+    def _stop_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.server.gate import REASONS, Gate
+from mlx_mtp.server.admission import REASONS, RequestLimiter
 from mlx_mtp.server.protocols import EngineLike
 
 PREFIX = "mlx_mtp:"
@@ -17,84 +16,14 @@ _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
 
-class EngineCollector(Collector):
-    """Reads the engine's statistics at each scrape, so that nothing is counted twice."""
-
-    def __init__(self, engine: EngineLike, gate: Gate) -> None:
-        self._engine = engine
-        self._gate = gate
-
-    def collect(self) -> Iterable[Metric]:
-        """The gauges and counters, in Prometheus' own types."""
-        stats = self._engine.stats()
-        yield _gauge("num_requests_running", "Requests in a batch.", stats.num_requests_running)
-        yield _gauge(
-            "num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting
-        )
-        yield _gauge(
-            "num_requests_held", "Sequences running, waiting or being prepared.", self._gate.held
-        )
-        yield _counter("engine_restarts", "Deaths of the engine's thread.", stats.num_restarts)
-        yield _labelled(
-            CounterMetricFamily,
-            "requests_rejected",
-            "Requests refused before any work was done for them.",
-            "reason",
-            ((reason, self._gate.rejected[reason]) for reason in REASONS),
-        )
-        yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        prefixes = stats.prefix_cache
-        yield _counter("prefix_cache_queries", "Prompt tokens looked up.", prefixes.queries)
-        yield _counter("prefix_cache_hits", "Those found, and not computed.", prefixes.hits)
-        yield _gauge("prefix_cache_bytes", "Memory of the prefix cache.", prefixes.nbytes)
-        yield _gauge(
-            "prefix_cache_entries", "Prefixes that a prompt can go on from.", prefixes.num_entries
-        )
-        yield _gauge("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files)
-        yield _gauge("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes)
-        yield _counter(
-            "prefix_cache_files_written", "Prefixes written.", prefixes.num_files_written
-        )
-        yield _counter(
-            "prefix_cache_files_dropped",
-            "Prefixes not written: the disk is slow or full, or they are too large.",
-            prefixes.num_files_dropped,
-        )
-        yield from self._speculation(stats)
-
-    def _speculation(self, stats: EngineStats) -> Iterable[Metric]:
-        yield _counter("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts)
-        yield _counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens)
-        yield _counter(
-            "spec_decode_num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens
-        )
-        yield _labelled(
-            CounterMetricFamily,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by position in the window.",
-            "position",
-            enumerate(stats.num_accepted_tokens_per_pos),
-        )
-        if self._engine.info.mtp_enabled:
-            yield _labelled(
-                GaugeMetricFamily,
-                "spec_decode_depth",
-                "Drafts per step chosen last for this batch size.",
-                "batch_size",
-                stats.depths,
-            )
-            yield _gauge(
-                "spec_decode_parked", "1: the last step was planned without drafts.", stats.parked
-            )
-
-
-class Metrics:
+class Metrics(Collector):
     """One app's metrics, in a registry of its own."""
 
-    def __init__(self, engine: EngineLike, gate: Gate) -> None:
+    def __init__(self, engine: EngineLike, limiter: RequestLimiter) -> None:
+        self._engine = engine
+        self._limiter = limiter
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine, gate))
+        self._registry.register(self)
         self._timeouts = Counter(
             PREFIX + "request_timeouts",
             "Requests that took longer than --request-timeout.",
@@ -114,11 +43,11 @@ class Metrics:
         )
 
     def first_token(self, seconds: float) -> None:
-        """A request's first token came after this time."""
+        """A sequence's first token came after this time."""
         self._first_token.observe(seconds)
 
     def more_tokens(self, seconds: float, count: int) -> None:
-        """Some more tokens of a request came in one step, after this time."""
+        """So many more tokens of a sequence came in one step, after this time."""
         for _ in range(count):
             self._between_tokens.observe(seconds / count)
 
@@ -130,24 +59,56 @@ class Metrics:
         """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-def _gauge(name: str, text: str, value: int) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, text, value=value)
-
-
-def _counter(name: str, text: str, value: int) -> Metric:
-    return CounterMetricFamily(PREFIX + name, text, value=value)
+    def collect(self) -> Iterable[Metric]:
+        """The engine's statistics, read at each scrape so that nothing is counted twice."""
+        stats, held = self._engine.stats(), self._limiter.held
+        prefixes = stats.prefix_cache
+        dropped = "Prefixes not written: the disk is slow or full, or they are too large."
+        gauges = [
+            ("num_requests_running", "Requests in a batch.", stats.num_requests_running),
+            ("num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting),
+            ("num_requests_held", "Sequences running, waiting or being prepared.", held),
+            ("prefix_cache_bytes", "Memory of the prefix cache.", prefixes.nbytes),
+            (
+                "prefix_cache_entries",
+                "Prefixes that a prompt can go on from.",
+                prefixes.num_entries,
+            ),
+            ("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files),
+            ("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes),
+        ]
+        counters = [
+            ("engine_restarts", "Deaths of the engine's thread.", stats.num_restarts),
+            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up.", prefixes.queries),
+            ("prefix_cache_hits", "Those found, and not computed.", prefixes.hits),
+            ("prefix_cache_files_written", "Prefixes written.", prefixes.num_files_written),
+            ("prefix_cache_files_dropped", dropped, prefixes.num_files_dropped),
+            ("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens),
+        ]
+        if self._engine.info.mtp_enabled:
+            parked = "1: the last step was planned without drafts."
+            gauges.append(("spec_decode_parked", parked, stats.parked))
+            text = "Drafts per step chosen last for this batch size."
+            depths = GaugeMetricFamily(PREFIX + "spec_decode_depth", text, labels=["batch_size"])
+            yield _labelled(depths, stats.depths)
+        yield from (GaugeMetricFamily(PREFIX + name, *rest) for name, *rest in gauges)
+        yield from (CounterMetricFamily(PREFIX + name, *rest) for name, *rest in counters)
+        text = "Requests rejected before any work was done for them."
+        rejected = CounterMetricFamily(PREFIX + "requests_rejected", text, labels=["reason"])
+        yield _labelled(rejected, ((reason, self._limiter.rejected[reason]) for reason in REASONS))
+        name = PREFIX + "spec_decode_num_accepted_tokens_per_pos"
+        text = "Drafts accepted, by position in the window."
+        accepted = CounterMetricFamily(name, text, labels=["position"])
+        yield _labelled(accepted, enumerate(stats.num_accepted_tokens_per_pos))
 
 
 def _labelled(
-    family: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    text: str,
-    label: str,
-    values: Iterable[tuple[object, int]],
+    family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[object, int]]
 ) -> Metric:
-    """A series for each of the label's values."""
-    found = family(PREFIX + name, text, labels=[label])
-    for key, value in values:
-        found.add_metric([str(key)], value)
-    return found
+    for label, value in values:
+        family.add_metric([str(label)], value)
+    return family

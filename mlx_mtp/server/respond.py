@@ -8,10 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.clients import key_of
+from mlx_mtp.server.admission import client_of, key_of
 from mlx_mtp.server.context import Context, OpenGeneration
 from mlx_mtp.server.generation import Generation
-from mlx_mtp.server.guard import visit_of
 from mlx_mtp.server.openai.stored import StoredChats
 from mlx_mtp.server.options import Options
 from mlx_mtp.server.sse import EventStreamResponse, until_disconnect
@@ -56,7 +55,7 @@ def admit(request: Request, body: Body) -> tuple[Options, SamplingParams]:
     options = body.options()
     params = context.sampling(options)
     # Before any work is done for them.
-    visit_of(request.scope).ticket.reserve(options.n * options.num_prompts)
+    context.limiter.reserve(request.scope, options.n * options.num_prompts)
     return options, params
 
 
@@ -65,7 +64,7 @@ async def respond(
 ) -> Response:
     """Generate for as long as the client stays, and answer in the writer's words."""
     patience = context_of(request).config.keep_alive_seconds
-    client = visit_of(request.scope).client
+    client = client_of(request.scope)
     if stream:
         return EventStreamResponse(lambda: open_generation(client), writer, patience)
     with open_generation(client) as generation:

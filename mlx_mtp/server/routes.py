@@ -67,8 +67,8 @@ async def health(request: Request) -> Response:
     server drains, and why."""
     context = _context(request)
     dead, hang = context.engine.unhealthy_reason, context.engine.hang_reason
-    if context.gate.draining:
-        reason = f"the server is shutting down; {context.gate.held} answers are not finished"
+    if context.limiter.draining:
+        reason = f"the server is shutting down; {context.limiter.held} answers are not finished"
         body = {"status": "draining", "reason": reason}
     elif dead is not None or hang is not None:
         body = {"status": "unhealthy", "reason": str(dead or hang)}

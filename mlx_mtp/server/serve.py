@@ -12,22 +12,23 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.server.background_log import BackgroundLog, in_background
-from mlx_mtp.server.connections import Limits, limited
+from mlx_mtp.server.background_log import BackgroundLog
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.hosts import ANY, is_loopback
+from mlx_mtp.server.http_protocol import LimitedProtocol
 
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5
-"""How long clients may take to read the error that ended their answer."""
+"""How long clients may take to read the error that ended their response."""
 SWITCH_SECONDS = 0.001
 """After this time a thread that builds a step in Python lets the event loop go on, which needs the
 interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step."""
@@ -37,11 +38,7 @@ _SPARE_FILES = 64
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address; port 0 takes a free one. Clients that come early wait to be accepted.
-
-    Raises:
-        UsageError: the address is in use, or isn't this machine's.
-    """
+    """Listen on the address; port 0 takes a free one. A UsageError says why it can't."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches Nagle's algorithm off only for sockets that say that they are TCP's; left on,
     # it delays each event of a stream by 40 ms.
@@ -49,7 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        # At once: with SO_REUSEADDR an address is in use only where somebody listens.
+        # At once: with SO_REUSEADDR an address is in use only where a socket listens.
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
@@ -60,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
-    """Say who else can use a server without a key."""
+    """Log a warning if a server without a key can be used from elsewhere."""
     if has_key:
         return
     if not is_loopback(host):
@@ -77,67 +74,61 @@ def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> 
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which tells when it is ready, and finishes what it has begun when it is stopped.
+    """uvicorn, which calls `on_ready` when it takes requests, and drains when it is stopped.
 
-    The first signal (SIGTERM or ctrl-C) begins the drain: it goes on listening, new requests get
-    503, and the answers that run or wait are finished, for `drain_timeout` seconds at most; those
-    that are left end with an error. The second signal ends them at once, the third doesn't wait for
-    clients to read that either.
-
-    Args:
-        config: uvicorn's.
-        context: the application's.
-        on_ready: called once, when requests are taken.
+    The first signal (SIGTERM or ctrl-C) begins the drain: new requests get 503, and running and
+    waiting ones are finished, for `drain_timeout` seconds at most; those that are left end with an
+    error. The second signal ends them at once, the third doesn't wait for clients to read that.
     """
 
     def __init__(
         self, config: uvicorn.Config, context: Context, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._context = context
+        self._limiter = context.limiter
+        self._dispatcher = context.dispatcher
+        self._drain_timeout = context.config.drain_timeout
         self._on_ready = on_ready
         self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal. It isn't passed to uvicorn, which would raise it again in the end."""
+        """Handle a signal; uvicorn's own handler would raise it again at the end."""
         if self.should_exit:
             self.force_exit = True
         elif self._drain_until is not None:
             self.should_exit = True
         else:
-            self._drain_until = time.monotonic() + self._context.config.drain_timeout
-            self._context.gate.drain_seconds = self._context.config.drain_timeout
-            self._context.gate.draining = True
+            self._drain_until = time.monotonic() + self._drain_timeout
+            self._limiter.drain_seconds = self._drain_timeout
+            self._limiter.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and tell."""
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is time to go."""
+        """Ten times a second: whether to shut down."""
         if await super().on_tick(counter):
             return True
         if self._drain_until is None:
             return False
-        gate = self._context.gate
-        gate.drain_seconds = self._drain_until - time.monotonic()
-        return gate.drain_seconds <= 0 or (gate.held == 0 and gate.num_open == 0)
+        limiter = self._limiter
+        limiter.drain_seconds = self._drain_until - time.monotonic()
+        return limiter.drain_seconds <= 0 or (limiter.held == 0 and limiter.num_open == 0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop: what is still open ends with an error that says why."""
-        self._context.gate.draining = True
-        self._context.dispatcher.end_all()
-        # Those that were about to be submitted.
-        ending = asyncio.create_task(self._end_late_ones())
+        """Stop: open requests end with an error that says why."""
+        self._limiter.draining = True
+        ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
 
-    async def _end_late_ones(self) -> None:
+    async def _end_requests(self) -> None:
+        # Again and again: some may be about to be submitted.
         while True:
+            self._dispatcher.end_all()
             await asyncio.sleep(0.05)
-            self._context.dispatcher.end_all()
 
 
 def make_server(
@@ -145,21 +136,26 @@ def make_server(
 ) -> Server:
     """The server for `create_app`'s application; run it with the bound socket."""
     context: Context = app.state.context
-    # As many as can be held, and some who only look.
-    wanted = max(context.config.max_connections, context.gate.capacity + _SPARE_FILES)
-    most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
-    limits = Limits(most, context.config.head_timeout, context.config.stall_timeout)
+    settings = context.config
+    # As many as can be held, and some beside them for monitoring.
+    wanted = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
+    # Other implementations than h11's, where they are installed, lack the limits.
+    protocol: Any = partial(
+        LimitedProtocol,
+        settings,
+        context.limiter,
+        min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES),
+    )
     config = uvicorn.Config(
         app,
-        # Other implementations, where they are installed, lack the limits.
-        http=limited(limits, context.gate),
+        http=protocol,
         ws="none",
         # Any client on this machine could write X-Forwarded-For.
         proxy_headers=False,
         log_level=log_level,
-        # Longer than clients keep connections that they don't use, most of them 5 s: else one may
-        # send on what is just being closed. The limit for heads ends these as well.
-        timeout_keep_alive=math.ceil(context.config.head_timeout),
+        # The limit for heads ends idle connections, later than clients do (most after 5 s), as
+        # these may send on what is just being closed.
+        timeout_keep_alive=math.ceil(settings.head_timeout),
         # Clients that don't read their error must not keep the process alive.
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
@@ -170,24 +166,23 @@ def make_server(
 def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) -> bool:
     """Serve until a signal, then stop the engine; returns whether that has ended.
 
-    Where nobody reads what the server logs, the process ends here: what is left to be written
-    would hold up its end.
+    If nobody reads the log, the process ends here, as lines that can't be written would block it.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     log = BackgroundLog()
-    with in_background(log):
+    with log.attached():
         try:
             server.run(sockets=[sock])
         finally:
             # Leaving by force, uvicorn doesn't stop the engine.
             ended = stop_engine()
-    if not log.end():
+    if not log.close():
         os._exit(0 if ended else 1)
     return ended
 
 
 def give_up(reason: str) -> NoReturn:
-    """End the process where its threads don't allow an orderly end; exit status 1."""
+    """End the process with status 1 where its threads don't allow an orderly end."""
     logger.critical("The process is ended: %s.", reason)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -195,7 +190,7 @@ def give_up(reason: str) -> NoReturn:
 
 
 def _file_limit(wanted: int) -> int:
-    """Raise this process's limit of open files (256 on a Mac) as far as it may and needs."""
+    """Raise this process's limit of open files (256 on a Mac) up to `wanted`; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -11,32 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import (
+    ContextLengthError,
     InvalidRequestError,
     ModelError,
     UnsupportedParameterError,
 )
-from mlx_mtp.server.encoding import encode, most_bytes_per_token
 from mlx_mtp.server.text import cut
-from mlx_mtp.server.tokenizer_files import SAFELY, damaged_file
 
 Message = dict[str, Any]
 
+MIN_PART, MAX_PART = 1 << 14, 1 << 20
+"""Of a long text the first so many characters are encoded by themselves (16 for each token that it
+may have), then twice as many, and so on. 8 MB may take 20 s and 1.6 GB: a token takes some 200
+bytes while it is made."""
 _MAX_TEMPLATE_WORDS = 300
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 # What jinja2 and transformers give to every template; another value would break the template.
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 )
+# If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
+# code; if it is False, it uses its own class or refuses.
+_SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Tokenizer:
     """A byte-level BPE tokenizer of the `transformers` library, as all Qwen models have.
 
-    Its methods may be called from several threads.
+    It is thread-safe.
 
     Args:
         tokenizer: what `AutoTokenizer.from_pretrained` returned.
         source: what to call it in errors.
+
+    Attributes:
+        added_tokens: ids of the tokens beside the vocabulary proper, by their text.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
@@ -45,13 +54,11 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(index for index, token in added.items() if token.special)
         self.added_tokens = {token.content: index for index, token in added.items()}
-        """Ids of the tokens beside the vocabulary proper, by their text."""
         self._byte_of = _byte_level_alphabet()
         if self._backend is None or not _is_byte_level(self._backend):
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
             )
-        self._most_bytes = most_bytes_per_token(self._backend, added.values())
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -70,11 +77,11 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), **SAFELY)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **_SAFELY)
         except Exception as error:
             # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
             # values in the files lead to: all of it says that these files can't be used.
-            file = damaged_file(path)
+            file = _damaged_file(path)
             fault = (
                 f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
             )
@@ -88,7 +95,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """What the tokenizer itself says ends an answer; a model's configuration may name more."""
+        """The tokenizer's own; a model's configuration may name more."""
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (eos,)
 
@@ -99,18 +106,40 @@ class Tokenizer:
     def encode(
         self, text: str, *, limit: int | None = None, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a plain prompt, with what the tokenizer itself puts before it.
-
-        Args:
-            text: of any length.
-            limit: most tokens; a text that certainly has more is not encoded at all.
-            add_special_tokens: put before it what the tokenizer puts there.
+        """Token ids of a text. One that certainly has more than `limit` is not encoded to its end.
 
         Raises:
             InvalidRequestError: the text has half of a surrogate pair.
             ContextLengthError: the text is more than `limit` tokens.
         """
-        return self._ids(text, limit, add_special_tokens=add_special_tokens)
+
+        size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
+        while True:
+            try:
+                # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
+                (found,) = self._backend.encode_batch_fast(
+                    [text[:size]], add_special_tokens=add_special_tokens
+                )
+            except TypeError as error:
+                raise InvalidRequestError(
+                    "The prompt can't be encoded: it has half of a surrogate pair."
+                ) from error
+            whole = size >= len(text)
+            # What follows may make fewer tokens of a part's end, but never half of all.
+            if limit is not None and len(found) > (limit if whole else 2 * limit):
+                count = len(found) if whole else f"more than {2 * limit}"
+                # Agents know these words, and shorten the chat (docs/clients.md).
+                raise ContextLengthError(
+                    f"The prompt is too long: {count} tokens > {limit - 1} maximum. This model's "
+                    f"maximum context length is {limit} tokens."
+                )
+            if whole:
+                return tuple(found.ids)
+            size *= 2
+
+    def encode_rendered(self, text: str, *, limit: int | None = None) -> tuple[int, ...]:
+        """Token ids of what `render_chat` returned, which has the special tokens already."""
+        return self.encode(text, limit=limit, add_special_tokens=False)
 
     def encode_chat(
         self,
@@ -120,26 +149,8 @@ class Tokenizer:
         *,
         limit: int | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a chat in the model's own template, up to where the answer begins.
-
-        Raises:
-            MlxMtpError: as `render_chat` and `encode` do.
-        """
-        text = self.render_chat(messages, tools, template_kwargs)
-        return self.encode_rendered(text, limit=limit)
-
-    def encode_rendered(self, text: str, *, limit: int | None = None) -> tuple[int, ...]:
-        """Token ids of what `render_chat` returned: it has written the special tokens itself.
-
-        Raises:
-            MlxMtpError: as `encode` does.
-        """
-        return self._ids(text, limit, add_special_tokens=False)
-
-    def _ids(self, text: str, limit: int | None, *, add_special_tokens: bool) -> tuple[int, ...]:
-        return encode(
-            self._backend, text, limit, self._most_bytes, add_special_tokens=add_special_tokens
-        )
+        """Token ids of a chat in the model's own template, up to where the answer begins."""
+        return self.encode_rendered(self.render_chat(messages, tools, template_kwargs), limit=limit)
 
     def render_chat(
         self,
@@ -152,9 +163,8 @@ class Tokenizer:
         """The chat as the model's template writes it.
 
         Args:
-            messages: in the form that templates take.
-            tools: likewise.
-            template_kwargs: what else the template is given.
+            messages, tools: in the form that templates take.
+            template_kwargs: more of the template's variables.
             continue_final: the last message is the beginning of the answer.
 
         Raises:
@@ -167,7 +177,10 @@ class Tokenizer:
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         extra = dict(template_kwargs or {})
-        self._check_open(extra.keys())
+        for name in sorted(self.closed_kwargs.intersection(extra)):
+            raise UnsupportedParameterError(
+                f"chat_template_kwargs may not set {name}.", param=f"chat_template_kwargs.{name}"
+            )
         # Imported here, like transformers.
         from jinja2 import TemplateSyntaxError
 
@@ -192,12 +205,6 @@ class Tokenizer:
             ) from error
         return str(text)
 
-    def _check_open(self, names: Iterable[str]) -> None:
-        for name in sorted(self.closed_kwargs.intersection(names)):
-            raise UnsupportedParameterError(
-                f"chat_template_kwargs may not set {name}.", param=f"chat_template_kwargs.{name}"
-            )
-
     @property
     def template(self) -> str:
         """The chat template; several of them, as some models have, in one text; "" if none."""
@@ -205,27 +212,23 @@ class Tokenizer:
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def template_knows(self, name: str) -> bool:
-        """The chat template has such a variable."""
+        """Whether the chat template has such a variable."""
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     @cached_property
     def closed_kwargs(self) -> frozenset[str]:
-        """What a client may not give the template: it would steer the library, or break it."""
+        """Names of `template_kwargs` that are refused: they would control or break the library."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         steps = (self._tokenizer.apply_chat_template, render_jinja_template)
         return _TEMPLATE_GLOBALS.union(*(inspect.signature(step).parameters for step in steps))
-
-    def definition(self) -> dict[str, Any]:
-        """What tokenizer.json says, with the tokens that other files add. Of a large one: slow."""
-        return dict(json.loads(self._backend.to_str()))
 
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer's text: none for a special token."""
         return b"" if token_id in self._special else self.token_bytes(token_id)
 
     def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
-        """The same function, but some special tokens are text: a parser has to see them."""
+        """`text_bytes`, but these special tokens are text, as a parser has to see them."""
         shown = self._special & {self.added_tokens.get(marker) for marker in markers}
         hidden = self._special - shown
 
@@ -274,3 +277,23 @@ def _byte_level_alphabet() -> dict[str, int]:
     alphabet = {chr(byte): byte for byte in printable}
     alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
     return alphabet
+
+
+def _damaged_file(path: Path) -> Path | None:
+    """The file that a directory's tokenizer can't be loaded for, if one stands out."""
+    from tokenizers import Tokenizer as Backend
+    from transformers import AutoConfig
+
+    readers: dict[str, Callable[[Path], Any]] = {
+        "tokenizer.json": lambda file: Backend.from_file(str(file)),
+        "tokenizer_config.json": lambda file: json.loads(file.read_text("utf-8")).items(),
+        "config.json": lambda file: AutoConfig.from_pretrained(str(file.parent), **_SAFELY),
+    }
+    for name, read in readers.items():
+        if not (path / name).exists():
+            continue
+        try:
+            read(path / name)
+        except Exception:
+            return path / name
+    return None

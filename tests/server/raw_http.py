@@ -55,13 +55,7 @@ class Answer:
 
 
 def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
-    """Send bytes on a new connection and read one answer: there must be one.
-
-    Args:
-        client: says where to.
-        sent: everything.
-        end: say that no more will come, and still wait for the answer.
-    """
+    """Send bytes on a new connection and read one answer; `end`: say that no more will come."""
     with socket.create_connection(client.address, timeout=30) as sock:
         sock.sendall(sent)
         if end:
@@ -73,17 +67,15 @@ def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
 def error_of(answer: Any, path: str) -> str:
     """The message of an error in the shape of the API that was called; all of it is checked."""
     body = answer.json()
+    error = body["error"]
     if path.startswith(ANTHROPIC):
-        assert set(body) == {"type", "error"}
-        assert body["type"] == "error"
-        assert set(body["error"]) == {"type", "message"}
+        assert (set(body), body["type"]) == ({"type", "error"}, "error")
+        assert set(error) == {"type", "message"}
     else:
         assert set(body) == {"error"}
-        assert set(body["error"]) == {"message", "type", "param", "code"}
-        assert isinstance(body["error"]["param"], str | None)
-        assert isinstance(body["error"]["code"], str | None)
-    message = body["error"]["message"]
-    assert isinstance(body["error"]["type"], str)
-    assert isinstance(message, str)
-    assert 0 < len(message) < 1000
-    return message
+        assert set(error) == {"message", "type", "param", "code"}
+        assert all(isinstance(error[name], str | None) for name in ("param", "code"))
+    assert isinstance(error["type"], str)
+    assert isinstance(error["message"], str)
+    assert 0 < len(error["message"]) < 1000
+    return error["message"]

@@ -18,6 +18,7 @@ from mlx_mtp import backend
 from mlx_mtp.errors import BackendError
 
 ON_LINUX_CPU = platform.system() == "Linux" and backend._version("mlx-cpu") is not None
+on_linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="only there another BLAS is needed")
 
 
 @pytest.fixture(autouse=True)
@@ -27,67 +28,47 @@ def fresh() -> Iterator[None]:
     backend.prepare.cache_clear()
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`machine("Linux", "mlx", ...)`: that system, with those distributions installed."""
-
-    def pretend(system: str, *installed: str) -> None:
-        monkeypatch.setattr(platform, "system", lambda: system)
-        monkeypatch.setattr(backend, "_version", lambda name: "0.32" if name in installed else None)
-        monkeypatch.setattr(backend, "_fast_blas", lambda: "some BLAS")
-
-    return pretend
-
-
 @pytest.mark.parametrize(
-    ("system", "installed", "device"),
+    ("system", "installed", "device", "words"),
     [
-        ("Linux", ("mlx", "mlx-cpu"), "CPU"),
-        ("Linux", ("mlx", "mlx-cuda-13"), "CUDA"),
-        ("Linux", ("mlx", "mlx-cuda-12"), "CUDA"),
-        ("Darwin", ("mlx",), "Metal"),
+        ("Linux", ("mlx", "mlx-cpu"), "CPU", []),
+        ("Linux", ("mlx", "mlx-cuda-13"), "CUDA", []),
+        ("Linux", ("mlx", "mlx-cuda-12"), "CUDA", []),
+        ("Darwin", ("mlx",), "Metal", []),
+        ("Linux", ("mlx",), None, ["no backend", ".[cpu]", ".[cuda]", "never both"]),
+        ("Linux", (), None, ["not installed", ".[cpu]"]),
+        ("Darwin", (), None, ["not installed", "Apple silicon", "pip install ."]),
+        ("Linux", ("mlx", "mlx-cpu", "mlx-cuda-13"), None, ["overwrites", "mlx-cuda-13", "Unin"]),
     ],
 )
-def test_one_backend_is_found(
-    machine: Any, system: str, installed: tuple[str, ...], device: str
+def test_one_backend_is_found_and_none_and_two_are_refused_with_advice(
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    installed: tuple[str, ...],
+    device: str | None,
+    words: list[str],
 ) -> None:
-    machine(system, *installed)
-    info = backend.prepare()
-    assert info.device == device
-    assert info.blas == ("some BLAS" if device == "CPU" else "")
-    assert f"mlx 0.32 on {device}" in str(info)
-
-
-@pytest.mark.parametrize(
-    ("system", "installed", "words"),
-    [
-        ("Linux", ("mlx",), ["no backend", ".[cpu]", ".[cuda]", "never both"]),
-        ("Linux", (), ["not installed", ".[cpu]"]),
-        ("Darwin", (), ["not installed", "Apple silicon", "pip install ."]),
-        ("Linux", ("mlx", "mlx-cpu", "mlx-cuda-13"), ["overwrites", "mlx-cuda-13", "Uninstall"]),
-    ],
-)
-def test_none_and_two_are_refused_with_advice(
-    machine: Any, system: str, installed: tuple[str, ...], words: list[str]
-) -> None:
-    machine(system, *installed)
-    with pytest.raises(BackendError) as caught:
-        backend.prepare()
-    assert all(word in str(caught.value) for word in words)
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(backend, "_version", lambda name: "0.32" if name in installed else None)
+    monkeypatch.setattr(backend, "_fast_blas", lambda: "some BLAS")
+    if device is None:
+        with pytest.raises(BackendError) as caught:
+            backend.prepare()
+        assert all(word in str(caught.value) for word in words)
+    else:
+        info = backend.prepare()
+        assert (info.device, info.blas) == (device, "some BLAS" if device == "CPU" else "")
+        assert f"mlx 0.32 on {device}" in str(info)
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a process of its own: what is loaded here stays loaded."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | environ,
-    )
+    argv = [sys.executable, "-c", code]
+    env = os.environ | environ
+    return subprocess.run(argv, capture_output=True, text=True, check=True, env=env)
 
 
-@pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
+@on_linux_cpu
 def test_mlx_gets_openblas() -> None:
     code = """
 import ctypes, sys
@@ -108,8 +89,9 @@ for line in open("/proc/self/maps"):
     assert "openblas" in run(code).stdout
 
 
-def blas_threads(**environ: str) -> int:
-    """How many threads OpenBLAS may use after `prepare`."""
+@on_linux_cpu
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is no core to be left")
+def test_one_core_is_left_to_the_thread_that_builds_the_steps() -> None:
     code = """
 import ctypes
 from mlx_mtp import backend
@@ -117,19 +99,16 @@ backend.prepare()
 print(ctypes.CDLL(None).openblas_get_num_threads())
 """
     unset = dict.fromkeys(backend._BLAS_THREADS, "")
-    return int(run(code, **unset | environ).stdout)
 
+    def threads(**environ: str) -> int:
+        return int(run(code, **unset | environ).stdout)
 
-@pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is no core to be left")
-def test_one_core_is_left_to_the_thread_that_builds_the_steps() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert blas_threads() == max(blas_threads(OPENBLAS_NUM_THREADS=str(cores)) - 1, 1)
-    assert blas_threads(OPENBLAS_NUM_THREADS="2") == 2
-    assert blas_threads(OMP_NUM_THREADS="2") == 2
+    assert threads() == max(threads(OPENBLAS_NUM_THREADS=str(cores)) - 1, 1)
+    assert threads(OMP_NUM_THREADS="2") == 2
 
 
-@pytest.mark.skipif(not ON_LINUX_CPU, reason="only the Linux CPU backend needs another BLAS")
+@on_linux_cpu
 def test_coming_after_mlx_is_told() -> None:
     code = """
 import logging, mlx.core
@@ -142,13 +121,6 @@ print(backend.prepare().blas)
     assert "before backend.prepare()" in result.stderr
 
 
-@pytest.fixture
-def no_blas_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in which neither mlx nor OpenBLAS has been loaded."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
-
-
 def fails(error: Exception) -> Any:
     def source() -> Any:
         raise error
@@ -156,40 +128,31 @@ def fails(error: Exception) -> Any:
     return source
 
 
-@pytest.mark.usefixtures("no_blas_yet")
-def test_the_sources_are_tried_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_cmeel", lambda: (object(), "third"))
-    assert_blas = {"_system": "first", "_ngsolve": "second"}
-    for name, where in assert_blas.items():
-        monkeypatch.setattr(backend, name, lambda where=where: (object(), where))
-    assert backend._fast_blas() == "OpenBLAS (first)"
-    monkeypatch.setattr(backend, "_system", fails(OSError("no such library")))
-    assert backend._fast_blas() == "OpenBLAS (second)"
-    monkeypatch.setattr(backend, "_ngsolve", fails(LookupError("no such package")))
-    assert backend._fast_blas() == "OpenBLAS (third)"
-
-
-@pytest.mark.usefixtures("no_blas_yet")
-def test_without_any_the_log_says_what_to_install(
+def test_the_sources_are_tried_in_their_order(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # As if neither mlx nor OpenBLAS had been loaded.
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     for name in ("_system", "_ngsolve", "_cmeel"):
-        monkeypatch.setattr(backend, name, fails(OSError("no")))
+        monkeypatch.setattr(backend, name, lambda name=name: (object(), name))
+    assert backend._fast_blas() == "OpenBLAS (_system)"
+    monkeypatch.setattr(backend, "_system", fails(OSError("no such library")))
+    assert backend._fast_blas() == "OpenBLAS (_ngsolve)"
+    monkeypatch.setattr(backend, "_ngsolve", fails(LookupError("no such package")))
+    assert backend._fast_blas() == "OpenBLAS (_cmeel)"
+    monkeypatch.setattr(backend, "_cmeel", fails(OSError("no")))
     with caplog.at_level(logging.WARNING):
         assert "slow" in backend._fast_blas()
     assert "libopenblas0" in caplog.text
-    assert "slower" in caplog.text
 
 
-@pytest.mark.usefixtures("no_blas_yet")
 def test_the_links_are_gone_after_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    for name in ("ngsolve_openblas/libopenblasp-r0.so", "mlx/core.so"):
-        (site / name).parent.mkdir(parents=True)
-        (site / name).touch()
-    (site / "mlx_cpu.libs").mkdir()
-    for name in ("libgfortran-1.so.5.0.0", "libquadmath-2.so.0"):
-        (site / "mlx_cpu.libs" / name).touch()
+    blas = "ngsolve_openblas/libopenblasp-r0.so"
+    bundled = [f"mlx_cpu.libs/{name}" for name in ("libgfortran-1.so.5.0.0", "libquadmath-2.so.0")]
+    for name in (blas, "mlx/core.so", *bundled):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     seen: dict[str, str] = {}
 
     def load(path: str) -> object:
@@ -197,7 +160,7 @@ def test_the_links_are_gone_after_loading(monkeypatch: pytest.MonkeyPatch, tmp_p
         seen.update((link.name, str(link.resolve())) for link in Path(path).parent.iterdir())
         return object()
 
-    monkeypatch.setattr(backend, "_package_folder", lambda name: site / name)
+    monkeypatch.setattr(backend, "_package_folder", lambda name: tmp_path / name)
     monkeypatch.setattr(backend, "_load", load)
     assert backend._ngsolve()[1] == "ngsolve-openblas"
     assert seen["libopenblas.so.0"].endswith("libopenblasp-r0.so")

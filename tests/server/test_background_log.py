@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 
 import pytest
 
-from mlx_mtp.server.background_log import BackgroundLog, in_background
+from mlx_mtp.server.background_log import BackgroundLog
 
 PATIENCE = 30.0
+NAME = "tests.background_log"
+logger = logging.getLogger(NAME)
 
 
 class Kept(logging.Handler):
@@ -27,12 +30,8 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-NAME = "tests.background_log"
-logger = logging.getLogger(NAME)
-
-
 @pytest.fixture
-def kept():
+def kept() -> Iterator[Kept]:
     handler = Kept()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -41,28 +40,26 @@ def kept():
     logger.removeHandler(handler)
 
 
-def test_lines_are_written_in_order_and_the_handlers_come_back(kept):
+def test_lines_are_written_in_order_and_the_handlers_come_back(kept: Kept) -> None:
     log = BackgroundLog()
-    with in_background(log, [NAME]):
+    with log.attached([NAME]):
         assert logger.handlers != [kept]
         for number in range(100):
             logger.info("line %d", number)
     assert logger.handlers == [kept]
-    assert log.end(PATIENCE)
+    assert log.close(PATIENCE)
     assert kept.messages == [f"line {number}" for number in range(100)]
-    assert log.num_lost == 0
 
 
-def test_nobody_waits_for_a_reader_that_stopped(kept):
+def test_nothing_waits_for_a_reader_that_stopped(kept: Kept) -> None:
     log = BackgroundLog(capacity=3)
     kept.go_on.clear()
-    with in_background(log, [NAME]):
+    with log.attached([NAME]):
         logger.info("line 0")
         assert kept.writing.wait(PATIENCE)
         for number in range(1, 10):
             logger.info("line %d", number)
-    assert log.num_lost == 6
-    assert not log.end(0.01)
+    assert not log.close(0.01)
     kept.go_on.set()
-    assert log.end(PATIENCE)
+    assert log.close(PATIENCE)
     assert kept.messages == [f"line {number}" for number in range(4)]

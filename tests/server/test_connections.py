@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from mlx_mtp.engine.request import Request
+from mlx_mtp.server import http_protocol
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer, out
+from tests.server.in_process import CHAT, GOOD
+from tests.server.raw_http import Answer, incoming, request_bytes
 from tests.server.test_metrics import samples
-from tests.server.test_reliability import Valve, wait_until
-from tests.server.test_stream import CHAT, chat_body, post, stream
+from tests.server.test_reliability import HELD, Valve, post, wait_until
 
-POST = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
-GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+GET = request_bytes("GET", "/health")
+POST = request_bytes("POST", CHAT, {"Content-Length": "1000"})
+
+
+@pytest.fixture(autouse=True)
+def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.05)
+
+
+def patiently(attempt: Callable[[float], bool]) -> None:
+    """Try with longer and longer limits: on a busy machine what is sent at once may come late."""
+    assert any(attempt(seconds) for seconds in (0.25, 2.0, 10.0))
 
 
 def connect(client: Served, receive_buffer: int | None = None) -> socket.socket:
@@ -33,9 +47,7 @@ def connect(client: Served, receive_buffer: int | None = None) -> socket.socket:
 
 
 def ask(raw: socket.socket, **fields: object) -> None:
-    payload = json.dumps(chat_body(**fields)).encode()
-    head = f"{POST}Content-Length: {len(payload)}\r\n\r\n"
-    raw.sendall(head.encode() + payload)
+    raw.sendall(request_bytes("POST", CHAT, body=json.dumps(GOOD[CHAT] | fields).encode()))
 
 
 def rest_of(raw: socket.socket) -> bytes:
@@ -47,14 +59,13 @@ def rest_of(raw: socket.socket) -> bytes:
     return got
 
 
-def drip(raw: socket.socket) -> None:
-    """A byte now and then, until the server hangs up."""
+def drip(raw: socket.socket) -> bytes:
+    """Send a byte now and then, until the server answers or hangs up; what it says by then."""
     for _ in range(1500):
-        try:
+        if select.select([raw], [], [], 0.02)[0]:
+            return rest_of(raw)
+        with contextlib.suppress(OSError):
             raw.sendall(b"x")
-        except OSError:
-            return
-        time.sleep(0.02)
     raise AssertionError("the server has not hung up")
 
 
@@ -62,6 +73,20 @@ def flood(_: Request) -> Iterator[Output]:
     """64 tokens a step, for ever."""
     while True:
         yield out(*[40] * 64)
+
+
+def narrowed(client: Served, raw: socket.socket) -> Any:
+    """The server's side of a connection, for which the system keeps little: by itself it takes
+    megabytes, which a busy machine needs half a minute to write."""
+
+    def found() -> list[Any]:
+        known = list(client.server.server_state.connections)
+        return [each for each in known if each.client == raw.getsockname()]
+
+    wait_until(lambda: bool(found()))
+    own_end = found()[0].transport.get_extra_info("socket")
+    own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return found()[0]
 
 
 def test_a_reader_that_stalls_is_ended_and_holds_nobody_up(serve: Serve) -> None:
@@ -74,16 +99,16 @@ def test_a_reader_that_stalls_is_ended_and_holds_nobody_up(serve: Serve) -> None
         connection = narrowed(client, raw)
         wait_until(lambda: connection.flow.write_paused)
         for _ in range(3):
-            assert stream(client, max_tokens=5)
+            assert "[DONE]" in post(client, max_tokens=5, stream=True).text
         assert connection.flow.write_paused
         assert engine.running == {engine.submitted[0].request_id}
     engine = FakeEngine(script)
-    with serve(engine, stall_timeout=0.5) as client, connect(client, 4096) as raw:
+    with serve(engine, stall_timeout=0.2) as client, connect(client, 4096) as raw:
         ask(raw, stream=True)
         narrowed(client, raw)
         wait_until(lambda: bool(engine.cancelled))
         assert engine.cancelled == {engine.submitted[0].request_id}
-        wait_until(lambda: samples(client)["mlx_mtp:num_requests_held"] == 0)
+        wait_until(lambda: samples(client)[HELD] == 0)
         wait_until(lambda: len(client.server.server_state.connections) == 1)
 
 
@@ -101,7 +126,7 @@ def test_a_stalled_readers_answer_waits_in_a_bounded_buffer(serve: Serve) -> Non
         connection = narrowed(client, raw)
         wait_until(lambda: connection.flow.write_paused)
         held = []
-        for _ in range(20):
+        for _ in range(10):
             until = steps + 20
             wait_until(lambda until=until: steps >= until)
             held.append(connection.transport.get_write_buffer_size())
@@ -110,85 +135,79 @@ def test_a_stalled_readers_answer_waits_in_a_bounded_buffer(serve: Serve) -> Non
         assert held == sorted(held, reverse=True)  # The system may take some late.
 
 
-def connection_of(client: Served, raw: socket.socket) -> Any:
-    def found() -> list[Any]:
-        known = list(client.server.server_state.connections)
-        return [each for each in known if each.client == raw.getsockname()]
-
-    wait_until(lambda: bool(found()))
-    return found()[0]
-
-
-def narrowed(client: Served, raw: socket.socket) -> Any:
-    """The same, for which the system keeps little: by itself it takes megabytes, which a busy
-    machine needs half a minute to write."""
-    connection = connection_of(client, raw)
-    own_end = connection.transport.get_extra_info("socket")
-    own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return connection
-
-
 def test_a_reader_that_is_slow_but_reads_gets_all(serve: Serve) -> None:
-    with serve(FakeEngine(answer([40] * 1000, sizes=[1])), stall_timeout=30.0) as client:
-        with connect(client, 4096) as raw:
-            ask(raw, stream=True, logprobs=True, top_logprobs=20)
-            got = b""
-            while b"[DONE]" not in got[-64:]:
-                got += raw.recv(8192)
-                time.sleep(0.001)
-        assert len(got) > 1 << 20
+    with (
+        serve(FakeEngine(answer([40] * 300, sizes=[1])), stall_timeout=30.0) as client,
+        connect(client, 4096) as raw,
+    ):
+        ask(raw, stream=True, logprobs=True, top_logprobs=20)
+        got = b""
+        while b"[DONE]" not in got[-64:]:
+            got += raw.recv(8192)
+            time.sleep(0.001)
+        assert len(got) > 1 << 18
 
 
 def test_a_body_that_comes_too_slowly_is_a_408(serve: Serve) -> None:
     engine = FakeEngine(answer([300]))
-    with serve(engine, body_timeout=0.5) as client, connect(client) as raw:
-        raw.sendall(f"{POST}Content-Length: 1000\r\n\r\n".encode())
-        with contextlib.suppress(OSError):
-            for _ in range(20):
-                raw.sendall(b" ")
-                time.sleep(0.05)
-        got = rest_of(raw)
+    with serve(engine, body_timeout=0.2) as client, connect(client) as raw:
+        raw.sendall(POST)
+        got = drip(raw)
         assert got.startswith(b"HTTP/1.1 408")
         assert b"connection: close" in got.lower()
         assert b'"code":"body_timeout"' in got
-        assert b"0.5 seconds" in got
-        post(client)
+        assert b"0.2 seconds" in got
+        assert post(client).status_code == 200
     assert len(engine.submitted) == 1
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"GET /heal", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: b"]
-)
+@pytest.mark.parametrize("sent", [b"", b"GET /heal", GET[:-2]])
 def test_a_head_that_does_not_come_ends_the_connection(serve: Serve, sent: bytes) -> None:
-    # All but nothing must have come by then.
-    seconds = 1.0 if sent else 0.3
-    with serve(FakeEngine(answer([300])), head_timeout=seconds) as client, connect(client) as raw:
-        for byte in sent:
-            raw.sendall(bytes([byte]))
-        got = rest_of(raw)
-        assert got.startswith(b"HTTP/1.1 408") if sent else got == b""
-        wait_until(lambda: not client.server.server_state.connections)
+    def attempt(seconds: float) -> bool:
+        with serve(FakeEngine(answer([])), head_timeout=seconds) as client, connect(client) as raw:
+            raw.sendall(sent)
+            got = rest_of(raw)
+            wait_until(lambda: not client.server.server_state.connections)
+        return got.startswith(b"HTTP/1.1 408") if sent else got == b""
+
+    patiently(attempt)
 
 
 def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
-    with serve(FakeEngine(answer([300])), head_timeout=0.5) as client, connect(client) as raw:
-        with contextlib.suppress(OSError):
-            raw.sendall(b"GET /health HTTP/1.1\r\nX: ")
+    with serve(FakeEngine(answer([300])), head_timeout=0.25) as client, connect(client) as raw:
+        raw.sendall(GET[:-2] + b"X: ")
         drip(raw)
 
 
 def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve: Serve) -> None:
-    engine = FakeEngine(answer([300]))
-    with serve(engine, api_keys=("k",), head_timeout=1.0) as client, connect(client) as raw:
-        raw.sendall(f"{POST}Content-Length: 9999\r\n\r\n".encode())
-        assert raw.recv(12) == b"HTTP/1.1 401"
-        drip(raw)
+    def attempt(seconds: float) -> bool:
+        engine = FakeEngine(answer([300]))
+        settings = {"api_keys": ("k",), "head_timeout": seconds}
+        with serve(engine, **settings) as client, connect(client) as raw:
+            raw.sendall(POST)
+            refused = raw.recv(12)
+            wait_until(lambda: bool(select.select([raw], [], [], 0)[0]))
+            raw.recv(1 << 16)
+            drip(raw)
+        return refused == b"HTTP/1.1 401"
+
+    patiently(attempt)
 
 
 def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
-    with serve(FakeEngine(answer([300])), head_timeout=2.0) as client:
-        while not is_kept(client, seconds=3.0, head_timeout=2.0):
-            pass
+    def attempt(seconds: float) -> bool:
+        with serve(FakeEngine(answer([])), head_timeout=seconds) as client, connect(client) as raw:
+            source = incoming(raw)
+            try:
+                for _ in range(6):
+                    raw.sendall(GET * 3)
+                    assert [Answer(source).status for _ in range(3)] == [200] * 3
+                    time.sleep(seconds / 3)
+            except (ConnectionError, http.client.RemoteDisconnected):
+                return False
+        return True
+
+    patiently(attempt)
 
 
 def test_an_idle_connection_outlasts_the_clients_patience(serve: Serve) -> None:
@@ -197,41 +216,21 @@ def test_an_idle_connection_outlasts_the_clients_patience(serve: Serve) -> None:
         assert client.server.config.timeout_keep_alive > 5 + 10
 
 
-def is_kept(client: Served, seconds: float, head_timeout: float) -> bool:
-    """Whether a connection serves for so long; False if it was left idle, by a machine that paused,
-    for as long as the server allows."""
-    began = sent = time.monotonic()
-    with connect(client) as raw:
-        while sent - began < seconds:
-            before, sent = sent, time.monotonic()
-            try:
-                raw.sendall((GET + b"\r\n") * 3)
-                got = b""
-                while got.count(b'{"status":"ok"}') < 3:
-                    piece = raw.recv(1 << 16)
-                    if not piece:
-                        raise ConnectionResetError
-                    got += piece
-            except ConnectionError:
-                # The server counts from its answer, which came after that was sent.
-                assert time.monotonic() - before >= head_timeout
-                return False
-            time.sleep(0.1)
-    return True
-
-
 def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:
-    valve = Valve()
-    with (
-        serve(FakeEngine(valve), head_timeout=1.0, keep_alive_seconds=0.1) as client,
-        client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
-    ):
-        lines = response.iter_lines()
-        for _ in range(20):
-            assert next(lines) == ": keep-alive"
-            assert next(lines) == ""
-        valve.is_open = True
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+    def attempt(seconds: float) -> bool:
+        valve = Valve()
+        settings = {"head_timeout": seconds, "keep_alive_seconds": seconds / 10}
+        with serve(FakeEngine(valve), **settings) as client, contextlib.suppress(httpx.HTTPError):
+            body = GOOD[CHAT] | {"stream": True}
+            with client.stream("POST", CHAT, json=body) as response:
+                lines = (line for line in response.iter_lines() if line)
+                assert [next(lines) for _ in range(15)] == [": keep-alive"] * 15
+                valve.is_open = True
+                assert list(lines)[-1] == "data: [DONE]"
+                return True
+        return False
+
+    patiently(attempt)
 
 
 def test_idle_connections_make_room_for_new_ones(serve: Serve) -> None:
@@ -240,13 +239,13 @@ def test_idle_connections_make_room_for_new_ones(serve: Serve) -> None:
         serve(engine, max_queue=0, max_connections=1, head_timeout=60.0) as client,
         contextlib.ExitStack() as stack,
     ):
-        # As many as can be held and some who only look: 1 + 64.
+        # As many as can be held and some for monitoring: 1 + 64.
         crowd = [stack.enter_context(connect(client)) for _ in range(100)]
-        post(client)
+        assert post(client).status_code == 200
         assert len(client.server.server_state.connections) <= 65
         # Those that have been idle for longest are the ones that go.
         assert rest_of(crowd[0]) == b""
-        crowd[-1].sendall(GET + b"\r\n")
+        crowd[-1].sendall(GET)
         assert crowd[-1].recv(12) == b"HTTP/1.1 200"
 
 
@@ -257,8 +256,7 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
         contextlib.ExitStack() as stack,
     ):
         for _ in range(65):
-            raw = stack.enter_context(connect(client))
-            raw.sendall(f"{POST}Content-Length: 9\r\n\r\n".encode())
+            stack.enter_context(connect(client)).sendall(POST)
 
         def busy() -> int:
             # A copy: the server's thread may add to them just now.

@@ -14,10 +14,10 @@ import pytest
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.admission import RequestLimiter
 from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
-from mlx_mtp.server.gate import Gate
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.openai.writer import ChatWriter, Envelope
@@ -40,7 +40,7 @@ class Stream:
         engine = FakeEngine(endless(40))
         self.dispatcher = Dispatcher(engine)
         self.request = Request("a", (1,), SamplingParams(max_tokens=8, top_logprobs=1))
-        metrics = Metrics(engine, cast(Gate, None))
+        metrics = Metrics(engine, cast(RequestLimiter, None))
         generation = Generation(self.dispatcher, metrics, [self.request], self._choice)
         writer = ChatWriter(
             Envelope("a", 0, "m", 0, "f"),

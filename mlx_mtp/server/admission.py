@@ -1,0 +1,213 @@
+"""Admission: rejects requests that can't be served now, before anything is computed for them.
+
+The server holds as many sequences as the engine computes at once and `max_queue` more, counted over
+all HTTP requests from their check to their end. So no request is rejected while a row is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_mtp.errors import (
+    BodyTimeoutError,
+    DrainingError,
+    EngineHungError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from mlx_mtp.server.protocols import EngineLike
+
+MIN_RETRY_SECONDS = 1
+MAX_RETRY_SECONDS = 60
+UNKNOWN_RETRY_SECONDS = 2
+"""`Retry-After` before enough has ended to estimate it."""
+_NUM_REMEMBERED = 64
+
+REASONS = ("queue_full", "draining", "engine", "connections")
+"""Why requests are rejected before they are read; labels of the metric."""
+
+Client = tuple[str, str]
+"""What a client can't choose freely (API key and address), and what it says of itself (its agent).
+
+Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`): so
+agents on one machine are distinguished, and inventing names gains nothing.
+"""
+
+_MONITORING = frozenset({"/health", "/metrics"})
+_GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
+_SLOTS = "mlx_mtp.slots"
+
+
+def client_of(scope: Scope) -> Client:
+    """The client that an HTTP request belongs to, by its connection and headers."""
+    address = scope["client"][0] if scope.get("client") else ""
+    agent = Headers(scope=scope).get("user-agent", "")
+    return f"{key_of(scope)}@{address}", _digest(agent)
+
+
+def key_of(scope: Scope) -> str:
+    """A digest of the API key that came with an HTTP request; empty without one."""
+    headers = Headers(scope=scope)
+    _, _, token = headers.get("authorization", "").partition(" ")
+    return _digest((headers.get("x-api-key") or token).strip())
+
+
+def named(client: Client, user: str | None) -> Client:
+    """The client with its agent replaced by the request's `user`, where the body gives one."""
+    return (client[0], f"user {_digest(user)}") if user else client
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+
+class RequestLimiter:
+    """Limits queued and running sequences, and rejects requests while the server can't serve them.
+
+    Attributes:
+        capacity: most sequences that may be held.
+        held: sequences of all open requests.
+        num_open: HTTP requests that have been admitted and not ended.
+        draining: the server is shutting down.
+        drain_seconds: how long that may still take.
+        rejected: requests rejected, by `REASONS`.
+    """
+
+    def __init__(
+        self, engine: EngineLike, max_queue: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.capacity = engine.info.max_num_seqs + max_queue
+        self.held = self.num_open = 0
+        self.draining = False
+        self.drain_seconds = 0.0
+        self.rejected: Counter[str] = Counter()
+        self._engine = engine
+        self._max_queue = max_queue
+        self._clock = clock
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def check(self, scope: Scope) -> None:
+        """Raise for an HTTP request that can't be served now, by its method and path."""
+        path = scope["path"].rstrip("/")
+        if self.draining and path not in _MONITORING:
+            self.rejected["draining"] += 1
+            raise DrainingError(
+                "The server is shutting down.", retry_after=_retry(self.drain_seconds)
+            )
+        if scope["method"] != "POST" or path not in _GENERATING:
+            return
+        if not self._engine.healthy:
+            self.rejected["engine"] += 1
+            raise EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+        hang = self._engine.hang_reason
+        if hang is not None:
+            self.rejected["engine"] += 1
+            raise EngineHungError(
+                f"No requests are accepted: {hang}.", retry_after=UNKNOWN_RETRY_SECONDS
+            )
+        if self.held >= self.capacity:
+            raise self._queue_full(1)
+
+    def enter(self, scope: Scope) -> None:
+        """Count an open HTTP request; `leave` must follow."""
+        scope[_SLOTS] = 0
+        self.num_open += 1
+
+    def reserve(self, scope: Scope, count: int) -> None:
+        """Take a slot for each of a request's sequences until it ends, or none of them.
+
+        Raises:
+            QueueFullError: too few are free.
+            InvalidRequestError: there are fewer in all.
+        """
+        assert not scope[_SLOTS], "a request reserves once"
+        if count > self.capacity:
+            raise InvalidRequestError(
+                f"The request is for {count} answers (prompts times n), but this server holds "
+                f"{self.capacity} at most, running and waiting ones together."
+            )
+        if self.held + count > self.capacity:
+            raise self._queue_full(count)
+        self.held += count
+        scope[_SLOTS] = count
+
+    def leave(self, scope: Scope) -> None:
+        """The HTTP request has ended: free its slots."""
+        self.num_open -= 1
+        if scope[_SLOTS]:
+            self.held -= scope[_SLOTS]
+            self._ends.append((self._clock(), scope[_SLOTS]))
+
+    def retry_after(self, count: int) -> int:
+        """Whole seconds until so many slots will be free, at the rate of the latest ends."""
+        if len(self._ends) < 2:
+            return UNKNOWN_RETRY_SECONDS
+        missing = self.held + count - self.capacity
+        # The first end only starts the clock; the time since the last counts, should nothing end.
+        ended = sum(size for _, size in list(self._ends)[1:])
+        return _retry(missing * (self._clock() - self._ends[0][0]) / ended)
+
+    def _queue_full(self, count: int) -> QueueFullError:
+        self.rejected["queue_full"] += 1
+        return QueueFullError(
+            f"The server is busy: {self.held} answers are running or waiting, and no more than "
+            f"{self._max_queue} may wait (--max-queue). Try again later.",
+            retry_after=self.retry_after(count),
+        )
+
+
+def _retry(seconds: float) -> int:
+    return min(max(math.ceil(seconds), MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+
+class AdmissionMiddleware:
+    """Counts open requests in the limiter, and bounds how long a body may take to arrive."""
+
+    def __init__(self, app: ASGIApp, limiter: RequestLimiter, body_seconds: float) -> None:
+        self._app = app
+        self._limiter = limiter
+        self._body_seconds = body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._limiter.enter(scope)
+        try:
+            await self._app(scope, self._timed(receive), send)
+        finally:
+            self._limiter.leave(scope)
+
+    def _timed(self, receive: Receive) -> Receive:
+        """`receive` with a deadline for the body; afterwards it only waits for a disconnect."""
+        deadline = asyncio.get_running_loop().time() + self._body_seconds
+        complete = False
+
+        async def timed() -> Message:
+            nonlocal complete
+            if complete:
+                return await receive()
+            try:
+                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes
+                # with the message.
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyTimeoutError(
+                    f"The request's body did not arrive within {self._body_seconds:g} seconds."
+                ) from None
+            complete = not message.get("more_body", False)
+            return message
+
+        return timed

@@ -1,0 +1,81 @@
+"""An application without sockets: `httpx.ASGITransport` behind an ordinary, blocking client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.server.app import create_app
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.conftest import MODEL, library_tokenizer
+from tests.server.fake_engine import FakeEngine, answer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+HI = [{"role": "user", "content": "hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": HI},
+    TEXT: {"model": MODEL, "prompt": "hi"},
+    MESSAGES: {"model": MODEL, "max_tokens": 5, "messages": HI},
+    COUNT: {"model": MODEL, "messages": HI},
+    RESPONSES: {"model": MODEL, "input": "hi"},
+    TOKENIZE: {"prompt": "hi"},
+    DETOKENIZE: {"tokens": [300]},
+}
+"""A good body for each route that takes one."""
+GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
+PATIENCE = 60
+
+
+class _Bridge(httpx.BaseTransport):
+    """Runs each request on the application's event loop, which is in another thread."""
+
+    def __init__(self, app: FastAPI, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self._loop = loop
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.read()
+        job = asyncio.run_coroutine_threadsafe(self._handle(request), self._loop)
+        return job.result(PATIENCE)
+
+    async def _handle(self, request: httpx.Request) -> httpx.Response:
+        response = await self._inner.handle_async_request(request)
+        content = await response.aread()
+        return httpx.Response(response.status_code, headers=response.headers, content=content)
+
+
+@contextlib.contextmanager
+def in_process(
+    engine: FakeEngine | None = None, *, tokenizer: Tokenizer | None = None, **settings: Any
+) -> Iterator[httpx.Client]:
+    """A client for an application with these settings; a response comes as a whole."""
+    engine = engine or FakeEngine(answer([300]))
+    tokenizer = tokenizer or Tokenizer(library_tokenizer(), "the test's model")
+    config = ServerConfig(**({"model_name": MODEL, "seed": 1} | settings))
+    app = create_app(engine, tokenizer, config, {})
+    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def main() -> None:
+        async with app.router.lifespan_context(app):
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+    thread.start()
+    assert ready.wait(PATIENCE)
+    try:
+        with httpx.Client(transport=_Bridge(app, loop), base_url="http://localhost") as client:
+            yield client
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()

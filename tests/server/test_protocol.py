@@ -1,0 +1,226 @@
+"""HTTP on the wire: whatever bytes arrive, they get the right answer, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import h11
+import pytest
+
+from mlx_mtp.server.http_protocol import FREE_CHUNKS, MAX_HEADER_BYTES, MAX_HEADERS
+from tests.server.conftest import MODEL, Serve, Served
+from tests.server.fake_engine import FakeEngine, answer
+from tests.server.in_process import GOOD, TEXT
+from tests.server.raw_http import Answer, error_of, exchange, incoming, request_bytes
+from tests.server.test_fuzz import spoilt
+
+CHUNKED = {"Transfer-Encoding": "chunked"}
+BODY = json.dumps(GOOD[TEXT]).encode()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    status: int
+    word: str
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    raw: bytes = b""
+    """The whole request, in place of a POST with the above."""
+    end: bool = False
+
+
+def chunks(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+
+
+def head(*lines: str, path: str = "/v1/models", method: str = "GET") -> bytes:
+    return "\r\n".join((f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", "")).encode()
+
+
+LONG = str(MAX_HEADER_BYTES)
+CASES = [
+    Case("no host", 400, "Host", raw=b"GET /v1/models HTTP/1.1\r\n\r\n"),
+    Case("two hosts", 400, "Host", raw=head("Host: localhost")),
+    # More than the system takes by itself: its client gets to read the answer.
+    Case("8 MB of headers", 431, LONG, raw=head("X: " + "a" * (1 << 23))),
+    Case("a long name", 431, LONG, raw=head("a" * (1 << 20) + ": x")),
+    Case("some long headers", 431, LONG, raw=head(*["Cookie: " + "a" * 4096] * 5)),
+    Case("many headers", 431, f"{MAX_HEADERS} headers", raw=head(*["X: a"] * MAX_HEADERS)),
+    Case("as many as allowed", 404, "no route", raw=head(*["X: a"] * 99, path="/x")),
+    Case("very many headers", 431, "headers", raw=head(*["X: a"] * 50_000)),
+    Case("headers without end", 431, "headers", raw=head(*["X: a"] * 5000)[:-2]),
+    Case("a long path", 431, "request line", raw=head(path="/" + "a" * MAX_HEADER_BYTES)),
+    Case("a long path that fits", 404, "no route", raw=head(path="/" + "a" * 16_000)),
+    Case("a header without a colon", 400, "not valid HTTP", raw=head("Secret")),
+    Case("a space before the colon", 400, "not valid HTTP", raw=head("Secret : x")),
+    Case("control characters", 400, "not valid HTTP", raw=head("X: a\x00b")),
+    Case("a length of letters", 400, "Length", raw=head("Content-Length: abc")),
+    Case("a negative length", 400, "Length", raw=head("Content-Length: -1")),
+    Case("two lengths", 400, "Length", raw=head("Content-Length: 5", "Content-Length: 6")),
+    Case("a length of 30 digits", 400, "Length", raw=head("Content-Length: " + "9" * 30)),
+    Case("a length too large", 413, "longer", b"{}", {"Content-Length": "9" * 12}),
+    Case("a length too short", 400, "not valid JSON", b"{}  ", {"Content-Length": "1"}),
+    Case("a length too long", 400, "ended", b"{}", {"Content-Length": "9"}, end=True),
+    Case("no length", 400, "empty", raw=request_bytes("POST", TEXT) + b"{}", end=True),
+    Case("length and chunks", 400, "exclude", chunks(b""), CHUNKED | {"Content-Length": "5"}),
+    Case("gzip in transfer", 400, "chunked", b"x", {"Transfer-Encoding": "gzip, chunked"}),
+    Case("a chunk without a size", 400, "chunk", b"zz\r\n", CHUNKED),
+    Case("a chunk cut off", 400, "ended", b"ff\r\n{}", CHUNKED, end=True),
+    Case("small chunks", 400, "too small", chunks(*[b" "] * (FREE_CHUNKS + 100), b""), CHUNKED),
+    Case("as many as allowed", 400, "empty", chunks(*[b" "] * (FREE_CHUNKS - 9), b""), CHUNKED),
+    Case("trailers without end", 431, "headers", b"0\r\n" + b"X: a\r\n" * 30_000, CHUNKED),
+    Case("no HTTP", 400, "not valid HTTP", raw=b"hello\r\n\r\n"),
+    Case("half a request line", 400, "ended", raw=b"GET /v1/mod", end=True),
+    Case("TLS", 400, "not valid HTTP", raw=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
+    Case("HTTP/2", 400, "Host", raw=b"PRI * HTTP/1.1\r\n\r\nSM\r\n\r\n"),
+    Case("a target with a space", 400, "request line", raw=head(path="/a b")),
+    Case("a very long method", 405, "Not Allowed", raw=head(method="A" * 5000)),
+    Case("CONNECT", 404, "no route", raw=head(path="evil.example:443", method="CONNECT")),
+    Case("an absolute target", 404, "no route", raw=head(path="http://localhost/health")),
+    Case("a foreign host", 403, "evil.example", headers={"Host": "evil.example"}),
+]
+
+
+@pytest.fixture(scope="module")
+def client(serve: Serve) -> Iterator[Served]:
+    with serve(FakeEngine(answer([300]))) as client:
+        yield client
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_refusals(client: Served, case: Case) -> None:
+    sent = case.raw or request_bytes("POST", TEXT, case.headers, case.body)
+    refused = exchange(client, sent, end=case.end)
+    assert refused.status == case.status
+    assert case.word in error_of(refused, "/")
+    assert refused.headers["content-type"].startswith("application/json")
+    assert exchange(client, request_bytes("POST", TEXT, body=BODY)).status == 200
+
+
+def test_what_careful_clients_send_passes(client: Served) -> None:
+    for headers in (
+        {"Host": "[::1]"},
+        {"Expect": "100-continue"},
+        {"Connection": "Upgrade", "Upgrade": "websocket"},
+    ):
+        assert exchange(client, request_bytes("POST", TEXT, headers, BODY)).status == 200, headers
+    halves = chunks(BODY[:9], BODY[9:], b"")
+    assert exchange(client, request_bytes("POST", TEXT, CHUNKED, halves)).status == 200
+    large = chunks(*[b" " * 256] * (FREE_CHUNKS + 100), BODY, b"")
+    assert exchange(client, request_bytes("POST", TEXT, CHUNKED, large)).status == 200
+    stream = json.dumps(GOOD[TEXT] | {"stream": True}).encode()
+    events = exchange(client, request_bytes("POST", TEXT, {"Accept": "application/json"}, stream))
+    assert events.headers["content-type"].startswith("text/event-stream")
+    old = f"POST {TEXT} HTTP/1.0\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY
+    answered = exchange(client, old)
+    assert answered.status == 200
+    assert answered.headers["connection"] == "close"
+
+
+SEQUENCES = {
+    "answers come in order": (
+        (request_bytes("GET", "/v1/models"), 200),
+        (request_bytes("POST", TEXT, body=b"{"), 400),
+        (request_bytes("POST", TEXT, body=BODY), 200),
+        (b"GARBAGE\r\n\r\n", 400),
+    ),
+    # They lie in the server's buffer as a whole by the time that it looks at them.
+    "headers behind a request": (
+        (request_bytes("GET", "/v1/models"), 200),
+        (head(*["X: a"] * 20_000), 431),
+    ),
+    "bad bodies": (
+        *((request_bytes("POST", TEXT, body=b"{"), 400) for _ in range(3)),
+        (request_bytes("POST", TEXT, body=BODY), 200),
+        (request_bytes("POST", TEXT, {"Content-Encoding": "gzip"}, BODY), 415),
+        (request_bytes("POST", TEXT, body=BODY), 200),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_several_requests_on_one_connection(client: Served, name: str) -> None:
+    sent, statuses = zip(*SEQUENCES[name])
+    with socket.create_connection(client.address, timeout=30) as sock:
+        sock.sendall(b"".join(sent))
+        source = incoming(sock)
+        assert [Answer(source).status for _ in sent] == list(statuses)
+        assert statuses[-1] == 200 or source.read(1) == b""
+
+
+def test_clients_that_pause_or_leave_disturb_nobody(client: Served) -> None:
+    with socket.create_connection(client.address, timeout=30) as slow:
+        slow.sendall(head()[:-5])
+        with socket.create_connection(client.address) as leaving:
+            leaving.sendall(request_bytes("POST", TEXT, body=BODY)[:-5])
+        assert client.get("/health").status_code == 200
+        slow.sendall(head()[-5:])
+        assert Answer(incoming(slow)).status == 200
+
+
+def test_an_error_repeats_no_header(client: Served) -> None:
+    for line in ("Authorization : Bearer sk-secret", "Bearer sk-secret", "x-api-key\0: sk-secret"):
+        assert b"secret" not in exchange(client, head(line)).body
+
+
+def is_whole(sent: bytes) -> bool:
+    """There is a request to be answered; otherwise the server must be told that it ends here.
+
+    To end what is whole would say that nobody waits for its answer.
+    """
+    parser = h11.Connection(h11.SERVER)
+    try:
+        parser.receive_data(sent)
+        while True:
+            event = parser.next_event()
+            if event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):
+                return False
+            if event is h11.PAUSED or isinstance(event, h11.EndOfMessage):
+                return True
+    except h11.RemoteProtocolError:
+        return True
+
+
+TOKENS = [
+    *(b"\r\n", b"\n", b"\r", b" ", b":", b"\x00", b"\xff", b"Host: a\r\n", b"GET ", b"HTTP/1.1"),
+    *(b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", b"ffffffff\r\n"),
+    *(b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Upgrade: h2c\r\n", b"X" * 20_000),
+]
+
+
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(1, 300), *(pytest.param(s, 2000, marks=pytest.mark.full) for s in (2, 3))]
+)
+def test_spoilt_requests(client: Served, seed: int, rounds: int) -> None:
+    """In two pieces each: every one gets an answer."""
+    chance = random.Random(seed)
+    seeds = [
+        request_bytes("GET", "/v1/models"),
+        request_bytes("HEAD", "/"),
+        request_bytes("POST", TEXT, body=BODY),
+        request_bytes("POST", TEXT, CHUNKED, chunks(BODY[:5], BODY[5:], b"")),
+    ]
+    for number in range(rounds):
+        sent = spoilt(chance.choice(seeds), TOKENS, chance)
+        cut = chance.randrange(len(sent) + 1)
+        with socket.create_connection(client.address, timeout=30) as sock:
+            try:
+                sock.sendall(sent[:cut])
+                sock.sendall(sent[cut:])
+                if not is_whole(sent):
+                    sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # It was refused before it was all sent; the answer is there all the same.
+            if not sent.strip(b"\r\n"):
+                continue
+            method = "HEAD" if sent.lstrip().startswith(b"HEAD ") else "POST"
+            got = Answer(incoming(sock), method)
+            assert got.status == 200 or 400 <= got.status < 500, (number, sent)
+            if got.status != 200 and method != "HEAD":
+                error_of(got, "/")
+    assert client.get("/v1/models").json()["data"][0]["id"] == MODEL
