@@ -27,7 +27,7 @@ backend.prepare()
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.convert.quantization import MODES, UNQUANTIZED
+from mlx_mtp.convert.target import MODES, UNQUANTIZED
 
 CONFIG = {
     "model_type": "qwen3_next",

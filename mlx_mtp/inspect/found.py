@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.hub_head import (
-    base_model,
-    cached_sidecar,
-    remote_sidecar,
-    remote_weight_map,
-)
-from mlx_mtp.convert.metadata import FORMAT_VERSION_KEY, Existing
-from mlx_mtp.convert.safetensors_file import SafetensorsFile
-from mlx_mtp.convert.source import head_of, weight_map_of
+from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar
+from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY, Existing
+from mlx_mtp.convert.source import LocalRepo, head_of, weight_map_of
 from mlx_mtp.convert.target import Target
+from mlx_mtp.convert.tensors import SafetensorsFile
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
@@ -61,7 +56,7 @@ def find(name: str | None) -> Found:
 
 
 def _local(path: Path) -> Found:
-    target = Target.open(path)
+    target = Target(path)
     files = sorted(path.glob("model*.safetensors"))
     existing = Existing.find(path)
     base = base_model(path / "README.md")
@@ -69,13 +64,13 @@ def _local(path: Path) -> Found:
     if existing is not None:
         size = sum(file.stat().st_size for file in existing.files)
         return Found(str(path), target, trunk, _sidecar(existing, size), size, base, path)
-    head = head_of(weight_map_of(path))
+    head = head_of(weight_map_of(LocalRepo(path)))
     if not head:
         return Found(str(path), target, trunk, None, 0, base, path)
     size = 0
     for file_name in set(head.values()):
-        with SafetensorsFile(path / file_name) as file:
-            size += sum(tensor.nbytes for key, tensor in file.tensors.items() if key in head)
+        tensors = SafetensorsFile(path / file_name).tensors
+        size += sum(tensor.nbytes for key, tensor in tensors.items() if key in head)
     text = f"in {_names(head.values())}: {size_text(size)} of the weights"
     return Found(str(path), target, trunk, text, 0, base, path)
 
@@ -100,8 +95,8 @@ def _remote(repo: HubRepo) -> Found:
     config = repo.small("config.json")
     if config is None:
         raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
-    target = Target.open(config.parent)
-    names = remote_weight_map(repo)
+    target = Target(config.parent)
+    names = weight_map_of(repo)
     trunk = _sizes(repo, set(names.values()))
     base = base_model(repo.small("README.md"))
     head = head_of(names)

@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 
 from mlx_mtp import backend
 from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.safetensors_file import SafetensorsFile
-from mlx_mtp.convert.source import INDEX, LocalSource
+from mlx_mtp.convert.source import INDEX, open_source
+from mlx_mtp.convert.tensors import SafetensorsFile
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
 from mlx_mtp.models.hub import _FILES, BUNDLED_MODEL, resolve_model
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
@@ -433,8 +433,10 @@ def test_cve_2024_37032_what_a_hub_says_becomes_no_path(
 ) -> None:
     found = types.SimpleNamespace(size=1, etag=etag, commit_hash="abc")
     monkeypatch.setattr("mlx_mtp.convert.hub.get_hf_file_metadata", lambda _: found)
+    repo = HubRepo("a/b", None)
+    repo.commit = "abc"
     with pytest.raises(ConvertError):
-        HubRepo("a/b", None)._head("mtp.safetensors", None)
+        repo.remote("mtp.safetensors")
 
 
 def test_cve_2024_37032_an_index_leads_nowhere_else(tmp_path: Path) -> None:
@@ -446,15 +448,15 @@ def test_cve_2024_37032_an_index_leads_nowhere_else(tmp_path: Path) -> None:
     save_file({"mtp.fc.weight": np.zeros(4, np.float32)}, outside)
     index = {"weight_map": {"mtp.fc.weight": "../x.safetensors"}}
     (inside / INDEX).write_text(json.dumps(index))
-    source = LocalSource(inside)
+    source = open_source(str(inside))
     assert set(source.file_of.values()) == {"x.safetensors"}
     with pytest.raises(CheckpointError, match="missing"):
-        source.fetch(None)
+        source.repo.fetch(source.files)
     for name in ("/etc/passwd", "..", "x.bin", "x.safetensors/../y"):
         index = {"weight_map": {"mtp.fc.weight": name}}
         (inside / INDEX).write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match="only safetensors"):
-            LocalSource(inside)
+            open_source(str(inside))
 
 
 @pytest.mark.parametrize(
