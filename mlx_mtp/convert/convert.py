@@ -14,7 +14,7 @@ from huggingface_hub.utils import tqdm
 
 from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.plan import Plan
-from mlx_mtp.convert.sidecar import Existing, SidecarWriter, describe, link_model
+from mlx_mtp.convert.sidecar import Existing, SidecarWriter, link_model
 from mlx_mtp.convert.source import (
     LocalRepo,
     head_of,
@@ -53,7 +53,6 @@ def add_head(
             directory is as it was.
         UsageError: flags contradict each other.
     """
-    flags = flags or {}
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model
     target = Target(model)
@@ -63,19 +62,18 @@ def add_head(
         return
     source = open_source(source_name, revision)
     target.check_source(source.config, source.name)
-    default, settings = target.quantization(target.head(moe=source.is_moe), flags)
-    header = describe(source, target, default, settings, "hf")
-    if not (existing and existing.is_of_commit(header) and not existing.differences(header)):
+    plan = Plan(target, source, flags or {})
+    if existing is None or not existing.is_of_commit(plan.header):
         size = source.repo.download_size(source.files) if dry_run else 0
         if size:
             print(
                 f"Would download {size_text(size)} from {source.name}: {', '.join(source.files)}. "
-                f"Quantization: {default or 'none'}. Did nothing."
+                f"Quantization: {plan.default or 'none'}. Did nothing."
             )
             return
-        plan = Plan(target, source, source.repo.fetch(source.files), flags, mtp_norms)
+        plan.open(source.repo.fetch(source.files), mtp_norms)
         print(f"Head of {source.name}: {plan}", flush=True)
-        plan.report_copies(source)
+        plan.report_copies()
         if existing is None:
             if dry_run:
                 print(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")

@@ -12,13 +12,15 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_mtp.convert.sidecar import describe
+from mlx_mtp import __version__
+from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY
 from mlx_mtp.convert.source import Source, norm_convention, trunk_tensor
-from mlx_mtp.convert.target import Setting, Target
+from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
 from mlx_mtp.convert.tensors import SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models.head_weights import (
     EXPERT_KEY,
+    NORM_CONVENTION_KEY,
     NORMS,
     TIED,
     Convention,
@@ -29,87 +31,93 @@ from mlx_mtp.models.head_weights import (
 from mlx_mtp.units import size_text
 
 _EXPERTS_AT_ONCE = 8
-_ROWS_COMPARED = 4096
-_MLX_CACHE_BYTES = 64 << 20
+_TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class Plan:
-    """What becomes of every tensor of a source's head.
+    """What becomes of every tensor of a source's head, as far as its index says; see `open`.
 
     Args:
-        paths: the source's files that hold the head.
         flags: for the quantization.
-        asked_norms: the flag --mtp-norms.
 
     Attributes:
+        default: how most matrices are quantized, or None.
         header: the sidecar's metadata but for the checksums.
-        specs: type and shape of every tensor of the sidecar; together they take `nbytes`.
-
-    Raises:
-        ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        source: Source,
-        paths: Iterable[Path],
-        flags: Mapping[str, Any],
-        asked_norms: Convention | None,
-    ) -> None:
-        self._source, self._files = source.name, [SafetensorsFile(path) for path in paths]
-        tensors = source.tensors(self._files)
+    def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
+        self._target, self._source, self._flags = target, source, flags
+        self._head = target.head(moe=source.is_moe)
+        self.default, self._settings = target.quantization(self._head, flags)
+        self.header = self._describe("hf")
+
+    def open(self, paths: Iterable[Path], asked_norms: Convention | None) -> None:
+        """Decide the rest by the headers of the files that hold the head, and check all of it.
+
+        Afterwards `specs` has type and shape of each tensor of the sidecar; they take `nbytes`.
+
+        Raises:
+            ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
+        """
+        self._files = [SafetensorsFile(path) for path in paths]
+        tensors = self._source.tensors(self._files)
         self._copies = {name: tensors.pop(name) for name in TIED if name in tensors}
         self._tensors = tensors
-        self._convention = norm_convention(self._files, source, asked_norms)
-        head = target.head(moe=source.is_moe)
-        self._num_parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
-        self._default, self._settings = target.quantization(head, flags)
-        # What is loaded where a source is served as it is: this checks names, shapes and packing.
+        self._convention = norm_convention(self._files, self._source, asked_norms)
+        self._size = sum(value.size for _, value in tree_flatten(self._head.parameters()))
         like = {name: tensor.like() for name, tensor in tensors.items()}
-        _check_experts(like, source.name)
+        _check_experts(like, self._source.name)
+        # What is loaded where a source is served as it is: this checks names, shapes and packing.
         stored = self._renamed(like)
-        load_into(head, stored, source.name)
+        load_into(self._head, stored, self._source.name)
         self._packed = {
             path: Setting(module.bits, module.group_size, module.mode)
-            for path, module in head.named_modules()
+            for path, module in self._head.named_modules()
             if "scales" in module
         }
-        if self._packed and not flags:
+        if self._packed and not self._flags:
             self._settings |= self._packed
-            self._default = self._settings.get("fc")
-        self.header = describe(source, target, self._default, self._settings, self._convention)
+            self.default = self._settings.get("fc")
+        self.header = self._describe(self._convention)
         self.specs = {name: (a.dtype, a.shape) for name, a in self._encoded(stored).items()}
         self.nbytes = sum(prod(shape) * dtype.size for dtype, shape in self.specs.values())
 
     def __str__(self) -> str:
-        others = [f"{path} {s}" for path, s in self._settings.items() if s != self._default]
-        how = "; ".join([str(self._default or "unquantized"), *others])
+        others = [f"{path} {s}" for path, s in self._settings.items() if s != self.default]
+        how = "; ".join([str(self.default or "unquantized"), *others])
         packed = " The source's head is quantized already." if self._packed else ""
         is_hf = self._convention == "hf"
         norms = "zero-centred in the source, 1 is added" if is_hf else "as MLX has them already"
-        size = f"{self._num_parameters / 1e6:,.1f} M parameters, {size_text(self.nbytes)}"
+        size = f"{self._size / 1e6:,.1f} M parameters, {size_text(self.nbytes)}"
         return f"{size}, {how}.{packed} Norms: {norms}."
 
-    def report_copies(self, source: Source) -> None:
-        """Print which copies of the trunk's matrices are left out, and whether they are copies."""
+    def _describe(self, convention: Convention) -> dict[str, str]:
+        table = {path: setting._asdict() for path, setting in sorted(self._settings.items())}
+        shown = self.default or Setting(UNQUANTIZED, 0, "none")
+        return {
+            "format": "mlx",
+            FORMAT_VERSION_KEY: "1",
+            "created_by": f"mlx-mtp {__version__}",
+            "source": self._source.name,
+            "source_revision": self._source.repo.commit or "",
+            "source_norm_convention": convention,
+            NORM_CONVENTION_KEY: "mlx",
+            **{key: str(value) for key, value in shown._asdict().items()},
+            "quantization": json.dumps(table, separators=(",", ":")),
+            **{name: str(getattr(self._target.args, name)) for name in _TRUNK},
+        }
+
+    def report_copies(self) -> None:
+        """Print which copies of the trunk's matrices are left out; warn if they are none."""
         for name, copy in self._copies.items():
             # With tied embeddings there is no lm_head.
-            names = (*(["lm_head.weight"] if "head" in name else []), "embed_tokens.weight")
-            trunk = next(filter(None, (trunk_tensor(source.repo, each) for each in names)), None)
+            endings = (*(["lm_head.weight"] if "head" in name else []), "embed_tokens.weight")
+            trunk = next(filter(None, (trunk_tensor(self._source.repo, e) for e in endings)), None)
             line = f"mtp.{name} is left out, as the trunk's own is used"
-            if trunk is None:
-                print(f"{line}; not compared, as the source's trunk is not on this machine.")
-                continue
-            rows = min(copy.shape[0], _ROWS_COMPARED)
-            # From a file of its own: the checksums are of what the head takes over.
-            copy = SafetensorsFile(copy.file.path).tensors[copy.name]
-            if copy.shape != trunk.shape or not mx.array_equal(
-                copy.part(0, rows).read(), trunk.part(0, rows).read()
-            ):
-                print(f"warning: {line}, but it is not equal to it.", file=sys.stderr)
+            if trunk is None or copy.begins_like(trunk):
+                print(f"{line}{'' if trunk else ' (not compared: it is not on this machine)'}.")
             else:
-                print(f"{line}; they are equal.")
+                print(f"warning: {line}, but they differ.", file=sys.stderr)
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
@@ -132,7 +140,6 @@ class Plan:
         Args:
             write: called with the number of the first expert and the tensors as bytes.
         """
-        cache_limit = mx.set_cache_limit(_MLX_CACHE_BYTES)
         computing: tuple[int, dict[str, mx.array]] | None = None
         with mx.stream(mx.cpu):
             for first, tensors in self._groups():
@@ -146,7 +153,6 @@ class Plan:
                 computing = first, encoded
             if computing:
                 write(*computing)
-        mx.set_cache_limit(cache_limit)
 
     def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
@@ -157,7 +163,7 @@ class Plan:
             elif value.dtype == mx.float32 and not name.endswith((".scales", ".biases")):
                 value = value.astype(mx.bfloat16)
             rounded[name] = value
-        return to_mlx(HeadTensors(rounded, self._convention, self._source))
+        return to_mlx(HeadTensors(rounded, self._convention, self._source.name))
 
     def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         """The sidecar's tensors, not evaluated, of the whole head or some of its parameters."""

@@ -18,50 +18,15 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp import __version__
-from mlx_mtp.convert.source import Source
-from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
 from mlx_mtp.convert.tensors import FP8, TYPES, SafetensorsFile
 from mlx_mtp.errors import CheckpointError, ConvertError
-from mlx_mtp.models.head_weights import (
-    NORM_CONVENTION_KEY,
-    SIDECAR,
-    SIDECAR_INDEX,
-    SIDECAR_PATTERN,
-    Convention,
-    sidecar_files,
-)
+from mlx_mtp.models.head_weights import SIDECAR, SIDECAR_INDEX, SIDECAR_PATTERN, sidecar_files
 
 FORMAT_VERSION_KEY = "mlx_mtp_format_version"
-_TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 # What may differ between two sidecars that are the same: the contents of the source count.
 _NOT_COMPARED = ("created_by", "source", "source_revision")
 _TEMPORARY = ".mtp-{}.tmp"
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items() if name != FP8}
-
-
-def describe(
-    source: Source,
-    target: Target,
-    default: Setting | None,
-    settings: Mapping[str, Setting],
-    convention: Convention,
-) -> dict[str, str]:
-    """Header entries but for the checksums; the settings as `Target.quantization` gives them."""
-    table = {path: setting._asdict() for path, setting in sorted(settings.items())}
-    shown = default or Setting(UNQUANTIZED, 0, "none")
-    return {
-        "format": "mlx",
-        FORMAT_VERSION_KEY: "1",
-        "created_by": f"mlx-mtp {__version__}",
-        "source": source.name,
-        "source_revision": source.repo.commit or "",
-        "source_norm_convention": convention,
-        NORM_CONVENTION_KEY: "mlx",
-        **{key: str(value) for key, value in shown._asdict().items()},
-        "quantization": json.dumps(table, separators=(",", ":")),
-        **{name: str(getattr(target.args, name)) for name in _TRUNK},
-    }
 
 
 class Existing(NamedTuple):
@@ -80,9 +45,10 @@ class Existing(NamedTuple):
             return cls((), {})
 
     def is_of_commit(self, wanted: Mapping[str, str]) -> bool:
-        """Whether it was made from the same commit of the same repository."""
-        keys = ("source", "source_revision")
-        return wanted[keys[1]] != "" and all(self.metadata.get(k) == wanted[k] for k in keys)
+        """Whether it was made from the same commit of the same repository, in the same way."""
+        if not wanted["source_revision"] or self.differences(wanted):
+            return False
+        return all(self.metadata.get(k) == wanted[k] for k in ("source", "source_revision"))
 
     def differences(self, wanted: Mapping[str, str]) -> list[str]:
         """In which of the wanted header entries it differs: `bits 4, not 8`."""

@@ -201,32 +201,16 @@ def write_target(
 
 def write_large_source(path: Path, experts: int) -> None:
     """A head of 1.6 MB per expert, stacked, so that a run takes time and memory."""
-    sizes = {"num_experts": experts, "moe_intermediate_size": 512, "hidden_size": 512}
-    write_target(path, Layout("qwen3_next"), **sizes)
-    vector, mlp = (512,), "layers.0.mlp."
-    shapes = {
-        **dict.fromkeys(
-            ("norm.weight", *(f"pre_fc_norm_{n}.weight" for n in ("embedding", "hidden"))), vector
-        ),
-        "layers.0.input_layernorm.weight": vector,
-        "layers.0.post_attention_layernorm.weight": vector,
-        "layers.0.self_attn.q_norm.weight": (32,),
-        "layers.0.self_attn.k_norm.weight": (32,),
-        "layers.0.self_attn.q_proj.weight": (256, 512),
-        "layers.0.self_attn.k_proj.weight": (64, 512),
-        "layers.0.self_attn.v_proj.weight": (64, 512),
-        "layers.0.self_attn.o_proj.weight": (512, 128),
-        "fc.weight": (512, 1024),
-        f"{mlp}gate.weight": (experts, 512),
-        f"{mlp}shared_expert_gate.weight": (1, 512),
-        f"{mlp}shared_expert.gate_proj.weight": (32, 512),
-        f"{mlp}shared_expert.up_proj.weight": (32, 512),
-        f"{mlp}shared_expert.down_proj.weight": (512, 32),
-        f"{mlp}experts.gate_up_proj": (experts, 1024, 512),
-        f"{mlp}experts.down_proj": (experts, 512, 512),
-    }
-    some = bf16(np.random.default_rng(0).standard_normal(999_983, dtype=np.float32))
-    raws = {f"mtp.{name}": Raw("BF16", np.resize(some, shape)) for name, shape in shapes.items()}
+    layout = Layout("qwen3_next", stacked_experts=True)
+    write_target(path, layout, num_experts=experts, moe_intermediate_size=4096)
+    raws, _ = encode_all(hf_tensors(layout), "BF16")
+    some, mlp = raws["model.embed_tokens.weight"].bits[:89], "mtp.layers.0.mlp."
+    for name, shape in (
+        ("gate.weight", (experts, 64)),
+        ("experts.gate_up_proj", (experts, 8192, 64)),
+        ("experts.down_proj", (experts, 64, 4096)),
+    ):
+        raws[mlp + name] = Raw("BF16", np.resize(some, shape))
     write_file(path / "model.safetensors", raws, {"format": "pt"})
 
 

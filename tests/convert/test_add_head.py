@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -20,17 +19,24 @@ from mlx_mtp.models.head_weights import read_sidecar
 from mlx_mtp.models.loader import load_model
 from tests.convert.checkpoints import (
     Raw,
+    bf16,
     encode,
+    encode_all,
     read_file,
     split_sidecar,
     write_file,
     write_target,
 )
 from tests.convert.conftest import FOUR, LAYOUT, snapshot
-from tests.tiny_models import Layout, write_checkpoint
+from tests.tiny_models import Layout, hf_tensors, write_checkpoint
 
 EXPERT = "mtp.layers.0.mlp.experts.2.up_proj.weight"
 ODD = np.zeros((32, 64), np.float32)
+COPIES = {
+    "mtp.embed_tokens.weight": "embed_tokens.weight",
+    "mtp.lm_head.weight": "lm_head.weight",
+    "mtp.shared_head.head.weight": "lm_head.weight",
+}
 
 
 def test_nothing_but_the_sidecar_is_written_and_its_header_says_how_it_was_made(pair):
@@ -49,6 +55,7 @@ def test_nothing_but_the_sidecar_is_written_and_its_header_says_how_it_was_made(
     assert table["fc"] == FOUR
     assert table["layers.0.mlp.gate"]["bits"] == 8
     assert metadata.pop("created_by").startswith("mlx-mtp ")
+    names = ("hidden_size", "vocab_size", "num_hidden_layers")
     assert metadata == {
         "format": "mlx",
         "mlx_mtp_format_version": "1",
@@ -56,12 +63,8 @@ def test_nothing_but_the_sidecar_is_written_and_its_header_says_how_it_was_made(
         "source_revision": "",
         "source_norm_convention": "hf",
         "norm_convention": "mlx",
-        "bits": "4",
-        "group_size": "64",
-        "mode": "affine",
-        "hidden_size": "64",
-        "vocab_size": "96",
-        "num_hidden_layers": "4",
+        **{name: str(value) for name, value in FOUR.items()},
+        **dict(zip(names, ("64", "96", "4"))),
     }
 
 
@@ -79,28 +82,15 @@ def test_another_head_wants_force(pair):
     pair.run()
     assert "bits 4, not 8" in pair.refused(ConvertError, "--force", flags={"bits": 8})
     pair.run(flags={"bits": 8}, force=True)
-    assert pair.metadata()["bits"] == "8"
     pair.refused(ConvertError, "bits 8, not 4")
-
-
-def test_other_weights_in_the_same_source_are_noticed(pair):
-    pair.run()
     shard = pair.source / "model-00003-of-00003.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    pair.refused(ConvertError, "other weights")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    pair.refused(ConvertError, "other weights", flags={"bits": 8})
+    pair.sidecar.write_bytes(b"damaged")
+    pair.refused(ConvertError, "not made by this program.*--force")
     pair.run(force=True)
     assert "nothing to do" in pair.run()
-
-
-def test_a_sidecar_of_unknown_origin_or_a_damaged_one_is_not_replaced(pair):
-    write_file(pair.sidecar, {"mtp.x": Raw("U8", np.zeros(3, np.uint8))}, {})
-    pair.refused(ConvertError, "not made by this program")
-    pair.sidecar.write_bytes(b"nothing")
-    pair.refused(ConvertError, "--force")
-    pair.run(force=True)
-    assert pair.metadata()["mlx_mtp_format_version"] == "1"
 
 
 def test_an_older_sidecar_in_several_files_is_replaced_as_a_whole(pair):
@@ -152,17 +142,15 @@ def test_a_target_with_a_head_in_its_own_files_needs_none(pair):
 )
 def test_a_mismatch_names_both_values(pair, field, value):
     write_target(pair.target, LAYOUT, FOUR, **{field: value})
-    message = pair.refused(ConvertError, field)
     theirs = json.loads((pair.source / "config.json").read_text())[field]
-    assert f"{field} is {theirs}" in message
-    assert f"{value} in the model's" in message
+    pair.refused(ConvertError, f"{field} is {theirs} in .* {value} in the model's")
 
 
 def test_another_number_of_layers_is_a_warning(pair):
     write_target(pair.target, LAYOUT, FOUR, num_hidden_layers=6)
     said = pair.run()
     assert "warning: " in said
-    assert "4 layers" in said
+    assert "has 4 layers" in said
     assert "has 6" in said
 
 
@@ -172,11 +160,11 @@ def test_a_mixture_of_experts_for_a_dense_trunk(pair):
     pair.refused(ConvertError, "num_experts 0")
 
 
-def drop(*parts):
-    """A change that removes the head's tensors with all these parts in their names."""
+def drop(part):
+    """A change that removes the head's tensors with this part in their names."""
 
     def change(raws):
-        for name in [n for n in raws if n.startswith("mtp.") and all(p in n for p in parts)]:
+        for name in [n for n in raws if n.startswith("mtp.") and part in n]:
             del raws[name]
 
     return change
@@ -187,8 +175,7 @@ def put(name, raw):
 
 
 def zeros(dtype, *shape):
-    sizes = {"I64": "<i8", "F8_E4M3": "u1", "U8": "u1", "I32": "<i4"}
-    return Raw(dtype, np.zeros(shape, sizes[dtype]))
+    return Raw(dtype, np.zeros(shape, {"I64": "<i8", "I32": "<i4"}.get(dtype, "u1")))
 
 
 @pytest.mark.parametrize(
@@ -219,10 +206,10 @@ def test_a_source_that_is_wrong_is_refused_by_name(pair, change, match):
 @pytest.mark.parametrize(
     ("part", "raw", "match"),
     [
-        ("biases", None, "malformed|no tensor|no biases"),
-        ("scales", encode(np.zeros((64, 3), np.float32), "BF16"), "malformed|shape"),
+        ("biases", None, r"no tensor mtp\.fc\.biases"),
+        ("scales", encode(np.zeros((64, 3), np.float32), "BF16"), "malformed"),
         ("scales", encode(np.zeros((63, 2), np.float32), "BF16"), r"\(63, 2\)"),
-        ("weight", zeros("U8", 64, 64), "malformed|shape|type"),
+        ("weight", zeros("U8", 64, 64), "malformed"),
     ],
 )
 def test_a_packed_source_that_is_wrong_is_refused(pair, tmp_path, part, raw, match):
@@ -247,7 +234,11 @@ def test_a_truncated_a_missing_and_a_lying_shard(pair):
     pair.refused(CheckpointError, r"index\.json can't be read")
 
 
-def test_targets_that_are_no_models(pair):
+def test_targets_that_are_no_models_and_sources_that_are_none(pair):
+    pair.refused(ConvertError, "--revision is for a hub id", revision="main")
+    for name in ("no-such-directory", "a/b/c", "https://example.org/x"):
+        with pytest.raises(ConvertError, match="neither an existing directory nor a hub id"):
+            add_head(str(pair.target), name)
     config = pair.target / "config.json"
     config.write_text(json.dumps({"model_type": "llama"}))
     pair.refused(UnsupportedModelError, "qwen3_next")
@@ -257,11 +248,39 @@ def test_targets_that_are_no_models(pair):
     pair.refused(ModelError, "no config.json")
 
 
-def test_sources_that_are_neither_directory_nor_hub_id(pair):
-    for name in ("no-such-directory", "a/b/c", "https://example.org/x"):
-        with pytest.raises(ConvertError, match="neither an existing directory nor a hub id"):
-            add_head(str(pair.target), name)
-    pair.refused(ConvertError, "--revision is for a hub id", revision="main")
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("change", "words", "count"),
+    [
+        (lambda copy, values: values, "warning", 0),
+        (lambda copy, v: v[::-1] if "lm_head" in copy else v, "warning: mtp.lm_head.weight", 1),
+        (lambda copy, values: values[:50], "warning: ", 3),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies(pair, family, tied, change, words, count):
+    layout = Layout(family, tied=tied)
+    pair.write(layout)
+    raws, meant = encode_all(hf_tensors(layout), "BF16")
+    for copy, ending in COPIES.items():
+        name = "embed_tokens.weight" if tied else ending
+        trunk = next(k for k in meant if k.endswith(name) and "mtp." not in k)
+        raws[copy] = Raw("BF16", bf16(change(copy, meant[trunk])))
+    write_file(pair.source / "model.safetensors", raws, {"format": "pt"})
+    said = pair.run()
+    assert said.count("is left out, as the trunk's own is used") == 3
+    assert said.count(words) == count
+    assert not any(name.encode() in pair.sidecar.read_bytes() for name in COPIES)
+
+
+def test_copies_with_no_trunk_at_hand(pair):
+    def change(raws):
+        for name in [name for name in raws if "mtp." not in name]:
+            del raws[name]
+        raws.update({copy: Raw("BF16", np.zeros((96, 64), np.uint16)) for copy in COPIES})
+
+    pair.rewrite(change)
+    assert pair.run().count("not compared") == 3
 
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(pair, monkeypatch):
@@ -272,19 +291,17 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(pair, monkeypatc
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
 def test_a_disk_that_fails_half_way_leaves_nothing(pair, monkeypatch, number):
-    calls = 0
+    calls = []
 
-    def fail(self: SidecarWriter, first: int, tensors: dict[str, mx.array]) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
+    def fail(self, first, tensors):
+        calls.append(first)
+        if len(calls) == 5:
             raise OSError(number, os.strerror(number))
         return original(self, first, tensors)
 
     original = SidecarWriter.write
     monkeypatch.setattr(SidecarWriter, "write", fail)
-    message = pair.refused(ConvertError, "Nothing was changed")
-    assert os.strerror(number) in message
+    pair.refused(ConvertError, f"{os.strerror(number)}.* Nothing was changed")
 
 
 def test_a_file_too_large_for_the_process_leaves_nothing(pair):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_mtp import cli
 from mlx_mtp.convert import commands
+from mlx_mtp.convert.target import MODES
 from mlx_mtp.errors import ConvertError, UsageError
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
@@ -19,7 +21,7 @@ from tests.convert.checkpoints import read_file, write_source
 from tests.convert.conftest import LAYOUT
 from tests.tiny_models import Layout
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "add_mtp_weights.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def run(monkeypatch, capsys):
     parser = argparse.ArgumentParser()
     commands.add_subcommands(parser.add_subparsers(dest="command"))
 
-    def run(*arguments: object) -> tuple[int, str]:
+    def run(*arguments):
         options = parser.parse_args([str(a) for a in arguments])
         capsys.readouterr()
         return options.run(options), capsys.readouterr().out
@@ -53,21 +55,21 @@ def test_add_mtp_weights(run, pair):
         run("add-mtp-weights", *arguments, "--revision", "v1")
 
 
-def test_the_script_works_alone(pair, tmp_path):
+def test_the_script_works_alone(pair, tmp_path, capsys, monkeypatch):
     """Without the package on the path, and from any directory."""
-    command = [sys.executable, "-P", str(SCRIPT), "--mlx-model-path", "target"]
-    results = {
-        source: subprocess.run(
-            [*command, *source], cwd=tmp_path, env={}, capture_output=True, text=True
-        )
-        for source in (("--source-model", "source"), ("--source-model", "nowhere"), ())
-    }
-    done, wrong, bare = results.values()
+    arguments = ["--mlx-model-path", "target", "--source-model", "source"]
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "add_mtp_weights.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert pair.sidecar.exists()
-    assert wrong.returncode == bare.returncode == 2
-    assert wrong.stderr.startswith("mlx-mtp: 'nowhere' is neither")
-    assert re.fullmatch(r"mlx-mtp add-.* --source-model \(see .* --help\)\n", bare.stderr)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
+    assert cli.main(["add-mtp-weights", *arguments[:3], "nowhere"]) == 2
+    assert "mlx-mtp: 'nowhere' is neither" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["add-mtp-weights", *arguments[:2]])
+    pattern = r"mlx-mtp add-.* --source-model \(see .* --help\)\n"
+    assert re.fullmatch(pattern, capsys.readouterr().err)
 
 
 def test_the_parser_is_there_before_mlx():
@@ -75,7 +77,8 @@ def test_the_parser_is_there_before_mlx():
         "import sys, mlx_mtp.convert.commands; "
         "sys.exit(any(m in sys.modules for m in ('mlx.core', 'transformers', 'numpy')))"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert tuple(MODES) == commands.MODE_NAMES
 
 
 def test_convert_makes_a_model_with_its_head_in_one_go(run, tmp_path):
@@ -105,9 +108,3 @@ def test_convert_refuses_before_the_trunk_is_converted_and_leaves_nothing(run, t
         with pytest.raises(ConvertError, match=match):
             run("convert", tmp_path / "source", "--output", tmp_path / "made")
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_modes_of_the_command_line_are_those_known():
-    from mlx_mtp.convert.target import MODES
-
-    assert tuple(MODES) == commands.MODE_NAMES

@@ -27,16 +27,14 @@ def head(pair):
     expected = expected_head(encode_all(hf_tensors(LAYOUT), "BF16")[1])
 
     def put(convention, metadata, beside=None, elsewhere=None):
-        raws = {
-            f"mtp.{name}": encode(
-                values - (values.ndim == 1 and convention == "hf"),
-                "F32" if values.ndim == 1 else "BF16",
-            )
-            for name, values in expected.items()
-        }
+        raws = dict(CONVS.get(beside, {}))
+        for name, values in expected.items():
+            is_norm = values.ndim == 1
+            stored = values - (is_norm and convention == "hf")
+            raws[f"mtp.{name}"] = encode(stored, "F32" if is_norm else "BF16")
         for path in pair.source.glob("*.safetensors*"):
             path.unlink()
-        write_file(pair.source / "head.safetensors", {**raws, **CONVS.get(beside, {})}, metadata)
+        write_file(pair.source / "head.safetensors", raws, metadata)
         if elsewhere:
             write_file(pair.source / "model.safetensors", CONVS[elsewhere], {"format": elsewhere})
         return expected[NORM]

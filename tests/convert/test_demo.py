@@ -13,7 +13,6 @@ from mlx_lm import generate, load
 from mlx_lm.convert import convert as mlx_lm_convert
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.convert.verify import measure
 from mlx_mtp.errors import MissingHeadError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -77,9 +76,9 @@ def test_served_with_mtp_as_without(models, tokenizer, precision):
     """In one batch at k = 3, against mlx-lm's modules on the same weights."""
     path, _ = models(precision)
     model = load_model(path, enable_mtp=True)
-    count = 8 if precision == "4 bits" else 39
+    count = 5 if precision == "4 bits" else 39
     wanted = [
-        request(str(i), tokenizer.encode(text), greedy(32))
+        request(str(i), tokenizer.encode(text), greedy(24))
         for i, text in enumerate(PROMPTS[:count])
     ]
     config = EngineConfig(num_draft_tokens=3, max_num_seqs=16)
@@ -91,22 +90,10 @@ def test_served_with_mtp_as_without(models, tokenizer, precision):
     for each in wanted:
         ties.check(each.request_id, got[each.request_id], plain(model, each, VOCAB, EOS))
     ties.report(f"bundled model as {path.name}, k = 3")
-    assert driver.core.stats().num_accepted_tokens > 0
-
-
-@pytest.mark.full
-def test_acceptance_of_every_precision(models, tokenizer):
-    """8 bits within 3 points; the others are reported."""
-    # Over the shortest prompts, as the CPU's prefill goes token by token.
-    prompts = sorted((tokenizer.encode(text) for text in PROMPTS), key=len)[:60]
-    found = {name: models(name)[0] for name in PRECISIONS}
-    reference = measure(load_model(DEMO, enable_mtp=True), prompts, 24)
-    MEASURED.append(f"acceptance over {reference.num_windows} windows: {reference.rates}")
-    for precision, path in found.items():
-        rates = measure(load_model(path, enable_mtp=True), prompts, 24).rates
-        MEASURED.append(f"  as {precision}: {', '.join(f'{rate:.3f}' for rate in rates)}")
-        lowest = reference.rates[0] - 0.03 if precision in ("bf16", "8 bits") else 0.5
-        assert rates[0] >= lowest
+    stats = driver.core.stats()
+    accepted = stats.num_accepted_tokens / stats.num_drafts
+    MEASURED.append(f"bundled model as {path.name}: {accepted:.2f} drafts accepted per step")
+    assert accepted > 0.5
 
 
 @pytest.mark.parametrize("precision", ["4 bits", pytest.param("mxfp4", marks=pytest.mark.full)])

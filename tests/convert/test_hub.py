@@ -15,7 +15,6 @@ from mlx_mtp.convert.convert import add_head
 from mlx_mtp.convert.hub_head import check_head_on_hub
 from mlx_mtp.errors import ConvertError, MissingHeadError
 from tests.convert.checkpoints import read_file, write_source
-from tests.convert.conftest import LAYOUT, Pair
 from tests.convert.fake_hub import COMMIT, FakeHub
 from tests.tiny_models import Layout, write_checkpoint
 
@@ -23,10 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 REPO = "Qwen/Tiny-Next"
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+SNAPSHOT = f"hub/models--Qwen--Tiny-Next/snapshots/{COMMIT}"
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory):
+def endpoint():
     """One server for all tests; each puts its files on it."""
     with FakeHub(REPO, {}).serve() as hub:
         yield hub
@@ -39,55 +39,62 @@ def hub(endpoint, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", endpoint.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    endpoint.repo_id = REPO
     for each in (endpoint.files, endpoint.status, endpoint.log):
         each.clear()
     return endpoint
 
 
 @pytest.fixture
-def user(hub, pair) -> Pair:
+def user(hub, pair):
     """Has a target; the source is on the hub."""
     put(hub, pair.source)
-    (pair.source / "here").touch()
     pair.local, pair.source = pair.source, REPO
     return pair
 
 
 def put(hub: FakeHub, directory: Path) -> None:
+    """Nothing but a directory's files, and a model card."""
+    hub.files.clear()
     hub.files.update({path.name: path.read_bytes() for path in directory.iterdir()})
+    hub.files["README.md"] = b"---\nbase_model: Qwen/Original\n---\n"
+
+
+def put_model(hub: FakeHub, path: Path, *, with_head: bool, shards: int) -> None:
+    write_source(path, Layout("qwen3_next", with_head=with_head), shards=shards)
+    put(hub, path)
 
 
 def test_exactly_the_needed_files_are_asked_for_once(hub, user):
-    said = user.run(flags={"group_size": 32})
-    needed = {"config.json", INDEX, *SHARDS[1:]}
+    needed = {"config.json", INDEX}
+    size = f"{sum(len(hub.files[name]) for name in SHARDS[1:]) / 1000:.1f} kB"
+    assert f"Would download {size}" in user.run(dry_run=True)
     assert hub.downloaded == needed
-    assert {name for _, name, _ in hub.log} == needed
-    size = sum(len(hub.files[name]) for name in SHARDS[1:])
-    assert f"Downloading 2 of 2 files from {REPO} at {COMMIT[:12]}: {size / 1000:.1f} kB" in said
+    assert not user.sidecar.exists()
+    said = user.run(flags={"group_size": 32})
+    assert hub.downloaded == {name for _, name, _ in hub.log} == needed | set(SHARDS[1:])
+    assert f"Downloading 2 of 2 files from {REPO} at {COMMIT[:12]}: {size}" in said
     from_hub = read_file(user.sidecar)
     assert (from_hub[1]["source"], from_hub[1]["source_revision"]) == (REPO, COMMIT)
     add_head(str(user.target), str(user.local), force=True, flags={"group_size": 32})
     local = read_file(user.sidecar)
     assert from_hub[1]["source_files"] == local[1]["source_files"]
-    assert {k: v.bits.tobytes() for k, v in from_hub[0].items()} == {
-        k: v.bits.tobytes() for k, v in local[0].items()
-    }
+    assert all(
+        raw.bits.tobytes() == from_hub[0][name].bits.tobytes() for name, raw in local[0].items()
+    )
 
 
 def test_the_cache_is_the_usual_one_and_nothing_is_downloaded_twice(
     hub, user, tmp_path, monkeypatch
 ):
-    user.run()
+    user.run(revision="v1")
     hub.log.clear()
-    assert "nothing to do" in user.run()
-    user.run(force=True, flags={"bits": 8})
+    assert "nothing to do" in user.run(revision="v1")
+    user.run(revision="v1", force=True, flags={"bits": 8})
     assert not hub.downloaded
-    snapshot = tmp_path / "hub" / "models--Qwen--Tiny-Next" / "snapshots" / COMMIT
-    assert (snapshot / SHARDS[2]).read_bytes() == hub.files[SHARDS[2]]
+    assert (tmp_path / SNAPSHOT / SHARDS[2]).read_bytes() == hub.files[SHARDS[2]]
     assert not list((tmp_path / "hub").rglob("*.incomplete"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    user.run(force=True)
+    user.run(revision="v1", force=True)
 
 
 def test_the_head_of_a_commit_is_known_without_its_files(hub, user, tmp_path):
@@ -96,22 +103,6 @@ def test_the_head_of_a_commit_is_known_without_its_files(hub, user, tmp_path):
     hub.log.clear()
     assert "nothing to do" in user.run()
     assert hub.downloaded == {"config.json", INDEX}
-
-
-def test_dry_run_downloads_no_weights(hub, user):
-    said = user.run(dry_run=True)
-    assert hub.downloaded == {"config.json", INDEX}
-    size = sum(len(hub.files[name]) for name in SHARDS[1:])
-    assert f"Would download {size / 1000:.1f} kB" in said
-    assert not user.sidecar.exists()
-
-
-def without_head(hub, root: Path, shards: int) -> None:
-    """The hub has nothing but a repository without a head."""
-    hub.files.clear()
-    write_source(root / "none", Layout("qwen3_next", with_head=False), shards=shards)
-    put(hub, root / "none")
-    hub.files["README.md"] = b"---\nbase_model: Qwen/Original\n---\n"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +123,7 @@ def test_what_goes_wrong_is_explained(hub, user, monkeypatch, trouble, options, 
     elif trouble == "missing":
         del hub.files[SHARDS[2]]
     elif trouble == "no head":
-        without_head(hub, user.local, shards=3)
+        put_model(hub, user.local / "none", with_head=False, shards=3)
     elif trouble:
         hub.status[SHARDS[2]] = trouble
     user.source = options.get("source", REPO)
@@ -140,17 +131,10 @@ def test_what_goes_wrong_is_explained(hub, user, monkeypatch, trouble, options, 
     assert SHARDS[0] not in hub.downloaded
 
 
-def test_a_revision(hub, user):
-    user.run(revision="v1")
-    assert user.metadata()["source_revision"] == COMMIT
-
-
 @pytest.mark.parametrize("with_head", [True, False])
 @pytest.mark.parametrize("config", [True, False])
 def test_a_repository_of_one_file_is_judged_by_its_header(hub, user, with_head, config):
-    hub.files.clear()
-    write_source(user.local / "one", Layout("qwen3_next", with_head=with_head))
-    put(hub, user.local / "one")
+    put_model(hub, user.local / "one", with_head=with_head, shards=1)
     if not config:
         del hub.files["config.json"]
     if with_head:
@@ -168,62 +152,52 @@ def test_a_target_on_the_hub_gets_its_head_in_the_cache(hub, pair, tmp_path):
     put(hub, tmp_path / "mlx")
     add_head(REPO, str(pair.source))
     assert hub.downloaded == {"config.json"}
-    snapshot = tmp_path / "hub" / "models--Qwen--Tiny-Next" / "snapshots" / COMMIT
-    assert sorted(p.name for p in snapshot.iterdir()) == ["config.json", "mtp.safetensors"]
+    found = sorted(path.name for path in (tmp_path / SNAPSHOT).iterdir())
+    assert found == ["config.json", "mtp.safetensors"]
     check_head_on_hub(REPO)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_missing_head_is_noticed_before_the_weights_are_downloaded(hub, tmp_path, shards):
-    without_head(hub, tmp_path, shards)
+    put_model(hub, tmp_path / "none", with_head=False, shards=shards)
     with pytest.raises(MissingHeadError) as caught:
         check_head_on_hub(REPO)
     adding = f"`mlx-mtp add-mtp-weights --mlx-model-path {REPO} --source-model Qwen/Original`"
     assert adding in str(caught.value)
     assert "weights were not downloaded" in str(caught.value)
-    weights = [each for m, name, each in hub.log if m == "GET" and name.startswith("model-")]
-    assert not weights
+    assert not [name for name in hub.downloaded if name.startswith("model-")]
     for name in ("mtp.safetensors", "mtp-00001-of-00001.safetensors"):
         hub.files[name] = b""
         check_head_on_hub(REPO)
         del hub.files[name]
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_head_in_the_models_own_files(hub, tmp_path, shards):
-    write_source(tmp_path / "m", LAYOUT, shards=shards)
-    put(hub, tmp_path / "m")
+    shutil.rmtree(tmp_path / "hub")
+    put_model(hub, tmp_path / "with", with_head=True, shards=shards)
     check_head_on_hub(REPO)
 
 
 def test_what_cannot_be_found_out_is_left_to_the_download(hub, tmp_path, monkeypatch):
-    check_head_on_hub("Other/Model")
-    check_head_on_hub(str(tmp_path))
-    check_head_on_hub(None)
+    put_model(hub, tmp_path / "none", with_head=False, shards=3)
+    for name in ("Other/Model", str(tmp_path), None):
+        check_head_on_hub(name)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     check_head_on_hub(REPO)
 
 
 @pytest.mark.parametrize(
-    "command", ["add-mtp-weights", "serve", pytest.param("selftest", marks=pytest.mark.full)]
+    "command",
+    ["serve", *(pytest.param(c, marks=pytest.mark.full) for c in ("selftest", "add-mtp-weights"))],
 )
 def test_the_commands_use_it(hub, user, tmp_path, command):
     """In a process of its own, with huggingface_hub's settings in the environment."""
-    if command == "add-mtp-weights":
-        arguments = ["--mlx-model-path", str(user.target), "--source-model", REPO]
-    else:
-        without_head(hub, tmp_path, shards=3)
+    arguments = ["--mlx-model-path", str(user.target), "--source-model", REPO]
+    if command != "add-mtp-weights":
+        put_model(hub, tmp_path / "none", with_head=False, shards=3)
         arguments = [REPO, *(["--enable-mtp", "--port", "0"] if command == "serve" else [])]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_mtp", command, *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    run = [sys.executable, "-m", "mlx_mtp", command, *arguments]
+    done = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True)
     if command == "add-mtp-weights":
         assert done.returncode == 0, done.stderr
         assert user.metadata()["source"] == REPO

@@ -1,4 +1,4 @@
-"""Killed at any moment, the converter leaves a whole model: without the head, or with all of it."""
+"""Processes of the converter: killed at any moment, ended, and measured."""
 
 from __future__ import annotations
 
@@ -65,6 +65,15 @@ def killed_at(last: int, target: Path, source: Path) -> None:
     add_head(str(target), str(source), flags={"bits": 8}, force=True)
 
 
+LAUNCHER = """
+import os, subprocess, sys
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(child.pid, 0)
+print(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+sys.exit(status != 0)
+"""
+
+
 @pytest.fixture(scope="module")
 def fork() -> Iterator[Callable[..., int]]:
     """`killed_at` in a process of its own; its exit status."""
@@ -89,7 +98,9 @@ def head_of(directory: Path) -> dict[str, bytes] | None:
     return tensors or None
 
 
-@pytest.mark.parametrize("before", ["a head", "a head in parts", "no head"])
+@pytest.mark.parametrize(
+    "before", ["a head", "a head in parts", pytest.param("no head", marks=pytest.mark.full)]
+)
 def test_killed_at_each_step(tmp_path, fork, before):
     """The loader finds the old head or the new one, never a mixture, never an error."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -122,15 +133,21 @@ def test_killed_at_each_step(tmp_path, fork, before):
     assert [path.name for path in target.glob("*mtp*")] == ["mtp.safetensors"]
 
 
-def test_a_termination_leaves_nothing_behind(tmp_path):
-    """SIGTERM, unlike SIGKILL, gives the time to tidy up."""
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_large_source(source, 32)
+def large(tmp_path: Path, experts: int) -> tuple[Path, list[str]]:
+    """A target, and the command that converts a head which takes a while."""
+    source, target = tmp_path / f"source-{experts}", tmp_path / f"target-{experts}"
+    write_large_source(source, experts)
     target.mkdir()
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
     command = [sys.executable, str(ROOT / "scripts" / "add_mtp_weights.py")]
+    return target, [*command, "--mlx-model-path", str(target), "--source-model", str(source)]
+
+
+def test_a_termination_leaves_nothing_behind(tmp_path):
+    """SIGTERM, unlike SIGKILL, gives the time to tidy up."""
+    target, command = large(tmp_path, 32)
     # Slow enough on any CPU to be met while it writes.
-    command += ["--mlx-model-path", str(target), "--source-model", str(source), "--mode", "mxfp4"]
+    command += ["--mode", "mxfp4"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
         while not list(target.glob(".mtp-*")):
             assert child.poll() is None, child.stderr.read()
@@ -138,3 +155,16 @@ def test_a_termination_leaves_nothing_behind(tmp_path):
         child.terminate()
         assert child.wait(timeout=60) == 128 + signal.SIGTERM
     assert [path.name for path in target.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("bits", [pytest.param("4", marks=pytest.mark.full), "16"])
+def test_peak_memory_does_not_grow_with_the_head(tmp_path, bits):
+    """With 8 experts, and with 96, the larger stack of which takes 101 MB."""
+    peaks = []
+    for experts in (8, 96):
+        _, command = large(tmp_path, experts)
+        # A process begins with the peak of the one that started it: a small one stands between.
+        launcher = [sys.executable, "-c", LAUNCHER, *command, "--bits", bits]
+        done = subprocess.run(launcher, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+    assert peaks[1] - peaks[0] < 96 * 8192 * 64 * 2 / 2
