@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,9 @@ from mlx_mtp.models.head_weights import (
 )
 from mlx_mtp.units import size_text
 
-_EXPERTS_AT_ONCE = 8
+_EXPERTS_AT_ONCE = 4
+_BYTES_AT_ONCE = 64 << 20
+_MAX_STREAMS = 8
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
@@ -135,24 +140,30 @@ class Plan:
     def run(self, write: Callable[[int, dict[str, mx.array]], object]) -> None:
         """Read, quantize and write some experts, or one other tensor, at a time.
 
-        On the CPU even where there is a GPU.
+        On the CPU even where there is a GPU. While mlx's threads quantize, this one reads the next
+        and writes the last.
 
         Args:
             write: called with the number of the first expert and the tensors as bytes.
         """
-        computing: tuple[int, dict[str, mx.array]] | None = None
-        with mx.stream(mx.cpu):
-            for first, tensors in self._groups():
+        streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, _MAX_STREAMS))]
+        pending: deque[tuple[int, int, dict[str, mx.array]]] = deque()
+
+        def finish(nbytes: int) -> None:
+            """Write until no more than these are pending."""
+            while sum(size for size, _, _ in pending) > nbytes:
+                _, first, encoded = pending.popleft()
+                write(first, encoded)
+
+        for (first, tensors), stream in zip(self._groups(), itertools.cycle(streams)):
+            with mx.stream(stream):
                 stored = {name: tensor.read() for name, tensor in tensors.items()}
                 encoded = self._encoded(self._renamed(stored))
                 encoded = {k: mx.contiguous(v).view(mx.uint8) for k, v in encoded.items()}
-                # mlx's thread quantizes these while the last are written and the next are read.
-                mx.async_eval(encoded)
-                if computing:
-                    write(*computing)
-                computing = first, encoded
-            if computing:
-                write(*computing)
+            mx.async_eval(encoded)
+            pending.append((sum(t.nbytes for t in tensors.values()), first, encoded))
+            finish(_BYTES_AT_ONCE)
+        finish(0)
 
     def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
