@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ backend.prepare()
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.convert.quantization import MODES, UNQUANTIZED
+from mlx_mtp.convert.target import MODES, UNQUANTIZED
 
 CONFIG = {
     "model_type": "qwen3_next",
@@ -60,6 +59,7 @@ CONFIG = {
 SHARD = "model-00041-of-00041.safetensors"
 ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 16 << 20
+# A process begins with the peak of the one that started it, so a small one stands between.
 _LAUNCHER = """
 import os, subprocess, sys, time
 start = time.perf_counter()
@@ -78,14 +78,15 @@ def main() -> int:
     parser.add_argument("--mode", default="affine")
     parser.add_argument("--group-size", type=int, default=None)
     parser.add_argument("--fp8", action="store_true", help="a source in block-scaled FP8")
+    parser.add_argument("--stacked", action="store_true", help="a source with stacked experts")
     parser.add_argument("--cold", action="store_true", help="with the source out of the page cache")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="leave the source for another run")
     options = parser.parse_args()
-    source = options.dir / ("source-fp8" if options.fp8 else "source")
+    source = options.dir / f"source{'-fp8' * options.fp8}{'-stacked' * options.stacked}"
     if not (source / SHARD).exists():
         print("Writing the source ...", flush=True)
-        write_source(source, fp8=options.fp8)
+        write_source(source, fp8=options.fp8, stacked=options.stacked)
     try:
         measure(source, options)
     finally:
@@ -103,7 +104,11 @@ def measure(source: Path, options: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|---|")
     rows = []
     for _ in range(options.repeats):
-        target = write_target(options.dir / "target", setting)
+        target = options.dir / "target"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        quantization = {} if options.bits == UNQUANTIZED else {"quantization": setting}
+        (target / "config.json").write_text(json.dumps({**CONFIG, **quantization}))
         _settle(source, options.cold)
         seconds, peak = convert(source, target)
         size = (target / "mtp.safetensors").stat().st_size
@@ -121,10 +126,8 @@ def convert(source: Path, target: Path) -> tuple[float, float]:
     """Seconds and peak resident gigabytes of the script, start of Python included."""
     command = [sys.executable, str(ROOT / "scripts" / "add_mtp_weights.py")]
     command += ["--mlx-model-path", str(target), "--source-model", str(source)]
-    # A process begins with the peak of the one that started it, so a small one stands between.
-    launched = subprocess.run(
-        [sys.executable, "-c", _LAUNCHER, *command], check=True, capture_output=True, text=True
-    )
+    launcher = [sys.executable, "-c", _LAUNCHER, *command]
+    launched = subprocess.run(launcher, check=True, capture_output=True, text=True)
     seconds, peak = launched.stdout.split()
     return float(seconds), float(peak) * (1 if sys.platform == "darwin" else 1024) / 1e9
 
@@ -155,11 +158,10 @@ def write_alone(path: Path, size: int) -> float:
 def quantize_alone(path: Path, setting: dict[str, Any]) -> float:
     """Seconds in `mx.quantize` of every matrix; reading them (and FP8's decoding) isn't counted."""
     total = 0.0
-    if setting["bits"] == UNQUANTIZED:
-        return total
-    tensors: Any = mx.load(str(path))
+    tensors: Any = mx.load(str(path)) if setting["bits"] != UNQUANTIZED else {}
     with mx.stream(mx.cpu):
-        for name, value in tensors.items():
+        for name in list(tensors):
+            value = tensors.pop(name)
             if value.ndim < 2 or name.endswith("_scale_inv"):
                 continue
             is_fp8 = value.dtype == mx.uint8
@@ -171,72 +173,64 @@ def quantize_alone(path: Path, setting: dict[str, Any]) -> float:
     return total
 
 
-def write_target(path: Path, setting: dict[str, object]) -> Path:
-    """A fresh model directory; the converter needs nothing but its config.json."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    quantization = {} if setting["bits"] == UNQUANTIZED else {"quantization": setting}
-    (path / "config.json").write_text(json.dumps({**CONFIG, **quantization}))
-    return path
-
-
-def write_source(path: Path, *, fp8: bool) -> None:
-    """An HF directory with the head alone, experts one by one, in the order of their names."""
+def write_source(path: Path, *, fp8: bool, stacked: bool) -> None:
+    """An HF directory with the head alone, its tensors in the order of their names."""
     path.mkdir(parents=True, exist_ok=True)
-    config = dict(CONFIG)
-    if fp8:
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**CONFIG, "quantization_config": quantized} if fp8 else CONFIG
     (path / "config.json").write_text(json.dumps(config))
-    shapes = dict(sorted(_tensors(fp8)))
-    index = {"weight_map": dict.fromkeys(shapes, SHARD)}
+    tensors = dict(sorted(_tensors(fp8, stacked).items()))
+    index = {"weight_map": dict.fromkeys(tensors, SHARD)}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    sizes = {"BF16": 2, "F8_E4M3": 1}
-    for name, (dtype, shape) in shapes.items():
-        end = offset + sizes[dtype] * int(np.prod(shape))
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + int(np.prod(shape)) * (2 if dtype == "BF16" else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     random = np.random.default_rng(0)
     with (path / SHARD).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for dtype, shape in shapes.values():
-            values = random.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
-            as_bf16 = mx.array(values).astype(mx.bfloat16).view(mx.uint16)
-            stored = mx.to_fp8(mx.array(values * 1000)) if dtype == "F8_E4M3" else as_bf16
-            file.write(np.array(stored).data)
+        for dtype, shape in tensors.values():
+            for _ in range(shape[0] if len(shape) == 3 else 1):
+                values = random.standard_normal(shape[-2:], dtype=np.float32) * np.float32(0.02)
+                as_bf16 = mx.array(values).astype(mx.bfloat16).view(mx.uint16)
+                stored = mx.to_fp8(mx.array(values * 1000)) if dtype != "BF16" else as_bf16
+                file.write(np.array(stored).data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _tensors(fp8: bool) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    size, inner, heads, dim = 2048, 512, 16, 256
-    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        yield f"mtp.{name}.weight", ("BF16", (size,))
-    layer = "mtp.layers.0."
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{layer}{name}.weight", ("BF16", (size,))
-    for name in ("q_norm", "k_norm"):
-        yield f"{layer}self_attn.{name}.weight", ("BF16", (dim,))
-    yield "mtp.fc.weight", ("BF16", (size, 2 * size))
-    yield f"{layer}mlp.gate.weight", ("BF16", (512, size))
-    yield f"{layer}mlp.shared_expert_gate.weight", ("BF16", (1, size))
-    matrices = {
-        "self_attn.q_proj": (2 * heads * dim, size),
-        "self_attn.k_proj": (2 * dim, size),
-        "self_attn.v_proj": (2 * dim, size),
-        "self_attn.o_proj": (size, heads * dim),
+def _tensors(fp8: bool, stacked: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each."""
+    size, inner, heads, dim, count = 2048, 512, 16, 256, 512
+    vectors = {f"pre_fc_norm_{name}.weight": size for name in ("embedding", "hidden")}
+    vectors |= {"norm.weight": size, "layers.0.input_layernorm.weight": size}
+    vectors |= {"layers.0.post_attention_layernorm.weight": size}
+    vectors |= {f"layers.0.self_attn.{name}_norm.weight": dim for name in "qk"}
+    plain = {"fc.weight": (size, 2 * size), "layers.0.mlp.gate.weight": (count, size)}
+    plain |= {"layers.0.mlp.shared_expert_gate.weight": (1, size)}
+    matrices: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (2 * heads * dim, size),
+        "self_attn.k_proj.weight": (2 * dim, size),
+        "self_attn.v_proj.weight": (2 * dim, size),
+        "self_attn.o_proj.weight": (size, heads * dim),
     }
-    for expert in ("shared_expert", *(f"experts.{i}" for i in range(512))):
-        matrices[f"mlp.{expert}.gate_proj"] = (inner, size)
-        matrices[f"mlp.{expert}.up_proj"] = (inner, size)
-        matrices[f"mlp.{expert}.down_proj"] = (size, inner)
+    for expert in ("shared_expert", *(f"experts.{i}" for i in range(0 if stacked else count))):
+        matrices |= {f"mlp.{expert}.{part}_proj.weight": (inner, size) for part in ("gate", "up")}
+        matrices[f"mlp.{expert}.down_proj.weight"] = (size, inner)
+    if stacked:
+        matrices["mlp.experts.gate_up_proj"] = (count, 2 * inner, size)
+        matrices["mlp.experts.down_proj"] = (count, size, inner)
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found |= {name: ("BF16", (length,)) for name, length in vectors.items()}
+    found |= {name: ("BF16", shape) for name, shape in plain.items()}
     for name, shape in matrices.items():
-        yield f"{layer}{name}.weight", ("F8_E4M3" if fp8 else "BF16", shape)
+        found[f"layers.0.{name}"] = ("F8_E4M3" if fp8 else "BF16", shape)
         if fp8:
-            blocks = tuple(-(-n // 128) for n in shape)
-            yield f"{layer}{name}.weight_scale_inv", ("BF16", blocks)
+            blocks = (*shape[:-2], *(-(-n // 128) for n in shape[-2:]))
+            found[f"layers.0.{name}_scale_inv"] = ("BF16", blocks)
+    return {f"mtp.{name}": entry for name, entry in found.items()}
 
 
 def _settle(source: Path, cold: bool) -> None:

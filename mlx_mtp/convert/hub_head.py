@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.source import INDEX, SINGLE_FILE, head_of, weight_map_of
+from mlx_mtp.convert.source import head_of, weight_map_of
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.head_weights import SIDECAR_PATTERN
 from mlx_mtp.models.hub import HUB_ID
@@ -31,7 +30,7 @@ def check_head_on_hub(name: str | None) -> None:
     repo = HubRepo(name, None)
     try:
         # add-mtp-weights puts a head into the cache, beside what the hub has.
-        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(remote_weight_map(repo)):
+        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
             return
         base = base_model(repo.small("README.md"))
     except ConvertError:
@@ -48,14 +47,6 @@ def cached_sidecar(repo: HubRepo) -> list[Path]:
 def remote_sidecar(repo: HubRepo) -> list[str]:
     """The files of a head beside the model."""
     return sorted(fnmatch.filter(repo.names(), SIDECAR_PATTERN))
-
-
-def remote_weight_map(repo: HubRepo) -> Mapping[str, str]:
-    """File of each tensor, by the index or the header of the only file."""
-    index = repo.small(INDEX)
-    if index is None:
-        return dict.fromkeys(repo.tensor_names(SINGLE_FILE), SINGLE_FILE)
-    return weight_map_of(index.parent)
 
 
 def base_model(readme: Path | None) -> str | None:

@@ -2,223 +2,225 @@
 
 from __future__ import annotations
 
-import re
+import itertools
+import json
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from os import cpu_count
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
+from mlx.utils import tree_flatten
 
-from mlx_mtp.convert.convention import norm_convention
-from mlx_mtp.convert.encode import Encoding, choose_encoding
-from mlx_mtp.convert.layout import Layout, Piece, Weight
-from mlx_mtp.convert.metadata import describe, with_checksums
-from mlx_mtp.convert.output import SidecarWriter
-from mlx_mtp.convert.quantization import Flags
-from mlx_mtp.convert.rows import Setting, StoredTensor
-from mlx_mtp.convert.safetensors_file import SafetensorsFile
-from mlx_mtp.convert.source import Source, head_tensors
-from mlx_mtp.convert.target import Target, shapes
-from mlx_mtp.convert.writer import TensorSpec
-from mlx_mtp.errors import ConvertError
-from mlx_mtp.models.family import text_config
-from mlx_mtp.models.head_weights import Convention, check_shapes, has_router
+from mlx_mtp import __version__
+from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY
+from mlx_mtp.convert.source import Source, norm_convention, trunk_tensor
+from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
+from mlx_mtp.convert.tensors import SafetensorsFile, StoredTensor
+from mlx_mtp.errors import CheckpointError
+from mlx_mtp.models.head_weights import (
+    EXPERT_KEY,
+    NORM_CONVENTION_KEY,
+    NORMS,
+    TIED,
+    Convention,
+    HeadTensors,
+    load_into,
+    to_mlx,
+)
+from mlx_mtp.units import size_text
 
-# Rows are read in pieces of about this size, and so many of them at once as there are streams.
-_PIECE_BYTES = 16 << 20
+_EXPERTS_AT_ONCE = 4
+_BYTES_AT_ONCE = 64 << 20
 _MAX_STREAMS = 8
-_MLX_CACHE_BYTES = 64 << 20
+_TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
-@dataclass(frozen=True)
-class Job:
-    """Some rows of a source's matrix, and where they go.
-
-    Args:
-        piece: what to read.
-        encoding: what to make of it.
-        specs: the tensors that it becomes rows of.
-        row: the first of these rows.
-    """
-
-    piece: Piece
-    encoding: Encoding
-    specs: Sequence[TensorSpec]
-    row: int
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A conversion.
+    """What becomes of every tensor of a source's head, as far as its index says; see `open`.
 
     Args:
-        files: of the source, open.
-        jobs: in the order of the disk.
-        specs: every tensor of the sidecar.
-        default: quantization of most matrices; None without.
-        settings: of each quantized matrix, by path.
+        flags: for the quantization.
+
+    Attributes:
+        default: how most matrices are quantized, or None.
         header: the sidecar's metadata but for the checksums.
-        tied: copies of the trunk's matrices that are left out, by name.
-        notes: what the user should know.
     """
 
-    files: list[SafetensorsFile]
-    jobs: list[Job]
-    specs: list[TensorSpec]
-    default: Setting | None
-    settings: dict[str, Setting]
-    header: dict[str, str]
-    tied: dict[str, StoredTensor]
-    notes: list[str]
+    def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
+        self._target, self._source, self._flags = target, source, flags
+        self._head = target.head(moe=source.is_moe)
+        self.default, self._settings = target.quantization(self._head, flags)
+        self.header = self._describe("hf")
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the sidecar, header aside."""
-        return sum(spec.nbytes for spec in self.specs)
+    def open(self, paths: Iterable[Path], asked_norms: Convention | None) -> None:
+        """Decide the rest by the headers of the files that hold the head, and check all of it.
 
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the head."""
-        pieces = (job.piece for job in self.jobs)
-        return sum((p.stop - p.start) * (p.rows.shape[-1]) for p in pieces)
+        Afterwards `specs` has type and shape of each tensor of the sidecar; they take `nbytes`.
 
-    @property
-    def quantization_text(self) -> str:
-        """In words."""
-        if self.default is None and not self.settings:
-            return "unquantized"
-        others = [f"{path} {s}" for path, s in self.settings.items() if s != self.default]
-        return "; ".join([str(self.default or "unquantized"), *others])
+        Raises:
+            ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
+        """
+        self._files = [SafetensorsFile(path) for path in paths]
+        tensors = self._source.tensors(self._files)
+        self._copies = {name: tensors.pop(name) for name in TIED if name in tensors}
+        self._tensors = tensors
+        self._convention = norm_convention(self._files, self._source, asked_norms)
+        self._size = sum(value.size for _, value in tree_flatten(self._head.parameters()))
+        like = {name: tensor.like() for name, tensor in tensors.items()}
+        _check_experts(like, self._source.name)
+        # What is loaded where a source is served as it is: this checks names, shapes and packing.
+        stored = self._renamed(like)
+        load_into(self._head, stored, self._source.name)
+        self._packed = {
+            path: Setting(module.bits, module.group_size, module.mode)
+            for path, module in self._head.named_modules()
+            if "scales" in module
+        }
+        if self._packed and not self._flags:
+            self._settings |= self._packed
+            self.default = self._settings.get("fc")
+        self.header = self._describe(self._convention)
+        self.specs = {name: (a.dtype, a.shape) for name, a in self._encoded(stored).items()}
+        self.nbytes = sum(prod(shape) * dtype.size for dtype, shape in self.specs.values())
 
-    @property
+    def __str__(self) -> str:
+        others = [f"{path} {s}" for path, s in self._settings.items() if s != self.default]
+        how = "; ".join([str(self.default or "unquantized"), *others])
+        packed = " The source's head is quantized already." if self._packed else ""
+        is_hf = self._convention == "hf"
+        norms = "zero-centred in the source, 1 is added" if is_hf else "as MLX has them already"
+        size = f"{self._size / 1e6:,.1f} M parameters, {size_text(self.nbytes)}"
+        return f"{size}, {how}.{packed} Norms: {norms}."
+
+    def _describe(self, convention: Convention) -> dict[str, str]:
+        table = {path: setting._asdict() for path, setting in sorted(self._settings.items())}
+        shown = self.default or Setting(UNQUANTIZED, 0, "none")
+        return {
+            "format": "mlx",
+            FORMAT_VERSION_KEY: "1",
+            "created_by": f"mlx-mtp {__version__}",
+            "source": self._source.name,
+            "source_revision": self._source.repo.commit or "",
+            "source_norm_convention": convention,
+            NORM_CONVENTION_KEY: "mlx",
+            **{key: str(value) for key, value in shown._asdict().items()},
+            "quantization": json.dumps(table, separators=(",", ":")),
+            **{name: str(getattr(self._target.args, name)) for name in _TRUNK},
+        }
+
+    def report_copies(self) -> None:
+        """Print which copies of the trunk's matrices are left out; warn if they are none."""
+        for name, copy in self._copies.items():
+            # With tied embeddings there is no lm_head.
+            endings = (*(["lm_head.weight"] if "head" in name else []), "embed_tokens.weight")
+            trunk = next(filter(None, (trunk_tensor(self._source.repo, e) for e in endings)), None)
+            line = f"mtp.{name} is left out, as the trunk's own is used"
+            if trunk is None or copy.begins_like(trunk):
+                print(f"{line}{'' if trunk else ' (not compared: it is not on this machine)'}.")
+            else:
+                print(f"warning: {line}, but they differ.", file=sys.stderr)
+
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
-        return with_checksums(self.header, self.files)
+        sums = {
+            f.path.name: {"size": f.size, "head_sha256": f.digest.hexdigest()} for f in self._files
+        }
+        return {**self.header, "source_files": json.dumps(sums, separators=(",", ":"))}
 
     def read_through(self) -> None:
-        """Read what a run would read, for the checksums alone."""
-        for job in self.jobs:
-            job.piece.rows.read(job.piece.start, job.piece.stop)
+        """Read what `run` would read, for the checksums alone."""
+        for _, tensors in self._groups():
+            for tensor in tensors.values():
+                tensor.read()
 
-    def run(self, writer: SidecarWriter, advance: Callable[[int], None]) -> None:
-        """Read, encode and write, a few pieces at a time.
+    def run(self, write: Callable[[int, dict[str, mx.array]], object]) -> None:
+        """Read, quantize and write some experts, or one other tensor, at a time.
 
-        On the CPU even where there is a GPU, so that the GPU never has to hold the experts. While
-        mlx's threads work on some pieces this one reads the next and writes the last.
+        On the CPU even where there is a GPU. While mlx's threads quantize, this one reads the next
+        and writes the last.
+
+        Args:
+            write: called with the number of the first expert and the tensors as bytes.
         """
         streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, _MAX_STREAMS))]
-        cache_limit = mx.set_cache_limit(_MLX_CACHE_BYTES)
-        pending: deque[tuple[Job, list[mx.array]]] = deque()
-        try:
-            for number, job in enumerate(self.jobs):
-                with mx.stream(streams[number % len(streams)]):
-                    piece = job.piece
-                    encoded = job.encoding.encode(piece.rows, piece.start, piece.stop)
-                    encoded = [array.view(mx.uint8) for array in encoded]
-                mx.async_eval(*encoded)
-                pending.append((job, encoded))
-                if len(pending) > len(streams):
-                    advance(_write(*pending.popleft(), writer))
-            while pending:
-                advance(_write(*pending.popleft(), writer))
-        finally:
-            mx.set_cache_limit(cache_limit)
+        pending: deque[tuple[int, int, dict[str, mx.array]]] = deque()
+
+        def finish(nbytes: int) -> None:
+            """Write until no more than these are pending."""
+            while sum(size for size, _, _ in pending) > nbytes:
+                _, first, encoded = pending.popleft()
+                write(first, encoded)
+
+        for (first, tensors), stream in zip(self._groups(), itertools.cycle(streams)):
+            with mx.stream(stream):
+                stored = {name: tensor.read() for name, tensor in tensors.items()}
+                encoded = self._encoded(self._renamed(stored))
+                encoded = {k: mx.contiguous(v).view(mx.uint8) for k, v in encoded.items()}
+            mx.async_eval(encoded)
+            pending.append((sum(t.nbytes for t in tensors.values()), first, encoded))
+            finish(_BYTES_AT_ONCE)
+        finish(0)
+
+    def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
+        rounded = {}
+        for name, value in tensors.items():
+            if name in NORMS:
+                value = value.astype(mx.float32)
+            elif value.dtype == mx.float32 and not name.endswith((".scales", ".biases")):
+                value = value.astype(mx.bfloat16)
+            rounded[name] = value
+        return to_mlx(HeadTensors(rounded, self._convention, self._source.name))
+
+    def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The sidecar's tensors, not evaluated, of the whole head or some of its parameters."""
+        encoded = dict(tensors)
+        for path in {**self._packed, **self._settings}:
+            names = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
+            parts = [tensors[name] for name in names if name in tensors]
+            packing, setting = self._packed.get(path), self._settings.get(path)
+            if not parts or packing == setting:
+                continue
+            for name in names:
+                encoded.pop(name, None)
+            if packing:
+                parts = [packing.dequantize(parts)]
+            if setting:
+                parts = setting.quantize(parts[0])
+            encoded |= zip(names, parts)
+        return encoded
+
+    def _groups(self) -> list[tuple[int, dict[str, StoredTensor]]]:
+        """What is converted together, and the number of its first expert."""
+        groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
+        for name, tensor in self._tensors.items():
+            match, module = EXPERT_KEY.match(name), name.rpartition(".")[0]
+            if match:
+                number = int(match[2]) % _EXPERTS_AT_ONCE
+                renamed = f"{match[1]}.{number}.{match[3]}.weight"
+                key = match[1], int(match[2]) - number
+                groups.setdefault(key, {})[renamed] = tensor
+            elif len(tensor.shape) == 3:
+                for first in range(0, tensor.shape[0], _EXPERTS_AT_ONCE):
+                    some = tensor.part(first, min(first + _EXPERTS_AT_ONCE, tensor.shape[0]))
+                    groups.setdefault((module, first), {})[name] = some
+            else:
+                groups.setdefault((module, 0), {})[name] = tensor
+        return [(first, tensors) for (_, first), tensors in groups.items()]
 
 
-def make_plan(
-    target: Target,
-    source: Source,
-    files: list[SafetensorsFile],
-    flags: Flags,
-    asked_norms: Convention | None,
-) -> Plan:
-    """Decide what becomes of every tensor of a source's head.
-
-    Args:
-        target: the model.
-        source: of the head.
-        files: of the source that hold it, open.
-        flags: for the quantization.
-        asked_norms: the flag --mtp-norms.
-
-    Raises:
-        CheckpointError: a tensor is missing, of the wrong type or shape.
-        ConvertError: head and model don't fit together, or the norms are of unknown convention.
-    """
-    tensors = head_tensors(source.file_of, files)
-    _check_one_layer(tensors, source)
-    head = target.head(moe=has_router(tensors))
-    modules = dict(head.named_modules())
-    layout = Layout(tensors, modules, source.fp8_block)
-    expected, notes = shapes(head), []
-    has_none = text_config(source.config).get("shared_expert_intermediate_size", 1) == 0
-    if has_none and layout.add_absent_shared_expert(expected):
-        notes.append("The source has no shared expert: zeros stand in for it, which adds nothing.")
-    check_shapes({n: w.shape for n, w in layout.weights.items()}, expected, source.name)
-    convention = norm_convention(files, source, asked_norms)
-    quantization = target.quantization(head, flags)
-    encodings = {
-        name: choose_encoding(
-            name,
-            weight,
-            quantization.settings.get(name.removesuffix(".weight")),
-            convention,
-            keep=not flags,
-        )
-        for name, weight in layout.weights.items()
-    }
-    settings = {n.removesuffix(".weight"): e.setting for n, e in encodings.items() if e.setting}
-    default = quantization.default
-    if any(weight.rows.setting for weight in layout.weights.values()):
-        notes.append(_packed_note(flags))
-        default = default if flags else settings.get("fc")
-    jobs, specs = _jobs(layout.weights, encodings)
-    header = describe(source, target, default, settings, convention)
-    return Plan(files, jobs, specs, default, settings, header, layout.tied, notes)
-
-
-def _check_one_layer(tensors: dict[str, StoredTensor], source: Source) -> None:
-    found = {int(m[1]) for name in tensors if (m := re.match(r"layers\.(\d+)\.", name))}
-    if found - {0}:
-        raise ConvertError(
-            f"The head in {source.name} has {max(found) + 1} layers; heads of one layer are "
-            "supported, as Qwen3-Next, Qwen3.5, 3.6 and 3.8 have them."
-        )
-
-
-def _packed_note(flags: Flags) -> str:
-    if flags:
-        return "The source's head is quantized already: what differs is quantized a second time."
-    return "The source's head is quantized already and is taken over as it is."
-
-
-def _jobs(
-    weights: dict[str, Weight], encodings: dict[str, Encoding]
-) -> tuple[list[Job], list[TensorSpec]]:
-    jobs: list[Job] = []
-    all_specs: list[TensorSpec] = []
-    for name, weight in weights.items():
-        specs = encodings[name].specs(name, weight.shape)
-        all_specs += specs
-        row = 0
-        for piece in weight.pieces:
-            for part in _cut(piece):
-                jobs.append(Job(part, encodings[name], specs, row))
-                row += part.stop - part.start
-    jobs.sort(key=lambda job: job.piece.rows.place(job.piece.start))
-    return jobs, all_specs
-
-
-def _cut(piece: Piece) -> Iterator[Piece]:
-    step = max(_PIECE_BYTES // max(piece.rows.row_nbytes(), 1), 1)
-    for start in range(piece.start, piece.stop, step):
-        yield Piece(piece.rows, start, min(start + step, piece.stop))
-
-
-def _write(job: Job, encoded: list[mx.array], writer: SidecarWriter) -> int:
-    mx.eval(encoded)
-    for spec, array in zip(job.specs, encoded, strict=True):
-        writer.write(spec.name, job.row, np.array(array, copy=False))
-    return sum(array.nbytes for array in encoded)
+def _check_experts(tensors: Mapping[str, mx.array], source: str) -> None:
+    """Stacks are made of some experts at a time, so all have to be alike."""
+    first: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
+    for name, value in tensors.items():
+        if match := EXPERT_KEY.match(name):
+            expected = first.setdefault(match[3], (value.shape, value.dtype))
+            if expected != (value.shape, value.dtype):
+                raise CheckpointError(
+                    f"mtp.{name} in {source} has shape {value.shape} and type {value.dtype}, "
+                    f"another expert has {expected[0]} and {expected[1]}."
+                )

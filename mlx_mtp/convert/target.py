@@ -1,80 +1,84 @@
-"""The model that gets a head: what its config.json says, and the head that would fit it."""
+"""The model that gets a head: the head that would fit it, and how its matrices are quantized."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from mlx_mtp.convert.quantization import Flags, Predicate, Quantization, choose_quantization
-from mlx_mtp.errors import ConvertError
-from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.errors import ConvertError, ModelError, UsageError
+from mlx_mtp.models.family import text_config
 from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.head_weights import head_name
 from mlx_mtp.models.loader import read_json
 from mlx_mtp.models.registry import family_of
 
+UNQUANTIZED = 16
 # Fields of config.json that shape a head. A source that differs in one belongs to another model.
-_SHAPING = (
-    "hidden_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_experts",
-    "moe_intermediate_size",
-)
+_SHAPING = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SHAPING_EXPERTS = ("num_experts", "moe_intermediate_size")
 
 
-@dataclass(frozen=True)
+class Setting(NamedTuple):
+    """How a matrix is quantized: bits per weight, weights that share a scale, MLX's mode."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, groups of {self.group_size}, {self.mode}"
+
+    def quantize(self, values: mx.array) -> list[mx.array]:
+        """Words, scales and, in affine mode, biases of a float matrix [.., in]."""
+        return list(mx.quantize(values, **self._asdict()))
+
+    def dequantize(self, parts: Sequence[mx.array]) -> mx.array:
+        """The reverse."""
+        biases = parts[2] if len(parts) > 2 else None
+        return mx.dequantize(parts[0], parts[1], biases, **self._asdict())
+
+
+# What each mode takes when nothing is said, and what it can take.
+MODES = {
+    "affine": Setting(4, 64, "affine"),
+    "mxfp4": Setting(4, 32, "mxfp4"),
+    "nvfp4": Setting(4, 16, "nvfp4"),
+    "mxfp8": Setting(8, 32, "mxfp8"),
+}
+_AFFINE = ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128))
+
+
 class Target:
     """A model directory, of which config.json alone is read.
 
-    Args:
-        path: the directory.
-        config: config.json.
-        family: how mlx-lm's model is reached.
+    Attributes:
         args: mlx-lm's arguments of the language model.
-        predicate: mlx-lm's choice of what to quantize, if the model has one.
+
+    Raises:
+        ModelError: there is no config.json, it is not complete, or no family serves it.
     """
 
-    path: Path
-    config: dict[str, Any]
-    family: Family
-    args: Any
-    predicate: Predicate | None
-
-    @classmethod
-    def open(cls, path: Path) -> Target:
-        """Read a directory's config.json.
-
-        Raises:
-            ModelError: there is none, or no family serves it.
-            ConvertError: it lacks what mlx-lm needs.
-        """
-        config = read_json(path / "config.json")
-        family = family_of(config, str(path))
-        model_class, args_class = family.classes(config)
+    def __init__(self, path: Path) -> None:
+        self.path, self.config = path, read_json(path / "config.json")
+        self.family = family_of(self.config, str(path))
+        model_class, args_class = self.family.classes(self.config)
         try:
             # Nothing is allocated: mlx makes the random weights only when they are looked at.
-            model = model_class(args_class.from_dict(config))  # type: ignore[attr-defined]
-            args = family.causal_lm(model).args
+            model = model_class(args_class.from_dict(self.config))  # type: ignore[attr-defined]
+            self.args: Any = self.family.causal_lm(model).args
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
-        return cls(path, config, family, args, getattr(model, "quant_predicate", None))
+        # mlx-lm's choice of what to quantize, by path and module.
+        self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def head(self, *, moe: bool) -> MTPHead:
-        """The head that fits, unquantized and with nothing in it.
-
-        Args:
-            moe: whether the source's head has a router.
-
-        Raises:
-            ConvertError: it has one and the trunk has no experts.
-        """
+        """The head that fits, unquantized and with nothing in it."""
         if moe and not getattr(self.args, "num_experts", 0):
             raise ConvertError(
                 f"The source's head is a mixture of experts, {self.path} has num_experts 0: "
@@ -83,33 +87,45 @@ class Target:
         layer = self.family.head_layer(self.args, moe=moe)
         return MTPHead(layer, self.args.hidden_size, self.args.rms_norm_eps)
 
-    def quantization(self, head: MTPHead, flags: Flags) -> Quantization:
-        """How the head is to be quantized; see `choose_quantization`."""
-        interval = self.args.full_attention_interval
-        last_attention = self.args.num_hidden_layers // interval * interval - 1
-        return choose_quantization(head, self.config, last_attention, self.predicate, flags)
+    def quantization(
+        self, head: nn.Module, flags: Mapping[str, Any]
+    ) -> tuple[Setting | None, dict[str, Setting]]:
+        """The setting of most matrices (None: unquantized), and the settings by path of the module.
 
-    def trunk_metadata(self) -> dict[str, str]:
-        """What a sidecar's header says of the trunk it was made for."""
-        fields = ("hidden_size", "vocab_size", "num_hidden_layers")
-        return {name: str(getattr(self.args, name)) for name in fields}
-
-    def check_source(
-        self, config: Mapping[str, Any], name: str, warn: Callable[[str], None]
-    ) -> None:
-        """Compare with the config.json of the source, where it has one.
+        A flag counts before config.json. Without one, a matrix is quantized as its twin in the
+        trunk's last attention layer where config.json names that. Routers follow mlx-lm's choice.
 
         Args:
-            config: of the source; may be empty.
-            name: of the source, for messages.
-            warn: told of differences that need not matter.
+            head: unquantized.
+            flags: those given of `bits` (16 leaves the head unquantized), `group_size`, `mode`.
 
         Raises:
-            ConvertError: names the first field that differs, with both values.
+            UsageError, ConvertError: flags or config.json ask for what MLX can't do.
         """
+        table = self.config.get("quantization")
+        table = table if isinstance(table, dict) else {}
+        default = _default(table, flags)
+        if default is None:
+            return None, {}
+        twins = {} if flags else self._twins(table)
+        settings = {}
+        for path, module in head.named_modules():
+            if not hasattr(module, "to_quantized"):
+                continue
+            choice = twins.get(path)
+            if choice is None:
+                choice = self._predicate(f"mtp.{path}", module)
+            setting = _of_config(choice) if isinstance(choice, dict) else default
+            # As mlx-lm does: a matrix that the groups don't divide stays as it is.
+            if choice and module.weight.shape[-1] % setting.group_size == 0:
+                settings[path] = setting
+        return default, settings
+
+    def check_source(self, config: Mapping[str, Any], name: str) -> None:
+        """Refuse a source with another model's config.json; of layers, print a warning."""
         theirs, ours = text_config(config), text_config(self.config)
         dense = not theirs.get("num_experts") and not ours.get("num_experts")
-        for field in (*_SHAPING, *(["intermediate_size"] if dense else [])):
+        for field in (*_SHAPING, *(["intermediate_size"] if dense else _SHAPING_EXPERTS)):
             if field in theirs and field in ours and theirs[field] != ours[field]:
                 raise ConvertError(
                     f"The head in {name} does not fit {self.path}: {field} is {theirs[field]} in "
@@ -117,12 +133,57 @@ class Target:
                 )
         layers = "num_hidden_layers"
         if theirs.get(layers, ours.get(layers)) != ours.get(layers):
-            warn(
+            message = (
                 f"{name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: if they "
                 "are not versions of one model, the head will draft badly (--verify shows it)."
             )
+            print(f"warning: {message}", file=sys.stderr)
+
+    def _twins(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any] | bool]:
+        """Entries that config.json has for the head itself, or for the layer most like it."""
+        interval = self.args.full_attention_interval
+        last_attention = self.args.num_hidden_layers // interval * interval - 1
+        of_layer = re.compile(rf"^(?:model\.|language_model\.)*layers\.{last_attention}\.(.+)$")
+        found: dict[str, dict[str, Any] | bool] = {}
+        for key, value in table.items():
+            name, twin = head_name(key), of_layer.match(key)
+            if name is not None:
+                found[name] = value
+            elif twin is not None:
+                found.setdefault(f"layers.0.{twin[1]}", value)
+        return found
 
 
-def shapes(head: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of each of a head's parameters."""
-    return {name: tuple(value.shape) for name, value in tree_flatten(head.parameters())}
+def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | None:
+    if flags.get("bits") == UNQUANTIZED:
+        if len(flags) > 1:
+            raise UsageError(f"--bits {UNQUANTIZED} leaves the head unquantized: give no other.")
+        return None
+    of_target = _of_config(table) if table else None
+    if not flags:
+        return of_target
+    base = of_target or MODES["affine"]
+    if flags.get("mode", base.mode) != base.mode:
+        base = MODES[flags["mode"]]
+    return _checked(base._replace(**flags), "--bits, --group-size and --mode", UsageError)
+
+
+def _of_config(table: Mapping[str, Any]) -> Setting:
+    mode = table.get("mode", "affine")
+    if mode not in MODES:
+        raise ConvertError(
+            f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
+        )
+    default = MODES[mode]
+    bits, group_size = table.get("bits", default.bits), table.get("group_size", default.group_size)
+    return _checked(Setting(int(bits), int(group_size), mode), "config.json", ConvertError)
+
+
+def _checked(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:
+    # Here and not by mlx, where a group size of 0 ends the process.
+    fixed = MODES[setting.mode]
+    bits, sizes = _AFFINE if setting.mode == "affine" else ((fixed.bits,), (fixed.group_size,))
+    if setting.bits not in bits or setting.group_size not in sizes:
+        can = f"{', '.join(map(str, bits))} bits and groups of {', '.join(map(str, sizes))}"
+        raise error(f"{where} ask for {setting}, which can't be: {setting.mode} has {can}.")
+    return setting

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_tokenizer
 
-from mlx_mtp.convert.console import Console
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
@@ -32,67 +32,51 @@ HEALTHY = ((0.45, 0.95), (0.20, 0.90), (0.10, 0.85))
 BROKEN = 0.05
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Counts over all windows.
-
-    Args:
-        num_windows: how often the head drafted.
-        num_accepted: windows whose first d drafts were all right, for d = 1, 2, ...
-    """
+class Acceptance(NamedTuple):
+    """Over all windows: how many, and the share with the first 1, 2, .. drafts all right."""
 
     num_windows: int
-    num_accepted: tuple[int, ...]
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Share of windows whose first d drafts were all right."""
-        return tuple(n / max(self.num_windows, 1) for n in self.num_accepted)
+    rates: tuple[float, ...]
 
 
-def verify(model: Path, console: Console) -> Acceptance:
-    """Load a model with its head, let it draft over a few prompts, and tell how it did.
+def verify_head(directory: Path) -> Acceptance:
+    """Load a model with its head, let it draft over a few prompts, and print how it did.
 
     Raises:
-        ConvertError: hardly any draft was right.
-        ModelError: it can't be loaded.
+        ModelError: it can't be loaded, or hardly any draft was right.
     """
-    console.say("Verifying: loading trunk and head ...")
-    loaded = load_model(model, enable_mtp=True)
-    acceptance = measure(loaded, _prompt_tokens(model), NUM_TOKENS)
-    console.say(f"Drafts accepted, over {acceptance.num_windows} tokens of greedy text:")
+    print("Verifying: loading trunk and head ...", flush=True)
+    prompts = _prompt_tokens(directory)
+    acceptance = measure(load_model(directory, enable_mtp=True), prompts, NUM_TOKENS)
+    first = acceptance.rates[0]
+    print(f"Drafts accepted, over {acceptance.num_windows} tokens of greedy text:")
     for depth, (rate, (low, high)) in enumerate(zip(acceptance.rates, HEALTHY, strict=True), 1):
-        console.say(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
-    if acceptance.rates[0] < BROKEN:
+        print(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
+    if first < BROKEN:
         raise ConvertError(
-            f"The head is wrong: {acceptance.rates[0]:.1%} of its first drafts were right, and no "
-            f"working head is below {BROKEN:.0%}. Is the source the model that this one was made "
-            "from, and is the norms' convention right (--mtp-norms)?"
+            f"The head is wrong: {first:.1%} of its first drafts were right, and no working head "
+            f"is below {BROKEN:.0%}. Is the source the model that this one was made from, and is "
+            "the norms' convention right (--mtp-norms)?"
         )
-    if acceptance.rates[0] < HEALTHY[0][0]:
-        console.warn("That is less than with healthy heads: check that the source is the original.")
+    if first < HEALTHY[0][0]:
+        print(
+            "warning: That is less than with healthy heads: check that the source is the original.",
+            file=sys.stderr,
+        )
     return acceptance
 
 
 def measure(model: LoadedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> Acceptance:
-    """Decode greedily without drafts, and let the head draft beside it.
-
-    Args:
-        model: with its head.
-        prompts: token ids.
-        num_tokens: most tokens of text per prompt.
-    """
-    num_windows, num_accepted = 0, [0] * DEPTH
+    """Decode prompts of token ids greedily without drafts, and let the head draft beside it."""
+    accepted = []
     for prompt in prompts:
         tokens, drafts = trace(model, prompt, num_tokens)
         # The window at token i drafted tokens i+1, i+2, ...; the last ones reach beyond the text.
         for i in range(len(tokens) - DEPTH):
-            num_windows += 1
-            for depth in range(DEPTH):
-                if drafts[i][depth] != tokens[i + 1 + depth]:
-                    break
-                num_accepted[depth] += 1
-    return Acceptance(num_windows, tuple(num_accepted))
+            right = np.equal(drafts[i], tokens[i + 1 : i + 1 + DEPTH])
+            accepted.append(np.logical_and.accumulate(right))
+    rates = np.mean(accepted, axis=0) if accepted else np.zeros(DEPTH)
+    return Acceptance(len(accepted), tuple(rates.tolist()))
 
 
 def trace(
@@ -100,20 +84,13 @@ def trace(
 ) -> tuple[list[int], list[list[int]]]:
     """Greedy text after a prompt, and what the head drafted after each of its tokens.
 
-    Args:
-        model: with its head.
-        prompt: token ids.
-        num_tokens: most tokens of text.
-
     Returns:
-        The tokens, and for each the `DEPTH` drafts of those that come after it.
+        At most `num_tokens` tokens, and for each the `DEPTH` drafts of those that come after it.
     """
     proposer = MTPProposer(model)
-    state = proposer.make_state(["verify"])
-    cache = model.make_cache(1)
-    sampler = Sampler(
-        [SamplingParams(max_tokens=num_tokens, temperature=0.0)], [list(prompt)], model.vocab_size
-    )
+    state, cache = proposer.make_state(["verify"]), model.make_cache(1)
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    sampler = Sampler([params], [list(prompt)], model.vocab_size)
     window = mx.array([prompt], dtype=mx.int32)
     tokens: list[int] = []
     drafts: list[list[int]] = []
@@ -124,8 +101,7 @@ def trace(
         cache.begin(start + length, lengths)
         hidden = model.hidden(window, cache)
         cache.commit(lengths)
-        logits = model.logits(hidden[:, -1:])
-        token = mx.argmax(logits, axis=-1).astype(mx.int32)
+        token = mx.argmax(model.logits(hidden[:, -1:]), axis=-1).astype(mx.int32)
         proposed = proposer.propose(
             state,
             hidden=hidden,
@@ -149,11 +125,6 @@ def _prompt_tokens(model: Path) -> list[list[int]]:
     tokenizer = load_tokenizer(model)
     if not tokenizer.has_chat_template:
         return [list(tokenizer.encode(text)) for text in PROMPTS]
-    return [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-            )
-        )
-        for text in PROMPTS
-    ]
+    chats = ([{"role": "user", "content": text}] for text in PROMPTS)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    return [list(tokenizer.apply_chat_template(chat, **options)) for chat in chats]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar, remote_weight_map
-from mlx_mtp.convert.metadata import FORMAT_VERSION_KEY, Existing
-from mlx_mtp.convert.safetensors_file import SafetensorsFile
-from mlx_mtp.convert.source import head_of, weight_map_of
+from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar
+from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY, Existing
+from mlx_mtp.convert.source import LocalRepo, head_of, weight_map_of
 from mlx_mtp.convert.target import Target
+from mlx_mtp.convert.tensors import SafetensorsFile
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
@@ -57,7 +57,7 @@ def quantization(config: Mapping[str, Any]) -> str:
 
 
 def _local(path: Path) -> Found:
-    target = Target.open(path)
+    target = Target(path)
     files = sorted(path.glob("model*.safetensors"))
     trunk = (sum(file.stat().st_size for file in files), len(files))
     existing = Existing.find(path)
@@ -65,11 +65,11 @@ def _local(path: Path) -> Found:
     if existing is not None:
         head_bytes = sum(file.stat().st_size for file in existing.files)
         head = _sidecar(existing, head_bytes)
-    elif tensors := head_of(weight_map_of(path)):
+    elif tensors := head_of(weight_map_of(LocalRepo(path))):
         size = 0
         for file_name in set(tensors.values()):
-            with SafetensorsFile(path / file_name) as file:
-                size += sum(t.nbytes for key, t in file.tensors.items() if key in tensors)
+            file = SafetensorsFile(path / file_name)
+            size += sum(t.nbytes for key, t in file.tensors.items() if key in tensors)
         head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
     base = base_model(path / "README.md")
     return Found(str(path), target, trunk, head, head_bytes, base, path)
@@ -92,8 +92,8 @@ def _remote(repo: HubRepo) -> Found:
     config = repo.small("config.json")
     if config is None:
         raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
-    target = Target.open(config.parent)
-    weights = remote_weight_map(repo)
+    target = Target(config.parent)
+    weights = weight_map_of(repo)
     trunk = _sizes(repo, set(weights.values()))
     head, head_bytes = None, 0
     if inside := head_of(weights):

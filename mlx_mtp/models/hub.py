@@ -56,7 +56,7 @@ def _download(repo: str) -> Path:
 
 @contextlib.contextmanager
 def explained(
-    repo: str, what: str, error_class: type[ModelError], advice: str = ""
+    repo: str, what: str, error_class: type[ModelError], revision: str | None = None
 ) -> Iterator[None]:
     """Say what the hub's errors mean to whoever typed the command.
 
@@ -64,7 +64,7 @@ def explained(
         repo: the hub id.
         what: is downloaded of it.
         error_class: of the errors that are raised; those that are one already pass.
-        advice: what to do where nothing better is known.
+        revision: of the repository, where one was asked for.
 
     Raises:
         ModelError: of `error_class`.
@@ -85,6 +85,8 @@ def explained(
             f"There is no local directory {repo}, and the hub has no such model that you may see. "
             "Check the spelling; for a private model, `hf auth login` or set HF_TOKEN."
         ) from error
+    except errors.RevisionNotFoundError as error:
+        raise error_class(f"{repo} has no revision {revision!r}.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise error_class(
             f"{what} is not, or not completely, in the local cache, and the hub can't be reached: "
@@ -92,9 +94,7 @@ def explained(
         ) from error
     except Exception as error:
         # Whatever else the download's HTTP client or the disk raises is no bug of ours.
-        raise error_class(
-            f"{what} could not be downloaded: {_first_line(error)}{advice}"
-        ) from error
+        raise error_class(f"{what} could not be downloaded: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException | None) -> str:

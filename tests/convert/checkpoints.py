@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,12 +14,9 @@ from tests.tiny_models import Layout, config_json, hf_tensors
 NORM_NAMES = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight")
 NORM_NAMES += ("pre_fc_norm_hidden.weight", "q_norm.weight", "k_norm.weight")
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "U32": "<u4", "U8": "u1", "F8_E4M3": "u1"}
-_NUMPY |= {"I64": "<i8", "U16": "<u2"}
-_NAMES = {np.dtype(v).newbyteorder("<"): k for k, v in _NUMPY.items() if k not in ("BF16", "U16")}
 
 
-@dataclass(frozen=True)
-class Raw:
+class Raw(NamedTuple):
     """A tensor as a file has it: the format's type name, and its bits."""
 
     dtype: str
@@ -50,18 +46,11 @@ def e4m3_value(code: int) -> float:
 
 
 _VALUES = np.array([e4m3_value(code) for code in range(256)], dtype=np.float32)
-_POSITIVE = _VALUES[:0x7F]
-
-
-def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """The nearest codes."""
-    middles = (_POSITIVE[1:] + _POSITIVE[:-1]) / 2
-    codes = np.searchsorted(middles, np.abs(values)).astype(np.uint8)
-    return np.where(values < 0, codes | 0x80, codes).astype(np.uint8)
+_MIDDLES = (_VALUES[1:0x7F] + _VALUES[: 0x7F - 1]) / 2
 
 
 def to_fp8(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, BF16 bits of the scales, and the float32 values that they stand for, block by block.
+    """The nearest codes, BF16 bits of the scales, and the float32 values that they stand for.
 
     Args:
         values: [.., out, in].
@@ -74,9 +63,10 @@ def to_fp8(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.n
         *which, i, j = index
         there = (*which, slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
         part = values[there]
-        scales[index] = bf16(np.abs(part).max(keepdims=True).ravel()[:1] / 448)[0]
+        scales[index] = bf16(np.abs(part).max().reshape(1) / 448)[0]
         scale = from_bf16(scales[index].reshape(1))[0]
-        codes[there] = to_e4m3(part / scale)
+        nearest = np.searchsorted(_MIDDLES, np.abs(part / scale)).astype(np.uint8)
+        codes[there] = np.where(part < 0, nearest | 0x80, nearest)
         meant[there] = _VALUES[codes[there]] * scale
     return codes, scales, meant
 
@@ -84,17 +74,14 @@ def to_fp8(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.n
 def write_file(path: Path, tensors: Mapping[str, Raw], metadata: Mapping[str, str]) -> None:
     """A safetensors file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
+    end = 0
     for name, raw in tensors.items():
-        end = offset + raw.bits.nbytes
+        begin, end = end, end + raw.bits.nbytes
         shape = list(raw.bits.shape)
-        header[name] = {"dtype": raw.dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+        header[name] = {"dtype": raw.dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for raw in tensors.values():
-            file.write(np.ascontiguousarray(raw.bits).tobytes())
+    data = [np.ascontiguousarray(raw.bits).tobytes() for raw in tensors.values()]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
 
 
 def read_file(path: Path) -> tuple[dict[str, Raw], dict[str, str]]:
@@ -113,9 +100,7 @@ def read_file(path: Path) -> tuple[dict[str, Raw], dict[str, str]]:
 
 def encode(values: np.ndarray, storage: str) -> Raw:
     """float32 in a type of this name."""
-    if storage == "BF16":
-        return Raw("BF16", bf16(values))
-    return Raw(storage, values.astype(_NUMPY[storage]))
+    return Raw(storage, bf16(values) if storage == "BF16" else values.astype(_NUMPY[storage]))
 
 
 def decode(raw: Raw) -> np.ndarray:
@@ -158,51 +143,47 @@ def write_source(
     *,
     shards: int = 1,
     change: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, np.ndarray]:
     """A Hugging Face checkpoint; returns what its tensors stand for, in float32.
 
     Args:
-        path: the directory to make.
-        layout: family, experts, prefix of the head.
         storage: see `encode_all`.
         shards: files; above one there is an index, and the head is spread over the last two.
         change: of config.json.
-        metadata: of the files.
     """
-    path.mkdir(parents=True, exist_ok=True)
     config = {**config_json(layout), **(change or {})}
     if storage == "FP8":
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     raws, meant = encode_all(hf_tensors(layout), storage)
-    said = {"format": "pt"} if metadata is None else metadata
     if shards == 1:
-        write_file(path / "model.safetensors", raws, said)
-    else:
-        write_shards(path, raws, shards, said)
+        write_file(path / "model.safetensors", raws, {"format": "pt"})
+        return meant
+    head = [name for name in raws if "mtp." in name]
+    trunk = [name for name in raws if "mtp." not in name]
+    groups = [*np.array_split(trunk, shards - 2), *np.array_split(head, 2)]
+    names = [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
+    _write_groups(path, dict(zip(names, groups)), raws, {"format": "pt"}, "model")
     return meant
 
 
-def write_shards(
-    path: Path, raws: Mapping[str, Raw], shards: int, metadata: Mapping[str, str]
-) -> dict[str, str]:
-    """Files and index; the trunk lies in the first ones, the head in the last two."""
+def split_sidecar(directory: Path) -> None:
+    """A sidecar of two files and an index, in the place of one."""
+    tensors, metadata = read_file(directory / "mtp.safetensors")
+    (directory / "mtp.safetensors").unlink()
+    names = [f"mtp-0123abcd-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    groups = np.array_split(list(tensors), 2)
+    _write_groups(directory, dict(zip(names, groups)), tensors, metadata, "mtp")
+
+
+def _write_groups(path, groups, raws, metadata, stem) -> None:
     weight_map: dict[str, str] = {}
-    trunk = [name for name in raws if "mtp." not in name]
-    head = [name for name in raws if "mtp." in name]
-    groups = [*_parts(trunk, shards - 2), *_parts(head, 2)]
-    for number, names in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        write_file(path / file, {name: raws[name] for name in names}, metadata)
-        weight_map |= dict.fromkeys(names, file)
+    for file, names in groups.items():
+        write_file(path / file, {str(name): raws[name] for name in names}, metadata)
+        weight_map |= {str(name): file for name in names}
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return weight_map
-
-
-def _parts(names: list[str], count: int) -> Iterable[list[str]]:
-    return [[str(n) for n in part] for part in np.array_split(np.array(names), count)]
+    (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
 def write_target(
@@ -211,8 +192,7 @@ def write_target(
     """An MLX model's directory as far as the converter looks at it: config.json."""
     path.mkdir(parents=True, exist_ok=True)
     config = config_json(layout)
-    inner = config.get("text_config", config)
-    inner.update(change)
+    config.get("text_config", config).update(change)
     if quantization is not None:
         config["quantization"] = dict(quantization)
     (path / "config.json").write_text(json.dumps(config))
@@ -220,80 +200,38 @@ def write_target(
 
 
 def write_large_source(path: Path, experts: int) -> None:
-    """A head of 1.6 MB per expert, so that a run takes time and memory."""
-    rng = np.random.default_rng(0)
-    config = json.loads((write_target(path, Layout("qwen3_next")) / "config.json").read_text())
-    config |= {"num_experts": experts, "moe_intermediate_size": 512, "hidden_size": 512}
-    (path / "config.json").write_text(json.dumps(config))
-    mlp = "layers.0.mlp."
-    shapes = {
-        **{f"{n}.weight": (512,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
-        "layers.0.input_layernorm.weight": (512,),
-        "layers.0.post_attention_layernorm.weight": (512,),
-        "layers.0.self_attn.q_norm.weight": (32,),
-        "layers.0.self_attn.k_norm.weight": (32,),
-        "layers.0.self_attn.q_proj.weight": (256, 512),
-        "layers.0.self_attn.k_proj.weight": (64, 512),
-        "layers.0.self_attn.v_proj.weight": (64, 512),
-        "layers.0.self_attn.o_proj.weight": (512, 128),
-        "fc.weight": (512, 1024),
-        f"{mlp}gate.weight": (experts, 512),
-        f"{mlp}shared_expert_gate.weight": (1, 512),
-        f"{mlp}shared_expert.gate_proj.weight": (32, 512),
-        f"{mlp}shared_expert.up_proj.weight": (32, 512),
-        f"{mlp}shared_expert.down_proj.weight": (512, 32),
-        f"{mlp}experts.gate_up_proj": (experts, 1024, 512),
-        f"{mlp}experts.down_proj": (experts, 512, 512),
-    }
-    raws = {
-        f"mtp.{name}": Raw("BF16", bf16(rng.standard_normal(shape, dtype=np.float32)))
-        for name, shape in shapes.items()
-    }
+    """A head of 1.6 MB per expert, stacked, so that a run takes time and memory."""
+    layout = Layout("qwen3_next", stacked_experts=True)
+    write_target(path, layout, num_experts=experts, moe_intermediate_size=4096)
+    raws, _ = encode_all(hf_tensors(layout), "BF16")
+    some, mlp = raws["model.embed_tokens.weight"].bits[:89], "mtp.layers.0.mlp."
+    for name, shape in (
+        ("gate.weight", (experts, 64)),
+        ("experts.gate_up_proj", (experts, 8192, 64)),
+        ("experts.down_proj", (experts, 64, 4096)),
+    ):
+        raws[mlp + name] = Raw("BF16", np.resize(some, shape))
     write_file(path / "model.safetensors", raws, {"format": "pt"})
 
 
 def expected_head(meant: Mapping[str, np.ndarray], prefix: str = "mtp.") -> dict[str, np.ndarray]:
     """The head in MLX's layout, float32, with 1 + w in the norms: the reference."""
     own = {k.removeprefix(prefix): v for k, v in meant.items() if k.startswith(prefix)}
-    out: dict[str, np.ndarray] = {}
-    mlp = "layers.0.mlp."
-    for name, values in own.items():
-        if ".experts." in name:
-            continue
-        out[name] = (values + np.float32(1)).astype(np.float32) if is_norm(name) else values
-    if f"{mlp}experts.gate_up_proj" in own:
-        both = own[f"{mlp}experts.gate_up_proj"]
+    out = {
+        name: (values + np.float32(1)).astype(np.float32) if is_norm(name) else values
+        for name, values in own.items()
+        if ".experts." not in name
+    }
+    experts, switch = "layers.0.mlp.experts.", "layers.0.mlp.switch_mlp."
+    if f"{experts}gate_up_proj" in own:
+        both = own[f"{experts}gate_up_proj"]
         half = both.shape[1] // 2
-        out[f"{mlp}switch_mlp.gate_proj.weight"] = both[:, :half]
-        out[f"{mlp}switch_mlp.up_proj.weight"] = both[:, half:]
-        out[f"{mlp}switch_mlp.down_proj.weight"] = own[f"{mlp}experts.down_proj"]
-    elif f"{mlp}experts.0.up_proj.weight" in own:
+        out[f"{switch}gate_proj.weight"] = both[:, :half]
+        out[f"{switch}up_proj.weight"] = both[:, half:]
+        out[f"{switch}down_proj.weight"] = own[f"{experts}down_proj"]
+    elif f"{experts}0.up_proj.weight" in own:
         for part in ("gate_proj", "up_proj", "down_proj"):
-            count = sum(k.endswith(f".{part}.weight") and ".experts." in k for k in own)
-            stack = [own[f"{mlp}experts.{i}.{part}.weight"] for i in range(count)]
-            out[f"{mlp}switch_mlp.{part}.weight"] = np.stack(stack)
+            count = sum(k.startswith(experts) and k.endswith(f"{part}.weight") for k in own)
+            stack = [own[f"{experts}{i}.{part}.weight"] for i in range(count)]
+            out[f"{switch}{part}.weight"] = np.stack(stack)
     return out
-
-
-def affine(values: np.ndarray, bits: int, group_size: int) -> tuple[np.ndarray, ...]:
-    """MLX's affine quantization in NumPy: codes [.., in], BF16 bits of scales and biases."""
-    groups = values.astype(np.float32).reshape(*values.shape[:-1], -1, group_size)
-    top = np.float32(2**bits - 1)
-    low, high = groups.min(-1), groups.max(-1)
-    from_below = np.abs(low) > np.abs(high)
-    scale = np.maximum((high - low) / top, np.float32(1e-7))
-    scale = np.where(from_below, scale, -scale)
-    edge = np.where(from_below, low, high)
-    steps = np.rint(edge / scale)
-    nonzero = steps != 0
-    scale = np.where(nonzero, edge / np.where(nonzero, steps, 1), scale).astype(np.float32)
-    bias = np.where(nonzero, edge, 0).astype(np.float32)
-    codes = np.clip(np.rint((groups - bias[..., None]) / scale[..., None]), 0, top)
-    return codes.reshape(values.shape).astype(np.uint32), bf16(scale), bf16(bias)
-
-
-def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """Codes out of 32-bit words, lowest bits first; for 2, 4 and 8 bits."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    codes = words[..., None] >> shifts & np.uint32(2**bits - 1)
-    return codes.reshape(*words.shape[:-1], -1)

@@ -5,181 +5,132 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlx_mtp.convert import add_head as module
-from mlx_mtp.convert.add_head import Request, add_head
-from mlx_mtp.convert.console import Console
-from mlx_mtp.convert.output import SidecarWriter
-from mlx_mtp.convert.quantization import Flags
+from mlx_mtp.convert import convert as module
+from mlx_mtp.convert.convert import add_head
+from mlx_mtp.convert.sidecar import SidecarWriter
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
+from mlx_mtp.models.head_weights import read_sidecar
 from mlx_mtp.models.loader import load_model
 from tests.convert.checkpoints import (
     Raw,
     bf16,
+    encode,
     encode_all,
     read_file,
+    split_sidecar,
     write_file,
-    write_source,
     write_target,
 )
+from tests.convert.conftest import FOUR, LAYOUT, snapshot
 from tests.tiny_models import Layout, hf_tensors, write_checkpoint
 
-LAYOUT = Layout("qwen3_next")
-FOUR = {"group_size": 64, "bits": 4, "mode": "affine"}
+EXPERT = "mtp.layers.0.mlp.experts.2.up_proj.weight"
+ODD = np.zeros((32, 64), np.float32)
+COPIES = {
+    "mtp.embed_tokens.weight": "embed_tokens.weight",
+    "mtp.lm_head.weight": "lm_head.weight",
+    "mtp.shared_head.head.weight": "lm_head.weight",
+}
 
 
-class Directories:
-    """A source and a target, and what was said."""
-
-    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.source, self.target = root / "source", root / "target"
-        self.sidecar = self.target / "mtp.safetensors"
-        write_source(self.source, LAYOUT, shards=3)
-        write_target(self.target, LAYOUT, FOUR)
-        self._capsys = capsys
-
-    def run(self, **options: object) -> str:
-        """Run the converter; what it printed."""
-        request = Request(str(self.target), str(self.source), **options)
-        self._capsys.readouterr()
-        add_head(request, Console())
-        captured = self._capsys.readouterr()
-        return captured.out + captured.err
-
-    def refused(self, error: type[ModelError], match: str, **options: object) -> str:
-        """Run it, expect this error and an unchanged directory."""
-        before = snapshot(self.target)
-        with pytest.raises(error, match=match) as caught:
-            self.run(**options)
-        assert snapshot(self.target) == before
-        return str(caught.value)
-
-
-def snapshot(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
-
-
-@pytest.fixture
-def dirs(tmp_path, capsys) -> Directories:
-    return Directories(tmp_path, capsys)
-
-
-def test_header_says_how_it_was_made(dirs):
-    dirs.run()
-    _, metadata = read_file(dirs.sidecar)
+def test_nothing_but_the_sidecar_is_written_and_its_header_says_how_it_was_made(pair):
+    before = snapshot(pair.target)
+    pair.run()
+    after = snapshot(pair.target)
+    assert after.pop("mtp.safetensors")
+    assert after == before
+    metadata = pair.metadata()
     files = json.loads(metadata.pop("source_files"))
     assert list(files) == [f"model-0000{i}-of-00003.safetensors" for i in (2, 3)]
-    for name, told in files.items():
-        assert told["size"] == (dirs.source / name).stat().st_size
-        assert len(told["head_sha256"]) == 64
-        assert set(told["head_sha256"]) != {"0"}
+    for name, entry in files.items():
+        assert entry["size"] == (pair.source / name).stat().st_size
+        assert len(entry["head_sha256"]) == 64
     table = json.loads(metadata.pop("quantization"))
-    assert table["fc"] == {"bits": 4, "group_size": 64, "mode": "affine"}
+    assert table["fc"] == FOUR
     assert table["layers.0.mlp.gate"]["bits"] == 8
     assert metadata.pop("created_by").startswith("mlx-mtp ")
+    names = ("hidden_size", "vocab_size", "num_hidden_layers")
     assert metadata == {
         "format": "mlx",
         "mlx_mtp_format_version": "1",
-        "source": str(dirs.source),
+        "source": str(pair.source),
         "source_revision": "",
         "source_norm_convention": "hf",
         "norm_convention": "mlx",
-        "bits": "4",
-        "group_size": "64",
-        "mode": "affine",
-        "hidden_size": "64",
-        "vocab_size": "96",
-        "num_hidden_layers": "4",
+        **{name: str(value) for name, value in FOUR.items()},
+        **dict(zip(names, ("64", "96", "4"))),
     }
 
 
-def test_nothing_but_the_sidecar_is_written(dirs):
-    before = snapshot(dirs.target)
-    dirs.run()
-    after = snapshot(dirs.target)
-    assert after.pop("mtp.safetensors")
-    assert after == before
-
-
-def test_a_second_run_does_nothing_and_says_so(dirs):
-    dirs.run()
-    first = dirs.sidecar.stat()
-    assert "nothing to do" in dirs.run()
-    second = dirs.sidecar.stat()
+def test_the_same_head_is_recognized_also_from_another_place(pair, tmp_path):
+    pair.run()
+    first = pair.sidecar.stat()
+    pair.source = shutil.move(pair.source, tmp_path / "moved")
+    assert "nothing to do" in pair.run()
+    second = pair.sidecar.stat()
     # Not all of it: to read a file may change when it was read.
     assert (second.st_ino, second.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
 
 
-def test_the_same_head_from_another_place_is_the_same(dirs, tmp_path):
-    dirs.run()
-    moved = shutil.move(dirs.source, tmp_path / "moved")
-    dirs.source = moved
-    assert "nothing to do" in dirs.run()
+def test_another_head_wants_force(pair):
+    pair.run()
+    assert "bits 4, not 8" in pair.refused(ConvertError, "--force", flags={"bits": 8})
+    pair.run(flags={"bits": 8}, force=True)
+    pair.refused(ConvertError, "bits 8, not 4")
+    shard = pair.source / "model-00003-of-00003.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    pair.refused(ConvertError, "other weights", flags={"bits": 8})
+    pair.sidecar.write_bytes(b"damaged")
+    pair.refused(ConvertError, "not made by this program.*--force")
+    pair.run(force=True)
+    assert "nothing to do" in pair.run()
 
 
-def test_another_head_wants_force(dirs):
-    dirs.run()
-    message = dirs.refused(ConvertError, "--force", flags=Flags(bits=8))
-    assert "bits 4, not 8" in message
-    dirs.run(flags=Flags(bits=8), force=True)
-    assert read_file(dirs.sidecar)[1]["bits"] == "8"
-    dirs.refused(ConvertError, "bits 8, not 4")
+def test_an_older_sidecar_in_several_files_is_replaced_as_a_whole(pair):
+    pair.run()
+    split_sidecar(pair.target)
+    assert "nothing to do" in pair.run()
+    pair.run(force=True, flags={"bits": 8})
+    assert [path.name for path in pair.target.glob("mtp*")] == ["mtp.safetensors"]
+    assert read_sidecar(pair.target).tensors["fc.weight"].shape == (64, 128 * 8 // 32)
 
 
-def test_other_weights_in_the_same_source_are_noticed(dirs):
-    dirs.run()
-    shard = dirs.source / "model-00003-of-00003.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    dirs.refused(ConvertError, "other weights")
-    dirs.run(force=True)
-    assert "nothing to do" in dirs.run()
-
-
-def test_a_sidecar_of_unknown_origin_or_a_damaged_one_is_not_replaced(dirs):
-    write_file(dirs.sidecar, {"mtp.x": Raw("U8", np.zeros(3, np.uint8))}, {})
-    dirs.refused(ConvertError, "not made by this program")
-    dirs.sidecar.write_bytes(b"nothing")
-    dirs.refused(ConvertError, "--force")
-    dirs.run(force=True)
-    assert read_file(dirs.sidecar)[1]["mlx_mtp_format_version"] == "1"
-
-
-def test_dry_run_tells_and_writes_nothing(dirs):
-    before = snapshot(dirs.target)
-    said = dirs.run(dry_run=True)
+def test_dry_run_reports_and_writes_nothing(pair):
+    before = snapshot(pair.target)
+    said = pair.run(dry_run=True)
     assert "wrote nothing" in said
     assert "4 bits, groups of 64, affine" in said
-    assert snapshot(dirs.target) == before
+    assert snapshot(pair.target) == before
 
 
-def test_output_is_a_model_of_links_and_the_model_is_left_alone(dirs, tmp_path):
-    write_checkpoint(dirs.target, Layout("qwen3_next", with_head=False))
-    before = snapshot(dirs.target)
+def test_output_is_a_model_of_links_and_the_model_is_left_alone(pair, tmp_path):
+    write_checkpoint(pair.target, Layout("qwen3_next", with_head=False))
+    before = snapshot(pair.target)
     output = tmp_path / "new" / "place"
-    dirs.run(output=output)
-    assert snapshot(dirs.target) == before
-    assert (output / "config.json").samefile(dirs.target / "config.json")
+    pair.run(output=output)
+    assert snapshot(pair.target) == before
+    assert (output / "config.json").samefile(pair.target / "config.json")
     assert load_model(output, enable_mtp=True).head is not None
-    assert "nothing to do" in dirs.run(output=output)
+    assert "nothing to do" in pair.run(output=output)
     (output / "config.json").unlink()
     (output / "config.json").write_text("{}")
     with pytest.raises(ConvertError, match="not the same file"):
-        dirs.run(output=output, force=True)
+        pair.run(output=output, force=True)
 
 
-def test_a_target_with_a_head_in_its_own_files_needs_none(dirs):
-    write_checkpoint(dirs.target, LAYOUT)
-    assert "in its own files" in dirs.run()
-    assert not dirs.sidecar.exists()
-    dirs.run(force=True)
-    assert dirs.sidecar.exists()
+def test_a_target_with_a_head_in_its_own_files_needs_none(pair):
+    write_checkpoint(pair.target, LAYOUT)
+    assert "in its own files" in pair.run()
+    assert not pair.sidecar.exists()
+    pair.run(force=True)
+    assert pair.sidecar.exists()
 
 
 @pytest.mark.parametrize(
@@ -189,247 +140,193 @@ def test_a_target_with_a_head_in_its_own_files_needs_none(dirs):
         *[("num_attention_heads", 8), ("num_key_value_heads", 1), ("moe_intermediate_size", 64)],
     ],
 )
-def test_a_mismatch_names_both_values(dirs, field, value):
-    write_target(dirs.target, LAYOUT, FOUR, **{field: value})
-    message = dirs.refused(ConvertError, field)
-    theirs = json.loads((dirs.source / "config.json").read_text())[field]
-    assert f"{field} is {theirs}" in message
-    assert f"{value} in the model's" in message
+def test_a_mismatch_names_both_values(pair, field, value):
+    write_target(pair.target, LAYOUT, FOUR, **{field: value})
+    theirs = json.loads((pair.source / "config.json").read_text())[field]
+    pair.refused(ConvertError, f"{field} is {theirs} in .* {value} in the model's")
 
 
-def test_tensors_that_contradict_their_own_config_are_named_with_both_shapes(dirs):
-    """A pruned head: its router and its stacks have fewer experts than either config says."""
-    raws, _ = encode_all(hf_tensors(LAYOUT), "BF16")
-    pruned = {k: v for k, v in raws.items() if not k.startswith("mtp.layers.0.mlp.experts.5.")}
-    gate = "mtp.layers.0.mlp.gate.weight"
-    pruned[gate] = Raw("BF16", raws[gate].bits[:5])
-    (dirs.source / "model.safetensors.index.json").unlink()
-    for path in dirs.source.glob("*.safetensors"):
-        path.unlink()
-    write_file(dirs.source / "model.safetensors", pruned, {"format": "pt"})
-    message = dirs.refused(CheckpointError, "does not fit")
-    assert "(5, 64)" in message
-    assert "(6, 64)" in message
-
-
-def test_another_number_of_layers_is_a_warning(dirs):
-    write_target(dirs.target, LAYOUT, FOUR, num_hidden_layers=6)
-    said = dirs.run()
+def test_another_number_of_layers_is_a_warning(pair):
+    write_target(pair.target, LAYOUT, FOUR, num_hidden_layers=6)
+    said = pair.run()
     assert "warning: " in said
-    assert "4 layers" in said
+    assert "has 4 layers" in said
     assert "has 6" in said
 
 
-def test_a_mixture_of_experts_for_a_dense_trunk(dirs):
-    dense = Layout("qwen3_5")
-    write_target(dirs.target, dense, FOUR)
-    (dirs.source / "config.json").unlink()
-    dirs.refused(ConvertError, "num_experts 0")
+def test_a_mixture_of_experts_for_a_dense_trunk(pair):
+    write_target(pair.target, Layout("qwen3_5"), FOUR)
+    (pair.source / "config.json").unlink()
+    pair.refused(ConvertError, "num_experts 0")
 
 
-def rewrite(dirs: Directories, change) -> None:
-    """The source as one file, with its tensors changed."""
-    raws, _ = encode_all(hf_tensors(LAYOUT), "BF16")
-    change(raws)
-    for path in dirs.source.glob("model*"):
-        path.unlink()
-    write_file(dirs.source / "model.safetensors", raws, {"format": "pt"})
+def drop(part):
+    """A change that removes the head's tensors with this part in their names."""
+
+    def change(raws):
+        for name in [n for n in raws if n.startswith("mtp.") and part in n]:
+            del raws[name]
+
+    return change
 
 
-def test_a_source_without_a_head_says_so_plainly(dirs):
-    rewrite(dirs, lambda raws: [raws.pop(k) for k in list(raws) if "mtp." in k])
-    message = dirs.refused(ConvertError, "has no MTP head")
-    for part in ("'mtp.'", "'model.language_model.mtp.'", "Qwen3-Coder-Next", "REAM", "Check"):
-        assert part in message
+def put(name, raw):
+    return lambda raws: raws.update({name: raw if isinstance(raw, Raw) else raws[raw]})
+
+
+def zeros(dtype, *shape):
+    return Raw(dtype, np.zeros(shape, {"I64": "<i8", "I32": "<i4"}.get(dtype, "u1")))
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "match"),
     [
-        (
-            lambda raws: raws.pop("mtp.fc.weight"),
-            CheckpointError,
-            r"no tensor mtp\.fc\.weight \(expected shape \(64, 128\)\)",
-        ),
-        (
-            lambda raws: raws.pop("mtp.layers.0.mlp.experts.3.up_proj.weight"),
-            CheckpointError,
-            "expert 3 is missing",
-        ),
-        (
-            lambda raws: raws.pop("mtp.layers.0.mlp.shared_expert_gate.weight"),
-            CheckpointError,
-            "shared_expert_gate",
-        ),
-        (
-            lambda raws: [
-                raws.pop(k) for k in list(raws) if k.startswith("mtp.") and "shared" in k
-            ],
-            CheckpointError,
-            "shared_expert",
-        ),
-        (
-            lambda raws: raws.update({"mtp.fc.weight": Raw("I64", np.zeros((64, 128), "<i8"))}),
-            CheckpointError,
-            r"mtp\.fc\.weight .* type I64",
-        ),
-        (
-            lambda raws: raws.update({"mtp.fc.weight": Raw("F8_E4M3", np.zeros((64, 128), "u1"))}),
-            CheckpointError,
-            r"is FP8 and has no mtp\.fc\.weight_scale_inv",
-        ),
-        (
-            lambda raws: raws.update({"mtp.fc.qweight": Raw("U8", np.zeros((1,), "u1"))}),
-            ConvertError,
-            "a quantization that is not supported",
-        ),
-        (
-            lambda raws: raws.update({"mtp.layers.1.x.weight": Raw("U8", np.zeros((1,), "u1"))}),
-            ConvertError,
-            "has 2 layers",
-        ),
-        (
-            lambda raws: raws.update({"model.mtp.fc.weight": raws["mtp.fc.weight"]}),
-            CheckpointError,
-            "two heads",
-        ),
-        (
-            lambda raws: raws.update({"mtp.extra.weight": raws["mtp.fc.weight"]}),
-            CheckpointError,
-            r"no place for: mtp\.extra\.weight",
-        ),
-        (
-            lambda raws: raws.update(
-                {
-                    "mtp.layers.0.mlp.experts.2.up_proj.weight": Raw(
-                        "BF16", bf16(np.zeros((16, 64), np.float32))
-                    )
-                }
-            ),
-            CheckpointError,
-            r"experts\.2\.up_proj\.weight has shape \(16, 64\)",
-        ),
+        (drop("mtp."), r"no MTP head.*'model\.language_model\.mtp\.'.*Qwen3-Coder-Next"),
+        (drop("mtp.fc"), r"no tensor mtp\.fc\.weight \(expected shape \(64, 128\)\)"),
+        (drop("experts.3.up_proj"), "expert 3 is missing"),
+        (drop("shared_expert_gate"), "no tensor .*shared_expert_gate"),
+        (drop("shared_expert"), "no tensor .*shared_expert"),
+        (put("mtp.fc.weight", zeros("I64", 64, 128)), r"mtp\.fc\.weight .*type I64"),
+        (put("mtp.fc.weight", zeros("F8_E4M3", 64, 128)), r"is FP8 .*mtp\.fc\.weight_scale_inv"),
+        (put("mtp.fc.qweight", zeros("I32", 1)), "a quantization that is not supported"),
+        (put("mtp.layers.1.x.weight", "mtp.norm.weight"), r"no place for: mtp\.layers\.1"),
+        (put("model.mtp.fc.weight", "mtp.fc.weight"), "two heads"),
+        (put("mtp.extra.weight", "mtp.fc.weight"), r"no place for: mtp\.extra\.weight"),
+        (put(EXPERT, encode(ODD[:16], "BF16")), r"experts\.2\.up_proj.* shape \(16, 64\)"),
+        (put(EXPERT, encode(ODD, "F16")), r"experts\.2\.up_proj.* type mlx\.core\.float16"),
+        # Pruned: the stacks have fewer experts than either config says.
+        (drop("experts.5"), r"does not fit.*\(5, .*\(6, "),
     ],
 )
-def test_a_source_that_is_wrong_is_refused_by_name(dirs, change, error, match):
-    rewrite(dirs, change)
-    dirs.refused(error, match)
-
-
-def test_a_truncated_a_missing_and_a_lying_shard(dirs):
-    shard = dirs.source / "model-00003-of-00003.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-100])
-    dirs.refused(CheckpointError, "truncated")
-    shard.unlink()
-    dirs.refused(CheckpointError, "is missing, though")
-    write_file(shard, {"other": Raw("U8", np.zeros(3, np.uint8))}, {"format": "pt"})
-    dirs.refused(CheckpointError, "though model.safetensors.index.json says so")
-    (dirs.source / "model.safetensors.index.json").write_text("{}")
-    dirs.refused(CheckpointError, "index.json can't be read")
-
-
-def test_targets_that_are_no_models(dirs):
-    config = dirs.target / "config.json"
-    config.write_text(json.dumps({"model_type": "llama"}))
-    dirs.refused(UnsupportedModelError, "qwen3_next")
-    config.write_text(json.dumps({"model_type": "qwen3_next", "hidden_size": 64}))
-    dirs.refused(ConvertError, "not complete")
-    config.unlink()
-    dirs.refused(ModelError, "no config.json")
-
-
-@pytest.mark.parametrize("name", ["no-such-directory", "a/b/c", "https://example.org/x"])
-def test_sources_that_are_neither_directory_nor_hub_id(dirs, name):
-    dirs.source = Path(name)
-    with pytest.raises(ConvertError, match="neither an existing directory nor a hub id"):
-        add_head(Request(str(dirs.target), name), Console())
-
-
-def test_revision_is_for_the_hub(dirs):
-    dirs.refused(ConvertError, "--revision is for a hub id", revision="main")
-
-
-def test_a_disk_too_small_is_told_before_anything_is_written(dirs, monkeypatch):
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    dirs.refused(ConvertError, "has 1.0 kB free; the head takes")
+def test_a_source_that_is_wrong_is_refused_by_name(pair, change, match):
+    pair.rewrite(change)
+    pair.refused(ModelError, match)
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
-    [(errno.ENOSPC, "disk is full"), (errno.EACCES, "may not write"), (errno.EIO, "error")],
+    ("part", "raw", "match"),
+    [
+        ("biases", None, r"no tensor mtp\.fc\.biases"),
+        ("scales", encode(np.zeros((64, 3), np.float32), "BF16"), "malformed"),
+        ("scales", encode(np.zeros((63, 2), np.float32), "BF16"), r"\(63, 2\)"),
+        ("weight", zeros("U8", 64, 64), "malformed"),
+    ],
 )
-def test_a_disk_that_fails_half_way_leaves_nothing(dirs, monkeypatch, number, words):
-    calls = 0
+def test_a_packed_source_that_is_wrong_is_refused(pair, tmp_path, part, raw, match):
+    pair.run()
+    tensors, metadata = read_file(pair.sidecar)
+    tensors[f"mtp.fc.{part}"] = raw
+    kept = {name: each for name, each in tensors.items() if each is not None}
+    write_file(pair.sidecar, kept, metadata)
+    pair.source, pair.target = pair.target, write_target(tmp_path / "second", LAYOUT)
+    pair.refused(CheckpointError, match)
 
-    def fail(self: SidecarWriter, name: str, row: int, data: np.ndarray) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 20:
+
+def test_a_truncated_a_missing_and_a_lying_shard(pair):
+    shard = pair.source / "model-00003-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    pair.refused(CheckpointError, "truncated")
+    shard.unlink()
+    pair.refused(CheckpointError, "is missing, though")
+    write_file(shard, {"other": zeros("U8", 3)}, {"format": "pt"})
+    pair.refused(CheckpointError, r"though model\.safetensors\.index\.json says so")
+    (pair.source / "model.safetensors.index.json").write_text("{}")
+    pair.refused(CheckpointError, r"index\.json can't be read")
+
+
+def test_targets_that_are_no_models_and_sources_that_are_none(pair):
+    pair.refused(ConvertError, "--revision is for a hub id", revision="main")
+    for name in ("no-such-directory", "a/b/c", "https://example.org/x"):
+        with pytest.raises(ConvertError, match="neither an existing directory nor a hub id"):
+            add_head(str(pair.target), name)
+    config = pair.target / "config.json"
+    config.write_text(json.dumps({"model_type": "llama"}))
+    pair.refused(UnsupportedModelError, "qwen3_next")
+    config.write_text(json.dumps({"model_type": "qwen3_next", "hidden_size": 64}))
+    pair.refused(ConvertError, "not complete")
+    config.unlink()
+    pair.refused(ModelError, "no config.json")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("change", "words", "count"),
+    [
+        (lambda copy, values: values, "warning", 0),
+        (lambda copy, v: v[::-1] if "lm_head" in copy else v, "warning: mtp.lm_head.weight", 1),
+        (lambda copy, values: values[:50], "warning: ", 3),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies(pair, family, tied, change, words, count):
+    layout = Layout(family, tied=tied)
+    pair.write(layout)
+    raws, meant = encode_all(hf_tensors(layout), "BF16")
+    for copy, ending in COPIES.items():
+        name = "embed_tokens.weight" if tied else ending
+        trunk = next(k for k in meant if k.endswith(name) and "mtp." not in k)
+        raws[copy] = Raw("BF16", bf16(change(copy, meant[trunk])))
+    write_file(pair.source / "model.safetensors", raws, {"format": "pt"})
+    said = pair.run()
+    assert said.count("is left out, as the trunk's own is used") == 3
+    assert said.count(words) == count
+    assert not any(name.encode() in pair.sidecar.read_bytes() for name in COPIES)
+
+
+def test_copies_with_no_trunk_at_hand(pair):
+    def change(raws):
+        for name in [name for name in raws if "mtp." not in name]:
+            del raws[name]
+        raws.update({copy: Raw("BF16", np.zeros((96, 64), np.uint16)) for copy in COPIES})
+
+    pair.rewrite(change)
+    assert pair.run().count("not compared") == 3
+
+
+def test_a_disk_too_small_is_noticed_before_anything_is_written(pair, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    pair.refused(ConvertError, "has 1.0 kB free; the head takes")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_a_disk_that_fails_half_way_leaves_nothing(pair, monkeypatch, number):
+    calls = []
+
+    def fail(self, first, tensors):
+        calls.append(first)
+        if len(calls) == 5:
             raise OSError(number, os.strerror(number))
-        original(self, name, row, data)
+        return original(self, first, tensors)
 
     original = SidecarWriter.write
     monkeypatch.setattr(SidecarWriter, "write", fail)
-    message = dirs.refused(ConvertError, "Nothing was changed")
-    assert words in message
+    pair.refused(ConvertError, f"{os.strerror(number)}.* Nothing was changed")
 
 
-def test_a_file_too_large_for_the_process_leaves_nothing(dirs):
+def test_a_file_too_large_for_the_process_leaves_nothing(pair):
     """A real failing write: the kernel refuses it."""
-    resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        dirs.refused(ConvertError, "can't be written")
+        pair.refused(ConvertError, "can't be written")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_no_permission(dirs):
-    dirs.target.chmod(0o555)
-    dirs.refused(ConvertError, "--output")
+def test_no_permission(pair):
+    pair.target.chmod(0o555)
+    pair.refused(ConvertError, "--output")
 
 
-def test_files_of_many_sizes_are_committed_by_their_index(dirs):
-    """Sharding, and the way back to one file."""
-    write_checkpoint(dirs.target, Layout("qwen3_next", with_head=False))
-    dirs.run()
-    single = snapshot(dirs.target)
-    dirs.run(force=True, max_file_bytes=40_000)
-    names = sorted(path.name for path in dirs.target.glob("mtp*"))
-    assert "mtp.safetensors" not in names
-    assert "mtp.safetensors.index.json" in names
-    shards = [name for name in names if name.endswith(".safetensors")]
-    assert len(shards) > 2
-    assert all((dirs.target / name).stat().st_size < 50_000 for name in shards)
-    together = {}
-    for name in shards:
-        tensors, metadata = read_file(dirs.target / name)
-        together |= tensors
-        assert metadata["norm_convention"] == "mlx"
-    whole = {name: raw.bits.tobytes() for name, raw in together.items()}
-    assert "nothing to do" in dirs.run(max_file_bytes=40_000)
-    assert load_model(dirs.target, enable_mtp=True).head is not None
-    dirs.run(force=True)
-    assert [path.name for path in dirs.target.glob("mtp*")] == ["mtp.safetensors"]
-    assert dirs.sidecar.read_bytes() == single["mtp.safetensors"]
-    tensors, _ = read_file(dirs.sidecar)
-    assert {name: raw.bits.tobytes() for name, raw in tensors.items()} == whole
-
-
-def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_kept(dirs):
-    (dirs.target / ".mtp-1-0.tmp").write_bytes(b"half")
-    write_target(dirs.target, LAYOUT, FOUR)
-    with SidecarWriter(dirs.target, [], {}) as running:
-        assert not (dirs.target / ".mtp-1-0.tmp").exists()
-        mine = list(dirs.target.glob(".mtp-*.tmp"))
-        assert len(mine) == 1
-        mine[0].rename(dirs.target / ".mtp-2-0.tmp")  # as of another process
-        dirs.run()
-        assert (dirs.target / ".mtp-2-0.tmp").exists()
-        assert running is not None
-    (dirs.target / ".mtp-2-0.tmp").unlink()
-    assert sorted(p.name for p in dirs.target.iterdir()) == ["config.json", "mtp.safetensors"]
+def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_kept(pair):
+    killed, running = pair.target / ".mtp-1.tmp", pair.target / ".mtp-2.tmp"
+    killed.write_bytes(b"half")
+    with SidecarWriter(pair.target, {}, {}) as writer:
+        assert not killed.exists()
+        writer.path.rename(running)  # as of another process
+        pair.run()
+        assert running.exists()
+    running.unlink()
+    assert sorted(p.name for p in pair.target.iterdir()) == ["config.json", "mtp.safetensors"]

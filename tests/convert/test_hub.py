@@ -1,223 +1,207 @@
-"""Sources on a hub: exactly the needed files, resumed after a break, failures in plain words."""
+"""Sources and targets on a hub: exactly the needed files, and failures in plain words."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from tests.convert.checkpoints import read_file, write_source, write_target
+from mlx_mtp.convert.convert import add_head
+from mlx_mtp.convert.hub_head import check_head_on_hub
+from mlx_mtp.errors import ConvertError, MissingHeadError
+from tests.convert.checkpoints import read_file, write_source
 from tests.convert.fake_hub import COMMIT, FakeHub
 from tests.tiny_models import Layout, write_checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "add_mtp_weights.py"
-LAYOUT = Layout("qwen3_next")
+ROOT = Path(__file__).resolve().parents[2]
 REPO = "Qwen/Tiny-Next"
+INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+SNAPSHOT = f"hub/models--Qwen--Tiny-Next/snapshots/{COMMIT}"
 
 
-class User:
-    """Somebody with an empty cache, a model, and the script."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.target = write_target(root / "target", LAYOUT, {"bits": 4, "group_size": 32})
-        self.cache = root / "home" / "hub"
-        self.output = ""
-
-    @property
-    def sidecar(self) -> Path:
-        return self.target / "mtp.safetensors"
-
-    def run(self, hub: FakeHub, *arguments: str, model: str | None = None, **more: str) -> int:
-        """The script in a process of its own; its exit status."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-        environment |= {
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(self.root / "home"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            **more,
-        }
-        command = [sys.executable, str(SCRIPT), "--mlx-model-path", model or str(self.target)]
-        if "--source-model" not in arguments:
-            command += ["--source-model", hub.repo_id]
-        done = subprocess.run(
-            [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-        )
-        self.output = done.stdout + done.stderr
-        assert "Traceback" not in self.output, self.output
-        return done.returncode
-
-    def runs(self, hub: FakeHub, *arguments: str, **more: str) -> str:
-        assert self.run(hub, *arguments, **more) == 0, self.output
-        return self.output
-
-    def refused(self, hub: FakeHub, *arguments: str, **more: str) -> str:
-        assert self.run(hub, *arguments, **more) == 2, self.output
-        assert [p.name for p in self.target.iterdir()] == ["config.json"]
-        return self.output
+@pytest.fixture(scope="module")
+def endpoint():
+    """One server for all tests; each puts its files on it."""
+    with FakeHub(REPO, {}).serve() as hub:
+        yield hub
 
 
 @pytest.fixture
-def user(tmp_path) -> User:
-    return User(tmp_path)
+def hub(endpoint, monkeypatch, tmp_path):
+    """The hub, which has nothing yet, and an empty cache."""
+    template = endpoint.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for each in (endpoint.files, endpoint.status, endpoint.log):
+        each.clear()
+    return endpoint
 
 
 @pytest.fixture
-def hub(tmp_path):
-    write_source(tmp_path / "original", LAYOUT, shards=3)
-    (tmp_path / "original" / "tokenizer.json").write_text("{}")
-    with FakeHub.of(REPO, tmp_path / "original").serve() as served:
-        yield served
+def user(hub, pair):
+    """Has a target; the source is on the hub."""
+    put(hub, pair.source)
+    pair.local, pair.source = pair.source, REPO
+    return pair
 
 
-def test_exactly_the_needed_files_are_asked_for_once(user, hub):
-    said = user.runs(hub)
-    needed = {"config.json", "model.safetensors.index.json", *SHARDS[1:]}
+def put(hub: FakeHub, directory: Path) -> None:
+    """Nothing but a directory's files, and a model card."""
+    hub.files.clear()
+    hub.files.update({path.name: path.read_bytes() for path in directory.iterdir()})
+    hub.files["README.md"] = b"---\nbase_model: Qwen/Original\n---\n"
+
+
+def put_model(hub: FakeHub, path: Path, *, with_head: bool, shards: int) -> None:
+    write_source(path, Layout("qwen3_next", with_head=with_head), shards=shards)
+    put(hub, path)
+
+
+def test_exactly_the_needed_files_are_asked_for_once(hub, user):
+    needed = {"config.json", INDEX}
+    size = f"{sum(len(hub.files[name]) for name in SHARDS[1:]) / 1000:.1f} kB"
+    assert f"Would download {size}" in user.run(dry_run=True)
     assert hub.downloaded == needed
-    assert {name for _, name, _ in hub.log} == needed
-    size = sum(len(hub.files[name]) for name in SHARDS[1:])
-    announced = next(line for line in said.splitlines() if line.startswith("Downloading 2 file"))
-    assert f"{size / 1000:.1f} kB" in announced
-    metadata = read_file(user.sidecar)[1]
-    assert (metadata["source"], metadata["source_revision"]) == (REPO, COMMIT)
-
-
-def test_the_result_is_that_of_a_local_source(user, hub, tmp_path):
-    user.runs(hub)
+    assert not user.sidecar.exists()
+    said = user.run(flags={"group_size": 32})
+    assert hub.downloaded == {name for _, name, _ in hub.log} == needed | set(SHARDS[1:])
+    assert f"Downloading 2 of 2 files from {REPO} at {COMMIT[:12]}: {size}" in said
     from_hub = read_file(user.sidecar)
-    user.sidecar.unlink()
-    user.runs(hub, "--source-model", str(tmp_path / "original"))
+    assert (from_hub[1]["source"], from_hub[1]["source_revision"]) == (REPO, COMMIT)
+    add_head(str(user.target), str(user.local), force=True, flags={"group_size": 32})
     local = read_file(user.sidecar)
     assert from_hub[1]["source_files"] == local[1]["source_files"]
-    assert {k: v.bits.tobytes() for k, v in from_hub[0].items()} == {
-        k: v.bits.tobytes() for k, v in local[0].items()
-    }
+    assert all(
+        raw.bits.tobytes() == from_hub[0][name].bits.tobytes() for name, raw in local[0].items()
+    )
 
 
-def test_a_second_run_downloads_nothing(user, hub):
-    user.runs(hub)
+def test_the_cache_is_the_usual_one_and_nothing_is_downloaded_twice(
+    hub, user, tmp_path, monkeypatch
+):
+    user.run(revision="v1")
     hub.log.clear()
-    assert "nothing to do" in user.runs(hub)
+    assert "nothing to do" in user.run(revision="v1")
+    user.run(revision="v1", force=True, flags={"bits": 8})
     assert not hub.downloaded
-    user.runs(hub, "--force", "--bits", "8")
-    assert not hub.downloaded
+    assert (tmp_path / SNAPSHOT / SHARDS[2]).read_bytes() == hub.files[SHARDS[2]]
+    assert not list((tmp_path / "hub").rglob("*.incomplete"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    user.run(revision="v1", force=True)
 
 
-def test_the_cache_is_the_usual_one(user, hub):
-    """What is downloaded is found by others, and what others downloaded is used."""
-    user.runs(hub)
-    snapshot = user.cache / "models--Qwen--Tiny-Next" / "snapshots" / COMMIT
-    assert (snapshot / SHARDS[2]).read_bytes() == hub.files[SHARDS[2]]
-    assert not list(user.cache.rglob("*.incomplete"))
-    user.sidecar.unlink()
-    user.runs(hub, HF_HUB_OFFLINE="1")
-    assert user.sidecar.exists()
-
-
-def test_a_broken_connection_resumes_where_it_broke(user, hub):
-    hub.break_after[SHARDS[1]] = [10_000, 5_000]
-    user.runs(hub)
-    asked = [asked for method, name, asked in hub.log if (method, name) == ("GET", SHARDS[1])]
-    assert asked == ["bytes=0-", "bytes=10000-", "bytes=15000-"]
-    assert read_file(user.sidecar)[1]["source_revision"] == COMMIT
-
-
-def test_a_hub_that_knows_no_ranges_starts_again(user, hub):
-    hub.ranges = False
-    hub.break_after[SHARDS[1]] = [10_000]
-    user.runs(hub)
-    snapshot = user.cache / "models--Qwen--Tiny-Next" / "snapshots" / COMMIT
-    assert (snapshot / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
-
-
-def test_a_download_that_was_given_up_goes_on_in_the_next_run(user, hub):
-    hub.break_after[SHARDS[1]] = [10_000] + [0] * 8
-    said = user.refused(hub)
-    assert "could not be downloaded" in said
-    assert "goes on from there" in said
-    hub.break_after.clear()
+def test_the_head_of_a_commit_is_known_without_its_files(hub, user, tmp_path):
+    user.run()
+    shutil.rmtree(tmp_path / "hub")
     hub.log.clear()
-    assert "still to come" in user.runs(hub)
-    assert ("GET", SHARDS[1], "bytes=10000-") in hub.log
+    assert "nothing to do" in user.run()
+    assert hub.downloaded == {"config.json", INDEX}
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [(500, "could not be downloaded"), (403, "could not be downloaded")]
+    ("trouble", "options", "match"),
+    [
+        ("offline", {}, "can't be reached"),
+        (403, {}, "could not be downloaded"),
+        (500, {}, "could not be downloaded"),
+        ("missing", {}, f"has no {SHARDS[2]}"),
+        ("no head", {}, "has no MTP head"),
+        ("", {"revision": "v2"}, "no revision 'v2'"),
+        ("", {"source": "Qwen/Other"}, "the hub has no such model"),
+    ],
 )
-def test_a_hub_in_trouble(user, hub, status, words):
-    hub.status[SHARDS[2]] = status
-    assert words in user.refused(hub)
-
-
-def test_dry_run_downloads_no_weights(user, hub):
-    said = user.runs(hub, "--dry-run")
-    assert hub.downloaded == {"config.json", "model.safetensors.index.json"}
-    size = sum(len(hub.files[name]) for name in SHARDS[1:])
-    assert f"Would download {size / 1000:.1f} kB" in said
-    assert not user.sidecar.exists()
-
-
-def test_revisions(user, hub):
-    user.runs(hub, "--revision", "v1")
-    user.sidecar.unlink()
-    assert "no revision 'v2'" in user.refused(hub, "--revision", "v2")
-
-
-def test_a_repository_that_is_not_there(user, hub):
-    assert "the hub has no such model" in user.refused(hub, "--source-model", "Qwen/Other")
-
-
-def test_offline_with_nothing_in_the_cache(user, hub):
-    assert "can't be reached" in user.refused(hub, HF_HUB_OFFLINE="1")
-    assert not hub.log
-
-
-@pytest.mark.full
-def test_no_hub_at_all(user, hub):
-    """huggingface_hub itself tries for half a minute."""
-    hub.url = "http://127.0.0.1:9"
-    assert "can't be reached" in user.refused(hub)
-
-
-def test_a_repository_without_a_head(user, tmp_path):
-    write_source(tmp_path / "none", Layout("qwen3_next", with_head=False), shards=3)
-    with FakeHub.of(REPO, tmp_path / "none").serve() as hub:
-        assert "has no MTP head" in user.refused(hub)
-        assert not any(name.startswith("model-") for name in hub.downloaded)
-
-
-def test_an_index_that_names_a_file_which_is_not_there(user, hub):
-    del hub.files[SHARDS[2]]
-    assert f"has no {SHARDS[2]}" in user.refused(hub)
+def test_what_goes_wrong_is_explained(hub, user, monkeypatch, trouble, options, match):
+    if trouble == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    elif trouble == "missing":
+        del hub.files[SHARDS[2]]
+    elif trouble == "no head":
+        put_model(hub, user.local / "none", with_head=False, shards=3)
+    elif trouble:
+        hub.status[SHARDS[2]] = trouble
+    user.source = options.get("source", REPO)
+    user.refused(ConvertError, match, revision=options.get("revision"))
+    assert SHARDS[0] not in hub.downloaded
 
 
 @pytest.mark.parametrize("with_head", [True, False])
-def test_a_repository_of_one_file_is_judged_by_its_header(user, tmp_path, with_head):
-    write_source(tmp_path / "one", Layout("qwen3_next", with_head=with_head))
-    with FakeHub.of(REPO, tmp_path / "one").serve() as hub:
-        if with_head:
-            user.runs(hub)
-            assert user.sidecar.exists()
-            return
-        assert "has no MTP head" in user.refused(hub)
-        ranges = [
-            asked
-            for method, name, asked in hub.log
-            if (method, name) == ("GET", "model.safetensors")
-        ]
-        assert ranges == ["bytes=0-100000"]
+@pytest.mark.parametrize("config", [True, False])
+def test_a_repository_of_one_file_is_judged_by_its_header(hub, user, with_head, config):
+    put_model(hub, user.local / "one", with_head=with_head, shards=1)
+    if not config:
+        del hub.files["config.json"]
+    if with_head:
+        user.run()
+        assert user.metadata()["source_revision"] == COMMIT
+        return
+    user.refused(ConvertError, "has no MTP head")
+    asked = [each for m, name, each in hub.log if (m, name) == ("GET", "model.safetensors")]
+    assert asked == ["bytes=0-100000"]
 
 
-def test_a_target_on_the_hub_gets_its_head_in_the_cache(user, hub, tmp_path):
+def test_a_target_on_the_hub_gets_its_head_in_the_cache(hub, pair, tmp_path):
     """Only config.json of the model is needed; its weights can come later."""
     write_checkpoint(tmp_path / "mlx", Layout("qwen3_next", with_head=False))
-    with FakeHub.of("mlx-community/Tiny", tmp_path / "mlx").serve() as models:
-        user.runs(models, "--source-model", str(tmp_path / "original"), model="mlx-community/Tiny")
-        assert models.downloaded == {"config.json"}
-    snapshot = user.cache / "models--mlx-community--Tiny" / "snapshots" / COMMIT
-    assert sorted(p.name for p in snapshot.iterdir()) == ["config.json", "mtp.safetensors"]
+    put(hub, tmp_path / "mlx")
+    add_head(REPO, str(pair.source))
+    assert hub.downloaded == {"config.json"}
+    found = sorted(path.name for path in (tmp_path / SNAPSHOT).iterdir())
+    assert found == ["config.json", "mtp.safetensors"]
+    check_head_on_hub(REPO)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_missing_head_is_noticed_before_the_weights_are_downloaded(hub, tmp_path, shards):
+    put_model(hub, tmp_path / "none", with_head=False, shards=shards)
+    with pytest.raises(MissingHeadError) as caught:
+        check_head_on_hub(REPO)
+    adding = f"`mlx-mtp add-mtp-weights --mlx-model-path {REPO} --source-model Qwen/Original`"
+    assert adding in str(caught.value)
+    assert "weights were not downloaded" in str(caught.value)
+    assert not [name for name in hub.downloaded if name.startswith("model-")]
+    for name in ("mtp.safetensors", "mtp-00001-of-00001.safetensors"):
+        hub.files[name] = b""
+        check_head_on_hub(REPO)
+        del hub.files[name]
+    shutil.rmtree(tmp_path / "hub")
+    put_model(hub, tmp_path / "with", with_head=True, shards=shards)
+    check_head_on_hub(REPO)
+
+
+def test_what_cannot_be_found_out_is_left_to_the_download(hub, tmp_path, monkeypatch):
+    put_model(hub, tmp_path / "none", with_head=False, shards=3)
+    for name in ("Other/Model", str(tmp_path), None):
+        check_head_on_hub(name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    check_head_on_hub(REPO)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve", *(pytest.param(c, marks=pytest.mark.full) for c in ("selftest", "add-mtp-weights"))],
+)
+def test_the_commands_use_it(hub, user, tmp_path, command):
+    """In a process of its own, with huggingface_hub's settings in the environment."""
+    arguments = ["--mlx-model-path", str(user.target), "--source-model", REPO]
+    if command != "add-mtp-weights":
+        put_model(hub, tmp_path / "none", with_head=False, shards=3)
+        arguments = [REPO, *(["--enable-mtp", "--port", "0"] if command == "serve" else [])]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    run = [sys.executable, "-m", "mlx_mtp", command, *arguments]
+    done = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True)
+    if command == "add-mtp-weights":
+        assert done.returncode == 0, done.stderr
+        assert user.metadata()["source"] == REPO
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"mlx-mtp: {REPO} has no MTP head"), done.stderr
+        assert hub.downloaded <= {"config.json", INDEX, "README.md"}

@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.source import INDEX, LocalSource
+from mlx_mtp.convert.source import INDEX, open_source
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
 from mlx_mtp.models.hub import _FILES, BUNDLED_MODEL, resolve_model
 from mlx_mtp.models.loader import load_model
@@ -303,18 +303,20 @@ def test_cve_2024_37032_names_of_repositories_and_files_lead_nowhere_else(
     for etag in ("../../x", "/etc/passwd", "a/b", "..", "", "a\0", None):
         found = types.SimpleNamespace(size=1, etag=etag, commit_hash="abc")
         monkeypatch.setattr("mlx_mtp.convert.hub.get_hf_file_metadata", lambda _, f=found: f)
+        repo = HubRepo("a/b", None)
+        repo.commit = "abc"
         with pytest.raises(ConvertError):
-            HubRepo("a/b", None)._head("mtp.safetensors", None)
+            repo.remote("mtp.safetensors")
     for name in ("/etc/passwd", "..", "x.bin", "x.safetensors/../y"):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"mtp.fc.weight": name}}))
         with pytest.raises(CheckpointError, match="only safetensors"):
-            LocalSource(tmp_path)
+            open_source(str(tmp_path))
     # A directory before the name is dropped: the file must be beside its index.
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"mtp.fc.weight": "../x.safetensors"}}))
-    source = LocalSource(tmp_path)
+    source = open_source(str(tmp_path))
     assert set(source.file_of.values()) == {"x.safetensors"}
     with pytest.raises(CheckpointError, match="missing"):
-        source.fetch(None)
+        source.repo.fetch(source.files)
 
 
 def test_a_models_json_that_is_too_deep(model: Path) -> None:

@@ -1,0 +1,202 @@
+"""The two commands: a head for an MLX model, and an MLX model with its head."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub.utils import tqdm
+
+from mlx_mtp.convert.hub import HubRepo
+from mlx_mtp.convert.plan import Plan
+from mlx_mtp.convert.sidecar import Existing, SidecarWriter, link_model
+from mlx_mtp.convert.source import (
+    LocalRepo,
+    head_of,
+    open_source,
+    weight_map_of,
+)
+from mlx_mtp.convert.target import Target
+from mlx_mtp.convert.verify import verify_head
+from mlx_mtp.errors import ConvertError
+from mlx_mtp.models.head_weights import SIDECAR, Convention
+from mlx_mtp.models.hub import HUB_ID, resolve_model
+from mlx_mtp.units import size_text
+
+_HEADER_BYTES = 1 << 20
+
+
+def add_head(
+    model_name: str,
+    source_name: str,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    output: Path | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    verify: bool = False,
+    mtp_norms: Convention | None = None,
+) -> None:
+    """Convert a head, or print that it is there already. The arguments are the command's.
+
+    Args:
+        flags: those given of `bits`, `group_size` and `mode`.
+
+    Raises:
+        ModelError: the model or the source can't be used, or they don't fit together. The model's
+            directory is as it was.
+        UsageError: flags contradict each other.
+    """
+    model = _locate(model_name, whole=verify or output is not None)
+    directory = output or model
+    target = Target(model)
+    existing = None if force else Existing.find(directory)
+    if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
+        print(f"{model} has its head in its own files: nothing to do (--force adds one).")
+        return
+    source = open_source(source_name, revision)
+    target.check_source(source.config, source.name)
+    plan = Plan(target, source, flags or {})
+    if existing is None or not existing.is_of_commit(plan.header):
+        size = source.repo.download_size(source.files) if dry_run else 0
+        if size:
+            print(
+                f"Would download {size_text(size)} from {source.name}: {', '.join(source.files)}. "
+                f"Quantization: {plan.default or 'none'}. Did nothing."
+            )
+            return
+        plan.open(source.repo.fetch(source.files), mtp_norms)
+        print(f"Head of {source.name}: {plan}", flush=True)
+        plan.report_copies()
+        if existing is None:
+            if dry_run:
+                print(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
+            else:
+                _write(plan, model, directory, verify)
+            return
+        _check_same(existing, plan, directory)
+    print(f"{directory} already has this head: nothing to do.", flush=True)
+    if verify:
+        verify_head(directory)
+
+
+def convert_model(
+    source_name: str,
+    output: Path,
+    *,
+    quantize: bool,
+    flags: Mapping[str, Any],
+    dtype: str | None,
+    revision: str | None,
+    verify: bool,
+) -> None:
+    """Convert trunk and head into a new directory, which is there as a whole or not at all.
+
+    The arguments are the command's; `flags` holds those given of `bits`, `group_size` and `mode`.
+
+    Raises:
+        ModelError: the source can't be used or has no head, the output exists, or mlx-lm can't
+            convert the trunk.
+    """
+    from mlx_lm.convert import convert as mlx_lm_convert
+
+    if output.exists():
+        raise ConvertError(f"{output} already exists: give --output a new directory.")
+    # A source without a head is refused before the trunk's long conversion.
+    source = open_source(source_name, revision)
+    method = source.config.get("quantization_config", {}).get("quant_method")
+    if method is not None:
+        raise ConvertError(
+            f"{source.name} is quantized ({method}), which mlx-lm does not convert for this "
+            "family. Convert the BF16 original; a head alone may come from an FP8 source."
+        )
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            mlx_lm_convert(
+                source.name,
+                mlx_path=str(unfinished),
+                quantize=quantize,
+                q_group_size=flags.get("group_size"),
+                q_bits=flags.get("bits"),
+                q_mode=flags.get("mode", "affine"),
+                dtype=dtype,
+                revision=revision,
+            )
+        except OSError:
+            raise
+        except Exception as error:
+            # mlx-lm raises many kinds; whichever it is, it does not convert this checkpoint.
+            raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
+        add_head(str(unfinished), source_name, revision=revision, verify=verify)
+        unfinished.rename(output)
+    except OSError as error:
+        raise ConvertError(f"{output} can't be written: {error}. Nothing was changed.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _locate(name: str, *, whole: bool) -> Path:
+    """The model's directory; of a hub id that isn't downloaded only config.json unless `whole`."""
+    if whole or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
+        return resolve_model(name)
+    config = HubRepo(name, None).small("config.json")
+    if config is None:
+        raise ConvertError(f"{name} has no config.json, so it is not a model.")
+    return config.parent
+
+
+def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
+    """Refuse to replace a head that is not the one which the plan would write."""
+    differences = existing.differences(plan.header)
+    if not differences:
+        plan.read_through()
+        if existing.metadata.get("source_files") == plan.metadata()["source_files"]:
+            return
+        differences = ["it was made from other weights than the source has now"]
+    raise ConvertError(
+        f"{directory} already has a different MTP head: {'; '.join(differences)}. "
+        "Pass --force to replace it."
+    )
+
+
+def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
+    try:
+        if directory != model:
+            link_model(model, directory)
+        free = shutil.disk_usage(directory).free
+        if free < plan.nbytes + _HEADER_BYTES:
+            raise ConvertError(
+                f"{directory} has {size_text(free)} free; the head takes {size_text(plan.nbytes)}."
+            )
+        start = time.perf_counter()
+        with SidecarWriter(directory, plan.specs, plan.metadata()) as writer:
+            with tqdm(total=plan.nbytes, unit="B", unit_scale=True, disable=None) as bar:
+
+                def write(first: int, tensors: Mapping[str, mx.array]) -> None:
+                    bar.update(writer.write(first, tensors))
+
+                plan.run(write)
+            writer.finish(plan.metadata())
+            seconds = time.perf_counter() - start
+            print(f"Converted to {size_text(plan.nbytes)} in {seconds:.1f} s.", flush=True)
+            if verify:
+                with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:
+                    link_model(model, Path(folder))
+                    (Path(folder) / SIDECAR).symlink_to(writer.path.resolve())
+                    verify_head(Path(folder))
+            writer.commit()
+    except OSError as error:
+        raise ConvertError(
+            f"{directory} can't be written: {error.strerror or error}. Nothing was changed; "
+            "--output DIR puts the result elsewhere."
+        ) from error
+    print(f"Wrote {SIDECAR} beside the model; deleting it undoes this.", flush=True)

@@ -1,0 +1,82 @@
+"""A source, a target, and running the converter on them in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_mtp.convert.convert import add_head
+from mlx_mtp.errors import ModelError
+from tests.convert.checkpoints import (
+    Raw,
+    encode_all,
+    read_file,
+    write_file,
+    write_source,
+    write_target,
+)
+from tests.tiny_models import Layout, hf_tensors
+
+LAYOUT = Layout("qwen3_next")
+FOUR = {"group_size": 64, "bits": 4, "mode": "affine"}
+
+
+class Pair:
+    """Directories of a source in three files and of a target in 4 bits, and what was printed."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.source, self.target = root / "source", root / "target"
+        self.sidecar = self.target / "mtp.safetensors"
+        self._capsys = capsys
+        write_source(self.source, LAYOUT, shards=3)
+        write_target(self.target, LAYOUT, FOUR)
+
+    def write(self, layout: Layout, storage: str = "BF16", table=None, **source) -> dict:
+        """Other ones in their place; what the source's tensors stand for, in float32."""
+        for path in (*self.source.iterdir(), *self.target.iterdir()):
+            path.unlink()
+        write_target(self.target, layout, table)
+        return write_source(self.source, layout, storage, **source)
+
+    def rewrite(self, change) -> None:
+        """The source as one file, with its tensors changed."""
+        raws, _ = encode_all(hf_tensors(LAYOUT), "BF16")
+        change(raws)
+        for path in self.source.glob("model*"):
+            path.unlink()
+        write_file(self.source / "model.safetensors", raws, {"format": "pt"})
+
+    def run(self, **options: object) -> str:
+        """Run the converter; what it printed."""
+        self._capsys.readouterr()
+        add_head(str(self.target), str(self.source), **options)
+        captured = self._capsys.readouterr()
+        return captured.out + captured.err
+
+    def convert(self, **options: object) -> dict[str, Raw]:
+        """Run it; the sidecar's tensors without their prefix."""
+        self.run(**options)
+        tensors, _ = read_file(self.sidecar)
+        assert all(name.startswith("mtp.") for name in tensors)
+        return {name.removeprefix("mtp."): raw for name, raw in tensors.items()}
+
+    def metadata(self) -> dict[str, str]:
+        return read_file(self.sidecar)[1]
+
+    def refused(self, error: type[ModelError], match: str, **options: object) -> str:
+        """Run it, expect this error and an unchanged directory."""
+        before = snapshot(self.target)
+        with pytest.raises(error, match=match) as caught:
+            self.run(**options)
+        assert snapshot(self.target) == before
+        return str(caught.value)
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pair:
+    return Pair(tmp_path, capsys)
