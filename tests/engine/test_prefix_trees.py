@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
+from tests.cache.prefixes import FINGERPRINT, nodes
 from tests.engine.cases import EOS, SAMPLED
 from tests.harness import MEASURED, Driver, Ties, greedy, plain
 from tests.tiny_models import FAMILIES, VOCAB
@@ -28,12 +29,11 @@ class Turn:
     Args:
         parent: which earlier conversation it goes on from, by number; 0 is an empty one.
         kept: how much of that one's text it keeps; None: all, the answer too.
-        message: tokens that it adds, from a few texts, so that some are the same.
-        text: which of those.
+        message, text: tokens that it adds, and which of a few texts, so that some are the same.
         sampling: which parameters; 5 and above: greedy.
         steps: of the engine, before the next turn is asked.
-        salt: whose.
-        cancelled: it is, when the next one comes.
+        salt: of its prefixes.
+        then: what happens when the next one comes: it is cancelled, or memory is cleared.
     """
 
     parent: int
@@ -43,7 +43,7 @@ class Turn:
     sampling: int
     steps: int
     salt: str
-    cancelled: bool
+    then: str
 
 
 TURNS = st.lists(
@@ -56,7 +56,7 @@ TURNS = st.lists(
         sampling=st.integers(0, 9),
         steps=st.integers(0, 12),
         salt=st.sampled_from(["", "", "", "other"]),
-        cancelled=st.integers(0, 7).map(lambda n: n == 0),
+        then=st.sampled_from(["", "", "", "", "", "cancel", "clear"]),
     ),
     min_size=2,
     max_size=8,
@@ -104,9 +104,11 @@ def play(
         warm.add(wanted)
         for _ in range(turn.steps):
             warm.step()
-        if turn.cancelled:
+        if turn.then == "cancel":
             warm.core.cancel(wanted.request_id)
             left.add(wanted.request_id)
+        elif turn.then == "clear":
+            warm.prefixes.clear()
         assert warm.prefixes.tree.nbytes <= warm.prefixes.tree.limit
     warm.run()
     for wanted in asked:
@@ -115,25 +117,12 @@ def play(
             reference = type(reference)(reference.tokens[: len(got)], reference.gaps)
         ties.check(wanted.request_id, got, reference)
     warm.scheduler.schedule()
-    assert all(not node.pins for node in warm.prefixes.tree.nodes())
+    assert all(not node.pins for node in nodes(warm.prefixes.tree))
     return warm
 
 
-def play_twice(model, turns: list[Turn], shape: dict, ties: Ties, max_bytes: int) -> Driver:
-    """The same with a directory; then again, after a restart."""
-    with TemporaryDirectory() as folder:
-        for _ in range(2):
-            store = PrefixStore(Path(folder) / "prefixes", "f" * 64, max_bytes)
-            try:
-                warm = play(model, turns, shape, ties, store)
-                assert store.flush(30)
-                assert store.stats().nbytes <= max_bytes
-            finally:
-                store.close()
-    return warm
-
-
-def hold(models, count: int, *, disk: bool = False) -> None:
+def hold(models, count: int) -> None:
+    """Every second tree with a directory, and then again after a restart."""
     ties = Ties()
     totals = {"trees": 0, "queries": 0, "hits": 0}
 
@@ -148,13 +137,22 @@ def hold(models, count: int, *, disk: bool = False) -> None:
         turns=TURNS,
         shape=SHAPES,
         family=st.sampled_from(FAMILIES),
-        max_bytes=st.sampled_from([300_000, 1 << 30]),
+        max_bytes=st.sampled_from([0, 0, 300_000, 1 << 30]),
     )
     def check(turns: list[Turn], shape: dict, family: str, max_bytes: int) -> None:
-        if disk:
-            warm = play_twice(models[family], turns, shape, ties, max_bytes)
-        else:
-            warm = play(models[family], turns, shape, ties)
+        with TemporaryDirectory() as folder:
+            for _ in range(2 if max_bytes else 1):
+                store = None
+                if max_bytes:
+                    store = PrefixStore(Path(folder) / "prefixes", FINGERPRINT, max_bytes)
+                try:
+                    warm = play(models[family], turns, shape, ties, store)
+                    if store is not None:
+                        assert store.flush(30)
+                        assert store.stats().nbytes <= max_bytes
+                finally:
+                    if store is not None:
+                        store.close()
         totals["trees"] += 1
         totals["queries"] += warm.reuse.num_queries
         totals["hits"] += warm.reuse.num_hits
@@ -166,17 +164,11 @@ def hold(models, count: int, *, disk: bool = False) -> None:
     assert share > 0.1, "hardly anything was found, so hardly anything was tested"
 
 
-def test_20_trees_of_conversations(tiny_models):
-    hold(tiny_models, 20)
+def test_15_trees_of_conversations(tiny_models):
+    hold(tiny_models, 15)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_50_trees_of_conversations_with_a_disk_and_a_restart(tiny_models):
-    hold(tiny_models, 50, disk=True)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_500_trees_of_conversations(tiny_models):
     hold(tiny_models, 500)
