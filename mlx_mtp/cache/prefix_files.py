@@ -13,7 +13,6 @@ the name and every other byte; it is checked before any of them is parsed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import io
@@ -41,8 +40,7 @@ _NAME = re.compile(
 # Files of any version of this program, unfinished ones too.
 _OURS = re.compile(_PREFIX + r"[0-9a-f]{8}[-.0-9a-fs]*\.(safetensors|tmp)")
 _LOCK = "mlx-mtp-prefix.lock"
-_LOCK_SECONDS = 3.0
-"""How long to wait for a server that is about to end."""
+_LOCK_SECONDS = 3.0  # For a server that is about to end.
 _POLL_SECONDS = 0.1
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _SLICE = 4 << 20
@@ -106,9 +104,15 @@ class PrefixDirectory:
         flag = f"--prefix-cache-dir {path}"
         with contextlib.ExitStack() as opened:
             try:
-                self._fd = _open_directory(path, flag)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+                self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
                 opened.callback(os.close, self._fd)
-                opened.callback(os.close, _take_lock(self._fd, flag))
+                _check_safe(self._fd, flag)
+                lock = os.open(_LOCK, os.O_RDONLY | os.O_CREAT | _SAFE, 0o600, dir_fd=self._fd)
+                opened.callback(os.close, lock)
+                _take_lock(lock, flag)
                 self.found = self._scan()
             except OSError as error:
                 why = f"can't be used: {error.strerror or error}"
@@ -174,10 +178,10 @@ class PrefixDirectory:
             os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _scan(self) -> list[StoredFile]:
-        """The files that are here.
+        """The files that are here; other programs' are left alone.
 
         Those of another fingerprint or version, unfinished ones, and whatever bears such a name and
-        is no plain file are removed. Files of other names stay.
+        is no plain file are removed.
         """
         found, num_removed = [], 0
         for name in os.listdir(self._fd):
@@ -214,19 +218,6 @@ def _parts(content: bytes) -> tuple[memoryview, memoryview, memoryview]:
     return view[:start], view[start:end], view[end:]
 
 
-def _open_directory(path: Path, flag: str) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
-    try:
-        _check_safe(fd, flag)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def _check_safe(fd: int, flag: str) -> None:
     found = os.fstat(fd)
     if found.st_uid != os.geteuid():
@@ -245,20 +236,13 @@ def _check_safe(fd: int, flag: str) -> None:
         os.fchmod(fd, 0o700)
 
 
-def _take_lock(directory: int, flag: str) -> int:
-    lock = os.open(_LOCK, os.O_RDONLY | os.O_CREAT | _SAFE, 0o600, dir_fd=directory)
+def _take_lock(lock: int, flag: str) -> None:
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except OSError as error:
-            taken = error.errno in (errno.EAGAIN, errno.EACCES)
-            if taken and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                continue
-            os.close(lock)
-            if not taken:
-                raise
-            why = "is in use by another server; give each a directory of its own"
-            raise UsageError(f"{flag} {why}.") from None
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                why = "is in use by another server; give each a directory of its own"
+                raise UsageError(f"{flag} {why}.") from None
+            time.sleep(_POLL_SECONDS)

@@ -77,23 +77,17 @@ class Snapshot:
 
 
 def join(segments: Sequence[Segment], start: int) -> Segment:
-    """The rows of consecutive segments from the token `start` of the first on, as one segment.
-
-    The arrays are taken out of the segments one by one, so that at most one of them is in memory
-    twice.
-    """
+    """The rows of consecutive segments from the token `start` of the first on, as one segment."""
     first, last = segments[0], segments[-1]
     assert first.start <= start < last.end
     if len(segments) == 1 and start == first.start:
         return first
     arrays = Arrays()
-    for name in list(last.arrays):
+    for name in last.arrays:
         # Of the first token alone the head has no row yet: that array is empty, and not quantized.
-        parts = [s.arrays.pop(name) for s in segments if name in s.arrays]
+        parts = [s.arrays[name] for s in segments if name in s.arrays]
         parts[0] = parts[0][:, _row(name, start) - _row(name, first.start) :]
-        arrays[name] = mx.concatenate(parts, axis=1) if parts[1:] else mx.contiguous(parts[0])
-        del parts
-        mx.eval(arrays[name])
+        arrays[name] = mx.concatenate(parts, axis=1)
     return Segment(start, last.end, arrays, last.bits)
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 READ_SECONDS = 30.0
 """How long a read is waited for: 4 GB from a disk that gives 150 MB a second. A disk that takes
 longer is taken to hang, and nothing is read from it until it has answered."""
+# For how long nothing is written after the disk refused a write.
 _RETRY_SECONDS = 60.0
-"""For how long nothing is written after the disk refused a write."""
+# How long what has begun may still take when the time for closing the store is over.
 _ABANDON_SECONDS = 5.0
-"""How long what has begun may still take when the time for closing the store is over."""
+# More than an array's entry in a file's header takes, and more than the rest of the header.
 _HEADER_BYTES = 256
-"""More than one array's entry in a file's header takes, and more than the rest of the header."""
 _MANY_TASKS = 10_000
 _SNAPSHOT = "s"
 
@@ -49,15 +49,12 @@ class StoreStats(NamedTuple):
 
 @dataclass
 class ReadAhead:
-    """The prefix that is being read, or has been and was not taken: its files, if there is one.
+    """The prefix that is being read, or has been and was not taken."""
 
-    Attributes:
-        on_done: called on the store's thread when it has been read.
-        contents: of the files, up to the first that could not be read; None: still to come.
-    """
-
+    # Called on the store's thread when it has been read.
     on_done: Callable[[], None] = lambda: None
     files: list[StoredFile] = field(default_factory=list)
+    # Of its files, up to the first that could not be read; None: still to come.
     contents: deque[bytes] | None = None
 
     @property
@@ -73,8 +70,7 @@ class PrefixStore:
 
     Args:
         path: of the directory; made if it isn't there.
-        fingerprint: of all that the numbers depend on (`prefix_keys.fingerprint`). Files with
-            another one are removed: a directory serves one model at a time.
+        fingerprint: of all that the numbers depend on; files with another one are removed.
         max_bytes: of all files, those that wait to be written included.
         max_queued_bytes: of what waits to be written; beyond it writes are dropped.
 
@@ -126,9 +122,7 @@ class PrefixStore:
         end, key = prefixes[-1]
         try:
             if start < end:
-                # `join` empties what it is given, and these are the tree's.
-                rest = [replace(s, arrays=dict(s.arrays)) for s in segments if s.end > start]
-                rows = join(rest, start)
+                rows = join([s for s in segments if s.end > start], start)
                 if not self._put(StoredFile(key, parent, start, end), rows.arrays, rows.bits):
                     return
             self._put(StoredFile(key + _SNAPSHOT, key, end, end), snapshot.arrays)
@@ -147,8 +141,8 @@ class PrefixStore:
 
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | tuple[Segment | None, Snapshot]:
-        """A prefix's KV from the token `start` on, if there is any, and its snapshot.
+    ) -> Fetch | tuple[list[Segment], Snapshot]:
+        """A prefix's KV from the token `start` or one before it on, and its snapshot.
 
         Or how far it has come; to be asked again while it is COMING. `make_room` is called with its
         bytes before it is read, and says whether they fit in memory.
@@ -176,8 +170,7 @@ class PrefixStore:
             return Fetch.GONE
         # Popped, so that the bytes of each are freed before the arrays of the next are made.
         segments = [Segment(f.start, f.end, *unpack(contents.popleft())) for f in files[:-1]]
-        snapshot = Snapshot(unpack(contents.popleft())[0])
-        return join(segments, start) if segments else None, snapshot
+        return segments, Snapshot(unpack(contents.popleft())[0])
 
     def forget(self) -> None:
         """Nothing that was fetched is wanted any more."""
@@ -260,7 +253,7 @@ class PrefixStore:
     def _touch(self, key: str) -> None:
         for file in self._lineage(key):
             self._last_use = file.used = max(self._last_use + 1, time.time_ns())
-            # A disk that hangs must not make this grow without a bound.
+            # A disk that hangs must not make them grow without a bound.
             if len(self._tasks) < _MANY_TASKS:
                 self._tasks.append(partial(self._directory.mark_used, file))
         self._lock.notify_all()
@@ -284,12 +277,8 @@ class PrefixStore:
 
     def _evict(self) -> None:
         """Remove the least recently used files until the others fit."""
-        excess = self._nbytes() - self.max_bytes
-        if excess > 0:
-            for file in sorted(self._files.values(), key=lambda file: file.used):
-                if excess > 0:
-                    excess -= file.nbytes
-                    self._remove(file.key)
+        while self._nbytes() > self.max_bytes:
+            self._remove(min(self._files.values(), key=lambda file: file.used).key)
 
     def _fill(self, found: list[StoredFile]) -> None:
         """Take in what was there at the start, but for what lacks an ancestor or is too much."""

@@ -15,6 +15,7 @@ import enum
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -31,40 +32,41 @@ NUM_RECENT = 3
 
 
 class Fetch(enum.Enum):
-    """How far a prefix has come from the disk.
-
-    GONE: it could not be read. NEVER: there is no room for it in memory, or the disk hangs.
-    """
+    """How far a prefix has come from the disk."""
 
     HERE = enum.auto()
     COMING = enum.auto()
+    # It could not be read.
     GONE = enum.auto()
+    # There is no room for it in memory, or the disk hangs.
     NEVER = enum.auto()
 
 
+@dataclass(eq=False)
 class Node:
-    """A segment of tokens. A root, whose parent is None, has no tokens and no KV.
+    """A segment of tokens, and of KV from `start` to `end` of the prefix.
 
-    Attributes:
+    Args:
         salt: `root_key` of the tree's salt.
-        start, end: the place of its tokens in the prefix.
-        kv: of its tokens.
-        snapshot: the states after the last of them, or None.
+        parent: the segment before; None for a root, which has no tokens and no KV.
+        tokens, kv: its own.
+        snapshot: the states after the last token, or None.
         lasting: its snapshot is not thinned.
         children: by their first token.
         pins: while above 0 nothing of the node is evicted.
     """
 
-    def __init__(self, salt: str, parent: Node | None, tokens: Tokens, kv: Segment | None) -> None:
-        self.salt = salt
-        self.parent = parent
-        self.start = 0 if parent is None else parent.end
-        self.tokens = tokens
-        self.kv = kv
-        self.snapshot: Snapshot | None = None
-        self.lasting = False
-        self.children: dict[int, Node] = {}
-        self.pins = 0
+    salt: str
+    parent: Node | None
+    tokens: Tokens
+    kv: Segment | None
+    snapshot: Snapshot | None = None
+    lasting: bool = False
+    children: dict[int, Node] = field(default_factory=dict)
+    pins: int = 0
+
+    def __post_init__(self) -> None:
+        self.start = 0 if self.parent is None else self.parent.end
 
     @property
     def end(self) -> int:
@@ -80,7 +82,6 @@ class Node:
         return nodes[::-1]
 
     def prefix(self) -> Tokens:
-        """The tokens of its path."""
         return tuple(chain.from_iterable(node.tokens for node in self.path()))
 
     def entry(self) -> tuple[list[Segment], Snapshot]:
@@ -105,7 +106,6 @@ class PrefixTree:
         self._entries: OrderedDict[Node, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Entries in memory."""
         return len(self._entries)
 
     def match(self, salt: str, tokens: Tokens) -> Node | None:
@@ -132,7 +132,6 @@ class PrefixTree:
         self._pinned.add(node)
 
     def unpin(self, node: Node) -> None:
-        """See `pin`."""
         node.pins -= 1
         assert node.pins >= 0
         if not node.pins:
@@ -143,41 +142,37 @@ class PrefixTree:
         self,
         salt: str,
         tokens: Tokens,
-        start: int,
-        kv: Segment | None,
+        segments: Sequence[Segment],
         snapshot: Snapshot,
         *,
         lasting: bool = False,
     ) -> bool:
-        """Add an entry; False: it has no room, or the KV before `start` is not here any more.
+        """Add an entry; False: it has no room, or the KV before its segments is not here any more.
 
         Args:
             salt, tokens: its `root_key`, and one or more tokens.
-            start: tokens whose KV should be here already.
-            kv: of the tokens from there on; None when there are none.
-            snapshot: the states after the last token.
+            segments: its KV behind what should be here already, up to the last token.
+            snapshot: the states after that.
             lasting: other conversations are likely to begin with it (a system prompt), so that it
                 stays when its chain is thinned.
         """
-        assert tokens and (kv is None) == (start == len(tokens))
         node, covered = self._walk(salt, tokens)
-        if covered < start:
+        if covered < (segments[0].start if segments else len(tokens)):
             return False
-        if covered == len(tokens):
-            kv = None
-        elif covered > start:
-            assert kv is not None
-            kv = kv.cut(covered, len(tokens))
+        rest = [s for s in segments if s.end > covered]
+        if rest and rest[0].start < covered:
+            rest[0] = rest[0].cut(covered, rest[0].end)
         if node.end > covered:
             node = self._split(node, covered)
-        if kv is not None or node.snapshot is None:
-            if not self._make_room(snapshot.nbytes + (0 if kv is None else kv.nbytes), node):
+        if rest or node.snapshot is None:
+            if not self._make_room(snapshot.nbytes + sum(s.nbytes for s in rest), node):
                 return False
-            if kv is not None:
-                if node.parent is None:
-                    self._roots[salt] = node
-                node.children[tokens[covered]] = Node(salt, node, tokens[covered:], kv)
-                node = node.children[tokens[covered]]
+            if rest and node.parent is None:
+                self._roots[salt] = node
+            for kv in rest:
+                child = Node(salt, node, tokens[kv.start : kv.end], kv)
+                node.children[child.tokens[0]] = child
+                node = child
                 self.nbytes += kv.nbytes
             node.snapshot = snapshot
             self.nbytes += snapshot.nbytes
@@ -212,10 +207,10 @@ class PrefixTree:
         return 0 if self._disk is None else self._disk.longest(salt, tokens)
 
     def fetch(self, salt: str, tokens: Tokens, *, lasting: bool = False) -> Fetch:
-        """Take in an entry from the disk, or have read what is not in memory of it.
+        """Take in an entry from the disk, or have what is not in memory of it read.
 
-        To be asked again while it is COMING: nothing is kept for it in memory meanwhile. If it is
-        GONE, it is not found again.
+        To be asked again while it is COMING: nothing is pinned meanwhile. If it is GONE, it is not
+        found again.
         """
         assert self._disk is not None
         node, covered = self._walk(salt, tokens)
@@ -223,7 +218,7 @@ class PrefixTree:
         try:
             found = self._disk.fetch(salt, tokens, covered, self._make_room)
             if not isinstance(found, Fetch):
-                kept = self.insert(salt, tokens, covered, *found, lasting=lasting)
+                kept = self.insert(salt, tokens, *found, lasting=lasting)
                 found = Fetch.HERE if kept else Fetch.GONE
         except Exception:
             logger.exception("A prefix could not be read; its tokens are computed instead")

@@ -128,15 +128,10 @@ class PrefixCache:
 
     def _insert(self, save: Save) -> None:
         segment, snapshot, length = save.segment, save.snapshot, len(save.tokens)
-        mx.eval(snapshot.arrays, {} if segment is None else segment.arrays)
-        self.tree.insert(
-            save.sequence.salt,
-            save.tokens,
-            length if segment is None else segment.start,
-            segment,
-            snapshot,
-            lasting=length == save.sequence.first_turn,
-        )
+        segments = [] if segment is None else [segment]
+        mx.eval(snapshot.arrays, [s.arrays for s in segments])
+        lasting = length == save.sequence.first_turn
+        self.tree.insert(save.sequence.salt, save.tokens, segments, snapshot, lasting=lasting)
         if not self._measured and segment is not None:
             self._measured = True
             logger.info(

@@ -78,7 +78,7 @@ class PrefixReuse:
             elif self._reader is not sequence:
                 return True
             prefix = sequence.prompt[:length]
-            lasting = turns(prefix, self._turn_ends)[:1] == [length]
+            lasting = self._is_first_turn(prefix)
             state = self.tree.fetch(sequence.salt, prefix, lasting=lasting)
             if state is Fetch.NEVER:
                 sequence.skips_disk = True
@@ -157,6 +157,10 @@ class PrefixReuse:
         node = self.find(sequence)
         length = self.tree.on_disk(sequence.salt, sequence.prompt)
         return length if node is None or length > node.end else 0
+
+    def _is_first_turn(self, prefix: Many[int]) -> bool:
+        ends = self._turn_ends
+        return prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
 
     def _end_read(self, sequence: Sequence) -> None:
         """It has what it waited for, or waits for the disk no longer."""

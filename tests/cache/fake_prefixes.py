@@ -20,11 +20,15 @@ class FakeKV:
     tokens: tuple[int, ...]
 
     @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
     def nbytes(self) -> int:
         return len(self.tokens)
 
     def cut(self, start: int, end: int) -> FakeKV:
-        assert self.start <= start < end <= self.start + len(self.tokens)
+        assert self.start <= start < end <= self.end
         return FakeKV(start, self.tokens[start - self.start : end - self.start])
 
 
@@ -68,7 +72,7 @@ class FakeDisk:
 
     def fetch(
         self, salt: str, tokens: tuple[int, ...], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | tuple[FakeKV | None, FakeState]:
+    ) -> Fetch | tuple[list[FakeKV], FakeState]:
         if self.state is Fetch.NEVER:
             return Fetch.NEVER
         if self.wanted != (salt, tokens, start):
@@ -83,8 +87,10 @@ class FakeDisk:
         self.forget()
         if self.broken or (salt, tokens) not in self.entries:
             return Fetch.GONE
-        rest = FakeKV(start, tokens[start:]) if start < len(tokens) else None
-        return rest, FakeState(tokens)
+        # In two files, one of which may begin before.
+        middle, before = (start + len(tokens)) // 2, max(start - 1, 0)
+        parts = [FakeKV(before, tokens[before:middle]), FakeKV(middle, tokens[middle:])]
+        return [part for part in parts if part.tokens and part.end > start], FakeState(tokens)
 
     def forget(self) -> None:
         self.wanted, self.reader.nbytes = None, 0
@@ -94,8 +100,8 @@ def put(tree: PrefixTree, tokens, salt: str = "", start: int | None = None, **mo
     """Insert an entry, with the KV that is missing or from a place on."""
     tokens = tuple(tokens)
     start = tree.covered(salt, tokens) if start is None else start
-    kv = FakeKV(start, tokens[start:]) if start < len(tokens) else None
-    return tree.insert(salt, tokens, start, kv, FakeState(tokens), **more)
+    kv = [FakeKV(start, tokens[start:])] if start < len(tokens) else []
+    return tree.insert(salt, tokens, kv, FakeState(tokens), **more)
 
 
 def check_integrity(tree: PrefixTree) -> None:

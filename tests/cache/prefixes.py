@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.prefix_keys import root_key
-from mlx_mtp.cache.prefix_state import Segment, Snapshot
+from mlx_mtp.cache.prefix_state import Segment, Snapshot, join
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree
 
@@ -29,8 +29,8 @@ def segment(tokens: Sequence[int], start: int = 0, width: int = 32) -> Segment:
     return Segment(start, len(tokens), arrays)
 
 
-def snapshot(tokens: Sequence[int], size: int = 512) -> Snapshot:
-    values = np.random.default_rng(list(tokens)).normal(size=(2, size)).astype(np.float32)
+def snapshot(tokens: Sequence[int]) -> Snapshot:
+    values = np.random.default_rng(list(tokens)).normal(size=(2, 512)).astype(np.float32)
     return Snapshot({"layers.1.state": mx.array(values), "hidden": mx.array(values[0, :3])})
 
 
@@ -49,23 +49,25 @@ def fetch(store: PrefixStore, *tokens: int, start: int = 0, salt: str = ROOT):
     return found
 
 
-def same(one: mx.array, other: mx.array) -> bool:
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and memoryview(one).tobytes() == memoryview(other).tobytes()
+def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
+    """Bit by bit."""
+
+    def bits(array: mx.array) -> tuple:
+        return array.dtype, array.shape, memoryview(array).tobytes()
+
+    return {name: bits(a) for name, a in one.items()} == {n: bits(a) for n, a in other.items()}
 
 
 def is_whole(found: object, *tokens: int, start: int = 0, width: int = 32) -> bool:
-    """It is all of the prefix, bit by bit."""
+    """It is all of the prefix."""
     if isinstance(found, Fetch):
         return False
-    got, states = found
+    segments, states = found
     if start < len(tokens):
-        wanted = segment(tokens, start, width)
+        got = join(segments, start)
         assert (got.start, got.end, got.bits) == (start, len(tokens), None)
-        assert got.arrays.keys() == wanted.arrays.keys()
-        assert all(same(got.arrays[name], wanted.arrays[name]) for name in wanted.arrays)
-    wanted_states = snapshot(tokens).arrays
-    return all(same(states.arrays[name], wanted_states[name]) for name in wanted_states)
+        assert same(got.arrays, segment(tokens, start, width).arrays)
+    return same(states.arrays, snapshot(tokens).arrays)
 
 
 def nodes(tree: PrefixTree) -> list[Node]:

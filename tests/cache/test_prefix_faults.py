@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +21,12 @@ from tests.cache.prefixes import PATIENCE, ROOT, fetch, is_whole, keep
 from tests.cache.test_prefix_store import Open, check_integrity, files
 
 PATHS = ((1,), (1, 2), (1, 2, 3), (4,), (1, 5), (4, 6), (7,), (1, 2, 3, 8))
-EVENTS = ("open", "write", "fsync", "replace", "unlink", "close", "utime")
+CALLS = ("open", "write", "fsync", "replace", "unlink", "close", "utime")
+
+
+def remove_under(store: PrefixStore, *tokens: int) -> None:
+    with store._lock:
+        store._remove_under(next(prefix_keys(ROOT, tokens, [len(tokens)]))[1])
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
@@ -43,8 +45,8 @@ def test_killed_at_any_step(
     store = open_store()
     own = [store._thread]
 
-    def event(real: Callable[..., object]) -> Callable[..., object]:
-        def run(*args: object, **kwargs: object) -> object:
+    def copied_before(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             if own == [threading.current_thread()]:
                 own.clear()  # The copying makes such calls itself.
                 left.append(folder.parent / f"left {len(left)}")
@@ -52,24 +54,23 @@ def test_killed_at_any_step(
                 own.append(store._thread)
             return real(*args, **kwargs)
 
-        return run
+        return call
 
     with monkeypatch.context() as patch:
         patch.setattr(prefix_files, "_SLICE", 2000)
-        for name in EVENTS:
-            patch.setattr(prefix_files.os, name, event(getattr(os, name)))
+        for name in CALLS:
+            patch.setattr(prefix_files.os, name, copied_before(getattr(os, name)))
         for _ in range(2):
             for path in PATHS:
                 keep(store, *path)
             assert store.flush(PATIENCE)
-            with store._lock:
-                store._remove_under(next(prefix_keys(ROOT, (1, 2), [2]))[1])
+            remove_under(store, 1, 2)
         assert store.flush(PATIENCE)
     store.close()
     found, unfinished = set(), 0
-    for path in left[::every]:
-        unfinished += len(files(path, "*.tmp"))
-        store = open_store(path=path)
+    for place in left[::every]:
+        unfinished += len(files(place, "*.tmp"))
+        store = open_store(path=place)
         check_integrity(store)
         whole = [path for path in PATHS if store.longest(ROOT, path) == len(path)]
         assert all(is_whole(fetch(store, *path), *path) for path in whole)
@@ -79,49 +80,8 @@ def test_killed_at_any_step(
     assert "damaged" not in caplog.text
 
 
-# Keeps prefixes until it is killed.
-CHILD = """
-import sys
-from pathlib import Path
-from mlx_mtp.cache.prefix_store import PrefixStore
-from tests.cache.prefixes import FINGERPRINT, ROOT, keep
-store = PrefixStore(Path(sys.argv[1]), FINGERPRINT, 1 << 30)
-print("READY", flush=True)
-for number in range(10**6):
-    keep(store, number, width=20_000)
-    store.flush(60)
-    store.drop_snapshot(ROOT, (number,))
-"""
-
-
-@pytest.mark.full
-def test_killed_at_any_time(
-    open_store: Open, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rng = random.Random(7)
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    unfinished = 0
-    for _ in range(30):
-        command = [sys.executable, "-c", CHILD, str(folder)]
-        killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert killed.stdout is not None
-        assert killed.stdout.readline() == "READY\n"
-        time.sleep(rng.uniform(0.02, 0.3))
-        killed.kill()
-        killed.communicate()
-        unfinished += len(files(folder, "*.tmp"))
-        store = open_store()
-        check_integrity(store)
-        for number in range(1000):
-            if store.longest(ROOT, (number,)):
-                assert is_whole(fetch(store, number), number, width=20_000)
-        store.close()
-    assert "damaged" not in caplog.text
-    assert unfinished > 3
-
-
 @pytest.mark.parametrize("place", ["open", "write", "fsync", "replace", "unlink"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOENT])
 def test_every_refusal_of_the_disk(
     open_store: Open,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,7 +92,7 @@ def test_every_refusal_of_the_disk(
     """It is logged once, nothing more is tried for a while, and then all is well again."""
     store = open_store()
     keep(store, 9)
-    assert store.flush(PATIENCE)
+    check_integrity(store)
     real = getattr(os, place)
 
     def refuse(*args: object, **kwargs: object) -> object:
@@ -143,73 +103,50 @@ def test_every_refusal_of_the_disk(
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
         patch.setattr(prefix_files.os, place, refuse)
         if place == "unlink":
+            # One that is not there any more is no error.
             store.drop_snapshot(ROOT, (9,))
         else:
             keep(store, 1, 2)
         assert store.flush(PATIENCE)
         keep(store, 3)
         assert store.flush(PATIENCE)
-    assert store.longest(ROOT, (1, 2)) == store.longest(ROOT, (3,)) == 0
-    assert [os.strerror(number) in message for message in caplog.messages] == [True]
-    assert "The cache goes on in memory" in caplog.text
-    assert store.stats().num_dropped >= 1
+    refused = (place, number) != ("unlink", errno.ENOENT)
+    assert [os.strerror(number) in message for message in caplog.messages] == [True] * refused
+    assert ("The cache goes on in memory" in caplog.text) == refused
+    assert [store.longest(ROOT, path) for path in ((1, 2), (3,))] == [0, int(not refused)]
+    assert store.stats().num_dropped >= refused + (place != "unlink")
     store._refused_until = 0.0
     keep(store, 1, 2)
+    assert is_whole(fetch(store, 1, 2), 1, 2)
     if place != "unlink":
         check_integrity(store)
         assert is_whole(fetch(store, 9), 9)
-    assert is_whole(fetch(store, 1, 2), 1, 2)
 
 
-def test_a_directory_that_vanishes(
-    open_store: Open, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = open_store()
-    keep(store, 1)
-    assert store.flush(PATIENCE)
-    shutil.rmtree(folder)
-    with caplog.at_level(logging.WARNING):
-        assert fetch(store, 1) is Fetch.GONE
-        for first in range(3):
-            store._refused_until = 0.0
-            keep(store, first)
-            assert store.flush(PATIENCE)
-    assert len(caplog.messages) == 1
-    assert not folder.exists()
-
-
+@pytest.mark.parametrize("name", ["pack", "write", "mark_used"])
 def test_an_error_of_our_own_is_not_the_end(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("a mistake of ours")
 
     store = open_store()
-    for owner, name in (
-        (prefix_store, "pack"),
-        (prefix_files.PrefixDirectory, "write"),
-        (prefix_files.PrefixDirectory, "mark_used"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, broken)
-            keep(store, 1)
-            assert store.flush(PATIENCE)
-        assert "a mistake of ours" in caplog.text
-        caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_store if name == "pack" else store._directory, name, broken)
         keep(store, 1)
-        check_integrity(store)
-        assert is_whole(fetch(store, 1), 1)
-        store.drop_snapshot(ROOT, (1,))
-        with store._lock:
-            store._remove_under(next(iter(store._files)))
+        assert store.flush(PATIENCE)
+    assert "a mistake of ours" in caplog.text
+    keep(store, 1)
+    check_integrity(store)
+    assert is_whole(fetch(store, 1), 1)
 
 
 class Hang:
-    """A function of the system's that waits until it may go on."""
+    """A call of the system that waits until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
-        real: Callable[..., object] = getattr(os, name)
+        real = getattr(os, name)
 
         def held(*args: object, **kwargs: object) -> object:
             self.began.set()
@@ -217,9 +154,6 @@ class Hang:
             return real(*args, **kwargs)
 
         monkeypatch.setattr(prefix_files.os, name, held)
-
-    def wait(self) -> None:
-        assert self.began.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -237,18 +171,21 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Hang]]:
 
 @pytest.mark.parametrize("place", ["open", "write", "fsync", "replace", "unlink", "utime"])
 def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
-    open_store: Open, hang: Callable[[str], Hang], place: str
+    open_store: Open,
+    hang: Callable[[str], Hang],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
-    """What waits is bounded, and what is dropped meanwhile never gets there."""
+    """What waits is bounded, and what is removed meanwhile never gets there."""
     store = open_store(max_bytes=60_000, max_queued_bytes=30_000)
     for first in range(3):
         keep(store, first)
-    assert store.flush(PATIENCE)
+    check_integrity(store)
     disk = hang(place)
     if place == "unlink":
         store.drop_snapshot(ROOT, (0,))
     keep(store, 7)
-    disk.wait()
+    assert disk.began.wait(PATIENCE)
     for other in range(10, 30):
         keep(store, other)
     assert store.stats().num_dropped > 10
@@ -256,38 +193,20 @@ def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
     # What waits is found, and is read when the disk answers.
     assert store.longest(ROOT, (10,)) == 1
     assert store.fetch(ROOT, (10,), 0, lambda nbytes: True) is Fetch.COMING
-    assert store.stats().num_nodes <= 8
-    with store._lock:
-        store._remove_under(next(key for key, file in store._files.items() if file.end == 1))
-    store.drop_snapshot(ROOT, (7,))
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_store, "READ_SECONDS", 0.0)
+        assert store.fetch(ROOT, (10,), 0, lambda nbytes: True) is Fetch.NEVER
+    store.forget()
+    remove_under(store, 7)
     disk.go_on.set()
+    assert store.flush(PATIENCE)
+    assert store.reader.contents is None, "what was forgotten is kept"
     assert is_whole(fetch(store, 10), 10)
     check_integrity(store)
     assert store.longest(ROOT, (7,)) == 0
     keep(store, 7)
     check_integrity(store)
     assert is_whole(fetch(store, 7), 7)
-
-
-def test_a_read_that_takes_too_long_is_not_waited_for(
-    open_store: Open, hang: Callable[[str], Hang], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store()
-    for path in ((1,), (1, 2), (9,)):
-        keep(store, *path)
-    assert store.flush(PATIENCE)
-    disk = hang("open")
-    assert store.fetch(ROOT, (1, 2), 0, lambda nbytes: True) is Fetch.COMING
-    disk.wait()
-    monkeypatch.setattr(prefix_store, "READ_SECONDS", 0.0)
-    assert store.fetch(ROOT, (1, 2), 0, lambda nbytes: True) is Fetch.NEVER
-    assert store.fetch(ROOT, (9,), 0, lambda nbytes: True) is Fetch.NEVER
-    store.forget()
-    disk.go_on.set()
-    assert store.flush(PATIENCE)
-    assert store.reader.contents is None, "what was forgotten is not kept"
-    monkeypatch.undo()
-    assert is_whole(fetch(store, 1, 2), 1, 2)
 
 
 def test_closing_writes_what_waits_for_some_time(
@@ -297,9 +216,8 @@ def test_closing_writes_what_waits_for_some_time(
     for first in range(20):
         keep(store, first)
     store.close(PATIENCE)
-    keep(store, 99)
     store.close()
-    assert open_store().stats().num_nodes == 40
+    assert len(files(folder)) == 40
     real = os.write
 
     def slow(*args: object) -> int:
@@ -324,10 +242,10 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(prefix_store, "_ABANDON_SECONDS", 0.1)
-    store: PrefixStore = open_store()
+    store = open_store()
     disk = hang("write")
     keep(store, 0)
-    disk.wait()
+    assert disk.began.wait(PATIENCE)
     store.close(0.1)
     assert "hangs" in caplog.text
     keep(store, 1)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from mlx_mtp.cache.prefix_tree import NUM_RECENT, Fetch, Node, PrefixTree, common_length, spare
 from tests.cache.fake_prefixes import STATE, FakeDisk, FakeKV, check_integrity, put
@@ -82,8 +88,7 @@ def test_pinned_entries_stay_and_can_be_split() -> None:
     put(tree, range(10))
     node = tree.match("", tuple(range(10)))
     tree.pin(node)
-    for start in (100, 200):
-        assert put(tree, range(start, start + 9))
+    put(tree, range(100, 109))
     tree.clear()
     assert put(tree, [0, 1, 2, 7])
     assert found(tree, range(10)) == 10
@@ -269,11 +274,12 @@ class Life(RuleBasedStateMachine):
             assert node in nodes(self.tree)
 
 
-class LongLife(Life):
-    """The same, at length."""
-
-
 Life.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-LongLife.TestCase.settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)
 TestLife = pytest.mark.timeout(300)(Life.TestCase)
-TestLongLife = pytest.mark.full(LongLife.TestCase)
+
+
+@pytest.mark.full
+def test_a_long_life() -> None:
+    run_state_machine_as_test(
+        Life, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None)
+    )

@@ -63,6 +63,9 @@ def begin(tiny_models, tmp_path, monkeypatch):
     first.engine.submit(request("first", PROMPT, greedy(1, ignore_eos=True)))
     first.wait("first")
     assert first.engine.stop(PATIENCE)
+    counted = first.engine.stats().prefix_cache
+    assert counted.num_files == counted.num_files_written >= 2
+    assert (counted.num_files_dropped, counted.file_nbytes > 0) == (0, True)
     yield start
     for served, disk in made:
         disk.go_on.set()
