@@ -325,15 +325,13 @@ def spare(ends: Sequence[int], last: int) -> list[int]:
 
 def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:
     """How many tokens `one` has in common with `other` from its place `at` on."""
-    most = min(len(one), len(other) - at)
-    if one[:most] == other[at : at + most]:
-        return most
-    # Slices are compared much faster than their tokens one by one, and here each but about twice.
-    same, end = 0, most
-    while end - same > 1:
-        middle = (same + end) // 2
+    same, end = 0, min(len(one), len(other) - at)
+    # Slices are compared much faster than their tokens one by one; most often all are the same.
+    middle = end
+    while same < end:
         if one[same:middle] == other[at + same : at + middle]:
             same = middle
         else:
-            end = middle
+            end = middle - 1
+        middle = (same + end + 1) // 2
     return same

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -21,16 +21,15 @@ from mlx_mtp.engine.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(NamedTuple):
     """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded.
 
-    Its segment is of the tokens whose KV is not in the cache; None: all of it is.
+    The segments are of the tokens whose KV is not in the cache: one, or none.
     """
 
     sequence: Sequence
     tokens: tuple[int, ...]
-    segment: Segment | None
+    segments: list[Segment]
     snapshot: Snapshot
 
 
@@ -72,12 +71,11 @@ class PrefixCache:
         """Copy what is to be saved of rows whose prompt has just been computed up to there."""
         saves = []
         for row, sequence in enumerate(batch.sequences):
-            if sequence.num_computed in sequence.save_points:
-                save = self._copy(batch, row, sequence.prompt[: sequence.num_computed])
-                if save is None:
-                    sequence.saved(sequence.num_computed)
-                else:
+            if (end := sequence.num_computed) in sequence.save_points:
+                if (save := self._copy(batch, row, sequence.prompt[:end])) is not None:
                     saves.append(save)
+                else:
+                    sequence.saved(end)
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
@@ -114,30 +112,29 @@ class PrefixCache:
         try:
             # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
-            segment = None
+            segments = []
             if start < len(tokens):
                 head = batch.draft_kv()
-                segment = take_segment(batch.cache, head, row, start, len(tokens), self._bits)
+                segments = [take_segment(batch.cache, head, row, start, len(tokens), self._bits)]
             snapshot = take_snapshot(batch.cache, row, batch.last_hidden)
-            mx.async_eval(snapshot.arrays, {} if segment is None else segment.arrays)
+            mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
             return None
         sequence.num_copied = len(tokens)
-        return Save(sequence, tokens, segment, snapshot)
+        return Save(sequence, tokens, segments, snapshot)
 
     def _insert(self, save: Save) -> None:
-        segment, snapshot, length = save.segment, save.snapshot, len(save.tokens)
-        segments = [] if segment is None else [segment]
-        mx.eval(snapshot.arrays, [s.arrays for s in segments])
-        lasting = length == save.sequence.first_turn
-        self.tree.insert(save.sequence.salt, save.tokens, segments, snapshot, lasting=lasting)
-        if not self._measured and segment is not None:
+        sequence, tokens, segments, snapshot = save
+        mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
+        lasting = len(tokens) == sequence.first_turn
+        self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting=lasting)
+        if segments and not self._measured:
             self._measured = True
             logger.info(
                 "Measured: a prefix takes %.2f kB a token, and %.2f MB at each place where it was "
                 "saved; there is room for %.0f MB.",
-                segment.nbytes / (segment.end - segment.start) / 1e3,
+                segments[0].nbytes / (segments[0].end - segments[0].start) / 1e3,
                 snapshot.nbytes / 1e6,
                 self.tree.limit / 1e6,
             )

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from mlx_mtp.cache.prefix_keys import prefix_keys
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch
 from tests.cache.prefixes import PATIENCE, ROOT, fetch, is_whole, keep
-from tests.cache.test_prefix_store import Open, check_integrity, files
+from tests.cache.test_prefix_store import check_integrity, files
 
 PATHS = ((1,), (1, 2), (1, 2, 3), (4,), (1, 5), (4, 6), (7,), (1, 2, 3, 8))
 CALLS = ("open", "write", "fsync", "replace", "unlink", "close", "utime")
@@ -30,13 +30,7 @@ def remove_under(store: PrefixStore, *tokens: int) -> None:
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
-def test_killed_at_any_step(
-    open_store: Open,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    every: int,
-) -> None:
+def test_killed_at_any_step(open_store, folder, monkeypatch, caplog, every):
     """A kill leaves what is in the directory before one of the store's calls of the system.
 
     Nothing half written bears a file's name, and what is there can be used.
@@ -82,13 +76,7 @@ def test_killed_at_any_step(
 
 @pytest.mark.parametrize("place", ["open", "write", "fsync", "replace", "unlink"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOENT])
-def test_every_refusal_of_the_disk(
-    open_store: Open,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    place: str,
-    number: int,
-) -> None:
+def test_every_refusal_of_the_disk(open_store, monkeypatch, caplog, place, number):
     """It is logged once, nothing more is tried for a while, and then all is well again."""
     store = open_store()
     keep(store, 9)
@@ -124,9 +112,7 @@ def test_every_refusal_of_the_disk(
 
 
 @pytest.mark.parametrize("name", ["pack", "write", "mark_used"])
-def test_an_error_of_our_own_is_not_the_end(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_an_error_of_our_own_is_not_the_end(open_store, monkeypatch, caplog, name):
     def broken(*args: object) -> None:
         raise RuntimeError("a mistake of ours")
 
@@ -144,7 +130,7 @@ def test_an_error_of_our_own_is_not_the_end(
 class Hang:
     """A call of the system that waits until it may go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def __init__(self, monkeypatch, name):
         self.began, self.go_on = threading.Event(), threading.Event()
         real = getattr(os, name)
 
@@ -157,7 +143,7 @@ class Hang:
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Hang]]:
+def hang(monkeypatch):
     made: list[Hang] = []
 
     def make(name: str) -> Hang:
@@ -171,11 +157,8 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Hang]]:
 
 @pytest.mark.parametrize("place", ["open", "write", "fsync", "replace", "unlink", "utime"])
 def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
-    open_store: Open,
-    hang: Callable[[str], Hang],
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-) -> None:
+    open_store, hang, monkeypatch, place
+):
     """What waits is bounded, and what is removed meanwhile never gets there."""
     store = open_store(max_bytes=60_000, max_queued_bytes=30_000)
     for first in range(3):
@@ -209,9 +192,7 @@ def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
     assert is_whole(fetch(store, 7), 7)
 
 
-def test_closing_writes_what_waits_for_some_time(
-    open_store: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_writes_what_waits_for_some_time(open_store, folder, monkeypatch):
     store = open_store()
     for first in range(20):
         keep(store, first)
@@ -235,12 +216,7 @@ def test_closing_writes_what_waits_for_some_time(
     check_integrity(open_store())
 
 
-def test_a_disk_that_hangs_does_not_hold_up_the_end(
-    open_store: Open,
-    hang: Callable[[str], Hang],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_disk_that_hangs_does_not_hold_up_the_end(open_store, hang, monkeypatch, caplog):
     monkeypatch.setattr(prefix_store, "_ABANDON_SECONDS", 0.1)
     store = open_store()
     disk = hang("write")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,20 +23,7 @@ def found(tree: PrefixTree, tokens, salt: str = "") -> int:
     return 0 if node is None else node.end
 
 
-def test_branches_share_their_kv_and_a_match_ends_only_at_a_snapshot() -> None:
-    tree = PrefixTree(10_000)
-    put(tree, range(100))
-    put(tree, [*range(60), *range(200, 240)])
-    assert tree.nbytes == 100 + 40 + 2 * STATE
-    assert found(tree, range(60)) == found(tree, [*range(60), 5]) == 0
-    put(tree, range(60))
-    assert tree.nbytes == 140 + 3 * STATE
-    assert found(tree, [*range(60), 5]) == found(tree, range(99)) == 60
-    assert found(tree, range(60), salt="other") == 0
-    check_integrity(tree)
-
-
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_goes_first():
     tree = PrefixTree(3 * (10 + STATE))
     for start in (0, 100, 200):
         put(tree, range(start, start + 10))
@@ -48,7 +35,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [found(tree, range(s, s + 10)) for s in (0, 200, 300, 400)] == [0, 10, 10, 10]
 
 
-def test_kv_that_others_need_stays_and_what_nothing_needs_goes() -> None:
+def test_kv_that_others_need_stays_and_what_nothing_needs_goes():
     tree = PrefixTree(30 + 2 * STATE + 5)
     put(tree, range(10))
     put(tree, range(30))
@@ -64,7 +51,7 @@ def test_kv_that_others_need_stays_and_what_nothing_needs_goes() -> None:
     check_integrity(tree)
 
 
-def test_what_has_no_room_is_not_kept_and_costs_no_other_its_place() -> None:
+def test_what_has_no_room_is_not_kept_and_costs_no_other_its_place():
     tree = PrefixTree(500)
     assert put(tree, range(1000, 1010))
     assert put(tree, range(200))
@@ -83,7 +70,7 @@ def test_what_has_no_room_is_not_kept_and_costs_no_other_its_place() -> None:
     check_integrity(tree)
 
 
-def test_pinned_entries_stay_and_can_be_split() -> None:
+def test_pinned_entries_stay_and_can_be_split():
     tree = PrefixTree(2 * (10 + STATE))
     put(tree, range(10))
     node = tree.match("", tuple(range(10)))
@@ -100,7 +87,7 @@ def test_pinned_entries_stay_and_can_be_split() -> None:
     check_integrity(tree)
 
 
-def test_a_split_that_fails_leaves_the_tree_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_that_fails_leaves_the_tree_as_it_was(monkeypatch):
     real = FakeKV.cut
 
     def broken(self: FakeKV, start: int, end: int) -> FakeKV:
@@ -120,19 +107,7 @@ def test_a_split_that_fails_leaves_the_tree_as_it_was(monkeypatch: pytest.Monkey
     check_integrity(tree)
 
 
-def test_an_entry_whose_beginning_has_gone_is_not_kept() -> None:
-    tree = PrefixTree(10_000)
-    assert not put(tree, range(20), start=5)
-    assert put(tree, range(10))
-    assert not put(tree, range(20), start=15)
-    # More of it may have come since the copy was made.
-    for start in (3, 3, 20):
-        assert put(tree, range(20), start=start)
-        assert tree.nbytes == 20 + 2 * STATE
-    check_integrity(tree)
-
-
-def test_a_growing_chain_keeps_few_snapshots_in_memory_and_on_the_disk() -> None:
+def test_a_growing_chain_keeps_few_snapshots_in_memory_and_on_the_disk():
     disk = FakeDisk()
     tree = PrefixTree(10**9, disk)
     put(tree, [*range(30), 999])
@@ -150,7 +125,7 @@ def test_a_growing_chain_keeps_few_snapshots_in_memory_and_on_the_disk() -> None
     check_integrity(tree)
 
 
-def test_spare_leaves_doubling_distances() -> None:
+def test_spare_leaves_doubling_distances():
     assert spare([], 10) == []
     assert spare([1, 2, 3, 4], 5) == []
     ends = list(range(100))
@@ -159,17 +134,7 @@ def test_spare_leaves_doubling_distances() -> None:
     assert spare(kept, 100) == []
 
 
-@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.integers(0, 5))
-def test_common_length(one, other, at):
-    at = min(at, len(other))
-    expected = next(
-        (i for i, (a, b) in enumerate(zip(one, other[at:])) if a != b),
-        min(len(one), len(other) - at),
-    )
-    assert common_length(tuple(one), tuple(other), at) == expected
-
-
-def test_comparing_long_prompts_looks_at_each_token_a_few_times() -> None:
+def test_comparing_long_prompts_looks_at_each_token_a_few_times():
     looked_at = 0
 
     class Counted(tuple):
@@ -181,9 +146,9 @@ def test_comparing_long_prompts_looks_at_each_token_a_few_times() -> None:
 
     length = 100_000
     tokens = Counted(range(length))
-    for part in (0, 1, length // 2, length - 1):
-        other = (*range(part), -1, *range(part + 1, length))
-        assert common_length(tokens, other) == part
+    for part in (0, 1, length // 2, length - 1, length):
+        other = (7, *range(part), -1, *range(part + 1, length))
+        assert common_length(tokens, other, 1) == part
         assert looked_at < 4 * length
         looked_at = 0
 
@@ -198,23 +163,27 @@ class Life(RuleBasedStateMachine):
     At all times what matches is the longest entry that was inserted and is in the tree.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.disk = FakeDisk()
         self.tree = PrefixTree(260, self.disk)
         self.pinned: list[Node] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
 
-    @rule(tokens=tokens, salt=salts, back=st.integers(0, 3))
-    def insert(self, tokens: tuple[int, ...], salt: str, back: int) -> None:
-        start = max(self.tree.covered(salt, tokens) - back, 0)
-        if put(self.tree, tokens, salt, start):
+    @rule(tokens=tokens, salt=salts, back=st.integers(-1, 3))
+    def insert(self, tokens, salt, back):
+        """More of it may have come since it was copied, or have gone."""
+        covered = self.tree.covered(salt, tokens)
+        start = min(max(covered - back, 0), len(tokens))
+        if start > covered:
+            assert not put(self.tree, tokens, salt, start)
+        elif put(self.tree, tokens, salt, start):
             self.seen.add((salt, tokens))
             assert found(self.tree, tokens, salt) == len(tokens)
             assert self.tree.on_disk(salt, tokens) == len(tokens)
 
     @rule(tokens=tokens, salt=salts, pin=st.booleans())
-    def look_up(self, tokens: tuple[int, ...], salt: str, pin: bool) -> None:
+    def look_up(self, tokens, salt, pin):
         node = self.tree.match(salt, tokens)
         entries = {n.prefix() for n in nodes(self.tree) if n.snapshot and n.salt == salt}
         best = max((e for e in entries if tokens[: len(e)] == e), key=len, default=())
@@ -228,7 +197,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pinned)
     @rule(bad=st.booleans())
-    def use(self, bad: bool) -> None:
+    def use(self, bad):
         node = self.pinned.pop()
         assert all(n.kv is not None for n in node.path())
         if bad and node not in self.pinned:
@@ -238,7 +207,7 @@ class Life(RuleBasedStateMachine):
         self.tree.unpin(node)
 
     @rule(tokens=tokens, salt=salts, broken=st.booleans(), coming=st.booleans())
-    def fetch(self, tokens: tuple[int, ...], salt: str, broken: bool, coming: bool) -> None:
+    def fetch(self, tokens, salt, broken, coming):
         """What comes between two calls is up to the other rules."""
         length = self.tree.on_disk(salt, tokens)
         if length <= found(self.tree, tokens, salt):
@@ -251,24 +220,24 @@ class Life(RuleBasedStateMachine):
         assert (self.tree.on_disk(salt, tokens) < length) == (state is Fetch.GONE)
 
     @rule(number=st.integers(0, 99))
-    def lose(self, number: int) -> None:
+    def lose(self, number):
         if self.disk.entries:
             self.disk.entries.discard(sorted(self.disk.entries)[number % len(self.disk.entries)])
 
     @rule()
-    def forget(self) -> None:
+    def forget(self):
         self.tree.forget_fetched()
         assert self.tree.fetched_nbytes == 0
 
     @rule()
-    def clear(self) -> None:
+    def clear(self):
         kept = set(self.disk.entries)
         self.tree.clear()
         assert self.disk.entries == kept
         assert self.pinned or self.tree.nbytes == 0
 
     @invariant()
-    def whole(self) -> None:
+    def whole(self):
         check_integrity(self.tree)
         for node in self.pinned:
             assert node in nodes(self.tree)
@@ -279,7 +248,7 @@ TestLife = pytest.mark.timeout(300)(Life.TestCase)
 
 
 @pytest.mark.full
-def test_a_long_life() -> None:
+def test_a_long_life():
     run_state_machine_as_test(
         Life, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None)
     )

@@ -157,19 +157,6 @@ def test_the_heads_own_cache_is_complete_behind_a_prefix(tiny_models, family, de
         check_head_cache(warm, model, name)
 
 
-def test_drafts_are_accepted_as_often_as_without_the_cache(demo_model):
-    """A hole in the head's KV changes no token; it shows here."""
-    tokens = [int(t) for t in np.random.default_rng(3).integers(2, 4000, 60)]
-    counts = []
-    for size in (0, 64 << 20):
-        run = driver(demo_model, vocab_size=4096, prefill_step_size=32, prefix_cache_size=size)
-        ask(run, request("before", tokens, greedy(12)))
-        ask(run, request("after", [*tokens, *run.tokens("before"), 7, 8], greedy(24)))
-        assert (run.reused("after") > 0) == (size > 0)
-        counts.append([(o.token_ids, o.num_accepted_tokens) for o in run.outputs["after"]])
-    assert counts[0] == counts[1]
-
-
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_quantized_prefixes(demo_model, tmp_path, bits):
     """Smaller, found all the same, drafted for as before, and the same from the disk."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,12 +9,10 @@ from hypothesis import strategies as st
 from mlx_mtp.cache.prefix_store import READ_SECONDS
 from mlx_mtp.cache.prefix_tree import Fetch
 from mlx_mtp.engine.admission import Admission
-from mlx_mtp.engine.plan import RowResult
-from mlx_mtp.engine.reuse import MIN_GAIN, NUM_TURNS, save_points, turns
+from mlx_mtp.engine.reuse import MIN_GAIN, save_points, turns
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import StepError
 from tests.cache.fake_prefixes import check_integrity, put
-from tests.cache.prefixes import nodes
 from tests.engine.prefix_world import END, World
 
 HERE, COMING, NEVER = Fetch.HERE, Fetch.COMING, Fetch.NEVER
@@ -27,10 +23,6 @@ OTHER = [6] * 60
 def messages(*lengths: int) -> list[int]:
     """Messages of so many tokens, each with its end."""
     return [t for length in lengths for t in ([5] * (length - 1) + [END])]
-
-
-def points_of(prompt: list[int], start: int, step: int, gain: int = MIN_GAIN) -> list[int]:
-    return save_points(len(prompt), start, turns(prompt, {END}), step, gain)
 
 
 @pytest.mark.parametrize(
@@ -55,25 +47,7 @@ def points_of(prompt: list[int], start: int, step: int, gain: int = MIN_GAIN) ->
     ],
 )
 def test_save_points(prompt, start, step, points):
-    assert points_of(prompt, start, step) == points
-
-
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=80),
-    st.integers(0, 80),
-    st.integers(1, 20),
-    st.integers(1, 9),
-)
-def test_save_points_are_few_and_apart(prompt, start, step, gain):
-    start = min(start, len(prompt))
-    points = points_of(prompt, start, step, gain)
-    assert points == sorted(set(points))
-    assert all(start < p <= len(prompt) for p in points)
-    assert bool(points) == (start < len(prompt)) == (points[-1:] == [len(prompt)])
-    cuts = [start, *points[:-1]]
-    assert all(b - a >= gain for a, b in itertools.pairwise(cuts))
-    doubled = sum(1 for k in range(80) if step << k < len(prompt))
-    assert len(points) <= NUM_TURNS + 2 + doubled
+    assert save_points(len(prompt), start, turns(prompt, {END}), step) == points
 
 
 def test_a_burst_that_was_held_back_does_not_go_before_other_clients():
@@ -115,25 +89,6 @@ def test_no_request_waits_for_what_would_win_little_or_is_not_saved():
     assert world.computed == {name: len(prompt) for name, prompt in prompts.items()}
 
 
-@pytest.mark.parametrize(("how", "left"), [("cancel", 44), ("fail", 44), ("not saved", 60)])
-def test_a_leader_that_goes_away_frees_those_that_wait(how, left):
-    world = World()
-    world.saves = how != "not saved"
-    world.add("leader", LONG)
-    world.add("held", LONG)
-    world.add("leaves", LONG)
-    world.step()
-    world.policy.cancel("leaves")
-    assert world.policy.num_waiting == 1
-    if how == "cancel":
-        world.policy.cancel("leader")
-    elif how == "fail":
-        world.step(fail=True)
-    world.run()
-    assert world.computed["held"] == left
-    assert "leaves" not in world.computed
-
-
 def test_a_request_waits_only_for_those_before_it():
     """However many come after it that it could learn from."""
     world = World()
@@ -153,30 +108,6 @@ def test_a_request_waits_only_for_those_before_it():
         world.reuse.begin(each, None)
     assert not world.reuse.held_back(first, [second])
     assert world.reuse.held_back(second, [first])
-
-
-@pytest.mark.parametrize("how", ["cancel", "fail_all", "error", "before its first chunk"])
-def test_a_pin_ends_however_the_request_does(how):
-    world = World()
-    world.add("first", [5] * 40)
-    world.run()
-    if how == "before its first chunk":
-        world.add("long", [9] * 100)
-        world.step()
-    world.add("ends", [*[5] * 40, *[6] * 40])
-    plan = world.policy.schedule()
-    assert sum(n.pins for n in nodes(world.tree)) == 1
-    if how == "fail_all":
-        world.policy.fail_all(StepError("down"))
-    elif how == "error":
-        assert [start for _, start, _ in plan.chunk.rows] == [40]
-        for row, _, length in plan.chunk.rows:
-            row.launched(length)
-            world.policy.update([RowResult(row, length, error=StepError("broken"))])
-    else:
-        world.policy.cancel("ends")
-    world.policy.schedule()
-    assert sum(n.pins for n in nodes(world.tree)) == 0
 
 
 def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
@@ -384,6 +315,8 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             world.disk.entries.clear()
         elif what == 3:
             world.now += READ_SECONDS
+        elif what == 4 and data.draw(st.booleans()):
+            world.policy.fail_all(StepError("down"))
         world.disk.broken = data.draw(st.integers(0, 4)) == 0
         world.saves = data.draw(st.integers(0, 4)) > 0
     world.disk.state = data.draw(st.sampled_from([HERE, COMING, NEVER]))
