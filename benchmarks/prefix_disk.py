@@ -129,7 +129,7 @@ def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
         for name, array in node.kv.arrays.items()
     }
     segment = Segment(node.end, len(prompt), arrays)
-    assert prefixes.tree.insert(root_key(None), prompt, node.end, segment, node.snapshot)
+    assert prefixes.tree.insert(root_key(None), prompt, [segment], node.snapshot)
     assert store.flush(_PATIENCE)
     store.close()
 

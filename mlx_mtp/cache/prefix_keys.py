@@ -1,8 +1,7 @@
-"""Names of token prefixes, and the fingerprint of what their cached numbers depend on.
+"""Keys of token prefixes, and the fingerprint of what their cached numbers depend on.
 
-A key is a hash chain, one link a token: `K(s + [t]) = SHA-256(K(s), t)`, from a root made of the
-salt. So it names a prefix whatever the pieces it is stored in, a node that is split keeps its key,
-and a child's key follows from its parent's alone.
+The key of a prefix is a SHA-256 over its salt and its tokens, so it does not depend on how the
+prefix is cut into files, and the keys of all prefixes of a prompt come from one pass over it.
 """
 
 from __future__ import annotations
@@ -10,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+KEY_DIGITS = 40
+"""160 bits: two keys and the rest of a file's name must fit the 143 bytes that eCryptfs allows."""
+_TOKEN_BYTES = 4
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 
@@ -24,32 +27,37 @@ def root_key(salt: str | None) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def extend_key(key: str, tokens: Iterable[int]) -> str:
-    """Key of a prefix with these tokens after it; some 0.6 microseconds a token."""
-    link = bytes.fromhex(key)
-    for token in tokens:
-        link = hashlib.sha256(link + token.to_bytes(4, "little")).digest()
-    return link.hex()
+def prefix_keys(root: str, tokens: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Lengths and keys of prefixes of a prompt, which `ends` names in ascending order.
+
+    The root is the `root_key` of its salt. About 10 ns a token.
+    """
+    data = memoryview(array("I", tokens).tobytes())
+    digest, done = hashlib.sha256(bytes.fromhex(root)), 0
+    for end in ends:
+        digest.update(data[done * _TOKEN_BYTES : end * _TOKEN_BYTES])
+        done = end
+        yield end, digest.hexdigest()[:KEY_DIGITS]
 
 
 def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
-    """Of everything that the numbers in a cache depend on: 64 hexadecimal digits.
+    """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
 
-    A file counts with its name, size, time of change and 16 samples of its content, so that
-    weights that were replaced are noticed without being read (several gigabytes at each start).
+    A file counts with its name, size, modification time and 16 samples of its content, so that
+    replaced weights are noticed without reading several gigabytes at each start.
 
     Args:
         config: the model's config.json.
         files: its weights and its head's.
-        facts: what else there is, with a `str` that says it: versions, device, dtype, head,
-            quantization of what is stored, tokens in a prefill chunk.
+        facts: whatever else there is, as its `str`: versions, device, dtype, head, quantization of
+            what is stored, tokens in a prefill chunk.
 
     Raises:
         OSError: a file can't be read.
     """
     weights = [_weights_mark(path) for path in sorted(files)]
-    said = {name: str(value) for name, value in facts.items()}
-    text = json.dumps([config, weights, said], sort_keys=True, default=str)
+    others = {name: str(value) for name, value in facts.items()}
+    text = json.dumps([config, weights, others], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

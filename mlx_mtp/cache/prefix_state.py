@@ -46,23 +46,17 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
         return sum(a.nbytes for a in self.arrays.values())
 
-    def split(self, at: int) -> tuple[Segment, Segment]:
-        """The first `at` tokens, and the rest; in arrays of their own."""
-        middle = self.start + at
-        assert self.start < middle < self.end
-        upper, lower = Arrays(), Arrays()
+    def cut(self, start: int, end: int) -> Segment:
+        """The tokens from `start` to `end`, in arrays of their own."""
+        arrays = Arrays()
         for name, array in self.arrays.items():
-            cut = _row(name, middle) - _row(name, self.start)
-            upper[name] = mx.contiguous(array[:, :cut])
-            lower[name] = mx.contiguous(array[:, cut:])
-        mx.async_eval(upper, lower)
-        return (
-            Segment(self.start, middle, upper, self.bits),
-            Segment(middle, self.end, lower, self.bits),
-        )
+            first = _row(name, self.start)
+            rows = slice(_row(name, start) - first, _row(name, end) - first)
+            arrays[name] = mx.contiguous(array[:, rows])
+        mx.async_eval(arrays)
+        return Segment(start, end, arrays, self.bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +73,22 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
         return sum(a.nbytes for a in self.arrays.values())
+
+
+def join(segments: Sequence[Segment], start: int) -> Segment:
+    """The rows of consecutive segments from the token `start` of the first on, as one segment."""
+    first, last = segments[0], segments[-1]
+    assert first.start <= start < last.end
+    if len(segments) == 1 and start == first.start:
+        return first
+    arrays = Arrays()
+    for name in last.arrays:
+        # Of the first token alone the head has no row yet: that array is empty, and not quantized.
+        parts = [s.arrays[name] for s in segments if name in s.arrays]
+        parts[0] = parts[0][:, _row(name, start) - _row(name, first.start) :]
+        arrays[name] = mx.concatenate(parts, axis=1)
+    return Segment(start, last.end, arrays, last.bits)
 
 
 def take_segment(
@@ -145,11 +153,9 @@ def restore(
     Returns:
         The trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
     """
-    lengths = [segments[-1].end for segments, _ in rows]
-    trunk.offset = mx.array(lengths, dtype=mx.int32)
+    trunk.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
     for name, cache in _kv_caches(trunk, head):
-        more = _HEAD_ROOM if name == _HEAD else 0
-        cache.reserve(limit + more)
+        cache.reserve(limit + (_HEAD_ROOM if name == _HEAD else 0))
         keys, values = (
             [[_loaded(segment, f"{name}.{part}") for segment in segments] for segments, _ in rows]
             for part in ("keys", "values")

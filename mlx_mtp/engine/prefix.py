@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_disk import PrefixDisk
-from mlx_mtp.cache.prefix_node import Node
 from mlx_mtp.cache.prefix_state import Segment, Snapshot, restore, take_segment, take_snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
@@ -22,62 +20,44 @@ from mlx_mtp.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-_SWEEP_EVERY = 64
-"""After so many prefixes, nodes are forgotten whose files the disk has had no room for."""
 
+class Save(NamedTuple):
+    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded.
 
-@dataclass(frozen=True, slots=True)
-class Save:
-    """A copy on its way into the cache, once the step that it was made in has gone well.
-
-    Args:
-        sequence: whose prefix.
-        tokens: of the prefix.
-        segment: KV of those of them whose KV is not in the cache; None: all of it is.
-        snapshot: the states after the last.
+    The segments are of the tokens whose KV is not in the cache: one, or none.
     """
 
     sequence: Sequence
     tokens: tuple[int, ...]
-    segment: Segment | None
+    segments: list[Segment]
     snapshot: Snapshot
 
 
 class PrefixCache:
-    """The arrays behind a tree of prefixes.
+    """The arrays behind a tree of prefixes, which may take `limit` bytes.
 
     Args:
-        limit: bytes that it may take.
         bits: of stored KV, 8 or 4; None: as it is.
-        store: keeps them on the disk as well, and what is there already is found; its nodes are of
-            these bits. None: memory alone.
+        store: keeps prefixes of these bits on the disk as well; None: memory alone.
     """
 
     def __init__(
         self, limit: int, bits: int | None = None, store: PrefixStore | None = None
     ) -> None:
-        disk = None if store is None else PrefixDisk(store)
-        self.tree = PrefixTree(limit, disk)
-        if disk is not None:
-            disk.fill(self.tree)
-        self._num_kept = 0
+        self.tree = PrefixTree(limit, store)
         self._bits = bits
         self._ends: list[Save] = []
         self._measured = False
 
     def restore(self, batch: Batch, limit: int) -> bool:
-        """Fill a new batch with its rows' prefixes.
+        """Fill a new batch with its rows' prefixes, with room for `limit` tokens a row.
 
-        Args:
-            batch: its caches are empty.
-            limit: tokens that the rows need room for.
-
-        Returns:
-            False if that was not possible; the rows then start anew.
+        False: that was not possible, and the rows start anew.
         """
-        nodes = [_prefix(s) for s in batch.sequences]
+        nodes = [s.prefix for s in batch.sequences if s.prefix is not None]
         try:
-            rows = [_payload(node) for node in nodes]
+            rows = [node.entry() for node in nodes]
+            assert len(rows) == len(batch.sequences)
             batch.last_hidden = restore(batch.cache, batch.draft_kv(), rows, limit)
             mx.eval(*batch.arrays())
         except Exception:
@@ -91,20 +71,18 @@ class PrefixCache:
         """Copy what is to be saved of rows whose prompt has just been computed up to there."""
         saves = []
         for row, sequence in enumerate(batch.sequences):
-            if sequence.num_computed in sequence.save_points:
-                save = self._copy(batch, row, sequence.prompt[: sequence.num_computed])
-                if save is None:
-                    sequence.saved(sequence.num_computed)
-                else:
+            if (end := sequence.num_computed) in sequence.save_points:
+                if (save := self._copy(batch, row, sequence.prompt[:end])) is not None:
                     saves.append(save)
+                else:
+                    sequence.saved(end)
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
         """Copy the caches of rows that have ended; the last token is not in them."""
         for row, sequence in enumerate(batch.sequences):
             if sequence in ended:
-                tokens = (*sequence.prompt, *sequence.output[:-1])
-                save = self._copy(batch, row, tokens)
+                save = self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
                 self._ends += [] if save is None else [save]
 
     def clear(self) -> None:
@@ -117,7 +95,7 @@ class PrefixCache:
         self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
-        """Take in copies whose step has gone well; the list is emptied."""
+        """Take in copies whose step has succeeded; the list is emptied."""
         while saves:
             save = saves.pop(0)
             save.sequence.saved(len(save.tokens))
@@ -132,62 +110,31 @@ class PrefixCache:
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> Save | None:
         sequence = batch.sequences[row]
         try:
-            # What was copied a step ago will be in the tree when this comes there.
+            # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
-            segment = None
+            segments = []
             if start < len(tokens):
                 head = batch.draft_kv()
-                segment = take_segment(batch.cache, head, row, start, len(tokens), self._bits)
+                segments = [take_segment(batch.cache, head, row, start, len(tokens), self._bits)]
             snapshot = take_snapshot(batch.cache, row, batch.last_hidden)
-            mx.async_eval(snapshot.arrays, {} if segment is None else segment.arrays)
+            mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
             return None
         sequence.num_copied = len(tokens)
-        return Save(sequence, tokens, segment, snapshot)
+        return Save(sequence, tokens, segments, snapshot)
 
     def _insert(self, save: Save) -> None:
-        segment, snapshot = save.segment, save.snapshot
-        mx.eval(snapshot.arrays, {} if segment is None else segment.arrays)
-        start = len(save.tokens) if segment is None else segment.start
-        sequence = save.sequence
-        lasting = len(save.tokens) == sequence.first_turn
-        kept = self.tree.insert(
-            sequence.salt, save.tokens, start, segment, snapshot, lasting=lasting
-        )
-        self._num_kept += kept
-        if kept and self._num_kept % _SWEEP_EVERY == 0:
-            self.tree.sweep()
-        if not self._measured and segment is not None:
+        sequence, tokens, segments, snapshot = save
+        mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
+        lasting = len(tokens) == sequence.first_turn
+        self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting=lasting)
+        if segments and not self._measured:
             self._measured = True
-            per_token = segment.nbytes / (segment.end - segment.start) / 1e3
             logger.info(
                 "Measured: a prefix takes %.2f kB a token, and %.2f MB at each place where it was "
                 "saved; there is room for %.0f MB.",
-                per_token,
+                segments[0].nbytes / (segments[0].end - segments[0].start) / 1e3,
                 snapshot.nbytes / 1e6,
                 self.tree.limit / 1e6,
             )
-        logger.debug(
-            "Prefix of %d tokens %s: %.1f kB of KV for %d of them, %.1f kB of states; "
-            "%d entries take %.1f MB",
-            len(save.tokens),
-            "kept" if kept else "not kept",
-            0.0 if segment is None else segment.nbytes / 1e3,
-            len(save.tokens) - start,
-            snapshot.nbytes / 1e3,
-            len(self.tree),
-            self.tree.nbytes / 1e6,
-        )
-
-
-def _prefix(sequence: Sequence) -> Node:
-    assert sequence.prefix is not None
-    return sequence.prefix
-
-
-def _payload(node: Node) -> tuple[list[Segment], Snapshot]:
-    segments = [n.kv for n in node.path()]
-    assert isinstance(node.snapshot, Snapshot)
-    assert all(isinstance(segment, Segment) for segment in segments)
-    return segments, node.snapshot  # type: ignore[return-value]

@@ -1,17 +1,23 @@
-"""What a request takes from the prefix cache, and what it waits for. No arrays: policy alone."""
+"""What a request takes from the prefix cache, what it waits for, and where its prompt is saved.
+
+No arrays: policy alone.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable
+from collections.abc import Sequence as Many
 
-from mlx_mtp.cache.prefix_node import Fetch, Node, common_length
-from mlx_mtp.cache.prefix_reader import READ_SECONDS
-from mlx_mtp.cache.prefix_tree import PrefixTree
-from mlx_mtp.engine.fair_queue import FairQueue
-from mlx_mtp.engine.save_points import MIN_GAIN, save_points, turns
+from mlx_mtp.cache.prefix_store import READ_SECONDS
+from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, common_length
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import PrefixCacheStats
+
+MIN_GAIN = 64
+"""A prefill is not cut, and a request does not wait, to save fewer tokens than this."""
+NUM_TURNS = 2
+"""So many turn ends are saved, counted from the last."""
 
 
 class PrefixReuse:
@@ -20,24 +26,19 @@ class PrefixReuse:
 
     Requests that arrive together and share a long prefix (the choices of one request, an agent's
     first two) would each compute it: all but the first wait until it has saved what they share.
-    Each waits only for prompts that were before it in the queue, and these for none that are
-    behind, so none waits for ever.
+    Each waits only for prompts that were before it in the queue, so none waits for ever.
 
-    One prefix is read at a time, so that what has been read and not used yet is one prefix at most.
-    Clients take turns; whoever wants the same finds it in memory when its turn comes. What a read
-    brings is looked up anew when it is here: the tree may have changed meanwhile. A read that takes
-    longer than `READ_SECONDS` is given up by all that wait for the disk.
+    One prefix is read at a time, so that one prefix at most has been read and not used yet; the
+    scheduler's queue says which request is next. One that wants the same finds it in memory then.
+    After `READ_SECONDS` all that wait for the disk give up.
 
     Args:
-        tree: the prefixes.
         turn_ends: ids that end a message.
-        step: of the prefill.
+        step: tokens of a prefill chunk.
         min_gain: tokens that are worth a cut in a prefill, or a wait.
-        clock: seconds.
 
     Attributes:
-        num_queries: prompt tokens of the requests that were looked up.
-        num_hits: those that were found.
+        num_queries, num_hits: prompt tokens of the requests that were looked up, and those found.
     """
 
     def __init__(
@@ -56,37 +57,34 @@ class PrefixReuse:
         self._min_gain = min_gain
         self._num_seen = 0
         self._clock = clock
-        self._reads = FairQueue[Sequence]()
-        # The one at the head that has asked the disk, and until when it waits for that.
+        # Those that wait for the disk, and the one that it reads for, until when.
+        self._reads: set[Sequence] = set()
         self._reader: Sequence | None = None
         self._read_by = 0.0
 
     def find(self, sequence: Sequence) -> Node | None:
         """The longest prefix of its prompt in memory."""
-        return self.tree.match(sequence.salt, sequence.prompt, in_memory=True)
+        return self.tree.match(sequence.salt, sequence.prompt)
 
     def must_read(self, sequence: Sequence) -> bool:
         """Its prefix is on the disk alone and will be read, so that it should wait.
 
         To be asked again until it need not: what has been read is taken into memory here.
         """
-        while (node := self._match(sequence)) is not None and node.snapshot is None:
-            if not sequence.reads:
-                sequence.reads = True
-                self._reads.add(sequence)
-            if self._reads.peek() is not sequence:
-                return True
-            if self._reader is not sequence:
+        while length := self._on_disk(sequence):
+            self._reads.add(sequence)
+            if self._reader is None:
                 self._reader, self._read_by = sequence, self._clock() + READ_SECONDS
-            state = self.tree.fetch(node)
+            elif self._reader is not sequence:
+                return True
+            prefix = sequence.prompt[:length]
+            lasting = self._is_first_turn(prefix)
+            state = self.tree.fetch(sequence.salt, prefix, lasting=lasting)
             if state is Fetch.NEVER:
                 sequence.skips_disk = True
-            elif state is Fetch.HERE:
-                # If that fails, what matches next is shorter.
-                self.tree.load(node)
-            elif self._clock() < self._read_by:
-                return True
-            else:
+            elif state is Fetch.COMING:
+                if self._clock() < self._read_by:
+                    return True
                 for each in self._reads:
                     each.skips_disk = True
         self._end_read(sequence)
@@ -94,7 +92,7 @@ class PrefixReuse:
 
     @property
     def seconds_left(self) -> float:
-        """For how long a read is waited for at most, from now on."""
+        """How much longer a read is waited for."""
         return 0.0 if self._reader is None else max(self._read_by - self._clock(), 0.0)
 
     def waits(self, sequence: Sequence) -> bool:
@@ -103,7 +101,8 @@ class PrefixReuse:
             leader, point = sequence.awaited
             if not leader.finished and point in leader.save_points:
                 return True
-        return sequence.reads and not sequence.skips_disk and self._reads.peek() is not sequence
+        waits_for_disk = sequence in self._reads and not sequence.skips_disk
+        return waits_for_disk and self._reader not in (None, sequence)
 
     def held_back(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
         """It should wait: for one of these prompts, which are computed, or for its turn to read."""
@@ -112,8 +111,8 @@ class PrefixReuse:
         if self.waits(sequence):
             return True
         sequence.awaited = None
-        node = self._match(sequence)
-        found = 0 if node is None else node.end
+        node = self.find(sequence)
+        found = self._on_disk(sequence) or (0 if node is None else node.end)
         for leader in prefilling:
             assert leader.number is not None
             if leader.number > sequence.number or leader.salt != sequence.salt:
@@ -151,19 +150,57 @@ class PrefixReuse:
         nbytes = self.tree.nbytes + self.tree.fetched_nbytes
         return PrefixCacheStats(self.num_queries, self.num_hits, nbytes, len(self.tree))
 
-    def _match(self, sequence: Sequence) -> Node | None:
-        """The longest prefix of its prompt, wherever that is."""
-        return self.tree.match(sequence.salt, sequence.prompt, in_memory=sequence.skips_disk)
+    def _on_disk(self, sequence: Sequence) -> int:
+        """Length of the longest prefix of its prompt, if that is on the disk alone; else 0."""
+        if sequence.skips_disk:
+            return 0
+        node = self.find(sequence)
+        length = self.tree.on_disk(sequence.salt, sequence.prompt)
+        return length if node is None or length > node.end else 0
+
+    def _is_first_turn(self, prefix: Many[int]) -> bool:
+        ends = self._turn_ends
+        return prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
 
     def _end_read(self, sequence: Sequence) -> None:
         """It has what it waited for, or waits for the disk no longer."""
-        if not sequence.reads:
-            return
-        sequence.reads = False
+        self._reads.discard(sequence)
         if self._reader is sequence:
             self._reader = None
             self.tree.forget_fetched()
-        if self._reads.peek() is sequence:
-            self._reads.pop()
-        else:
-            self._reads.keep(frozenset(s for s in self._reads if s is not sequence))
+
+
+def turns(prompt: Many[int], turn_ends: Container[int]) -> list[int]:
+    """Where the messages of a prompt end: lengths of the prefixes up to there, ascending."""
+    return [i + 1 for i, token in enumerate(prompt) if token in turn_ends]
+
+
+def save_points(
+    end: int, start: int, turns: Many[int], step: int, min_gain: int = MIN_GAIN
+) -> list[int]:
+    """Lengths of the prefixes to save while a prompt is computed, ascending.
+
+    A recurrent state exists only where it was saved, so it is saved where conversations branch:
+    after the first message, which other conversations often share (system prompt and tools), even
+    if the question behind it is short; after the last messages, for a template may render the end
+    of a prompt, where the answer begins, otherwise in the next turn (reasoning is left out); and at
+    the end. Inside a long text, of whose branches nothing is known, at doubling distances.
+
+    Args:
+        end, start: tokens of the prompt, and how many of them need not be computed.
+        turns: where its messages end.
+        step: the prefill's own cuts are at its multiples, and cost nothing.
+        min_gain: tokens between two cuts.
+    """
+    if start == end:
+        return []
+    wanted = [*turns[:1], *turns[: -NUM_TURNS - 1 : -1]]
+    distance = step
+    while distance < end:
+        wanted.append(distance)
+        distance *= 2
+    cuts = [start]
+    for point in wanted:
+        if start < point < end and all(abs(point - cut) >= min_gain for cut in cuts):
+            cuts.append(point)
+    return [*sorted(cuts[1:]), end]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from mlx_mtp.cache.prefix_keys import root_key
-from mlx_mtp.cache.prefix_node import Node
+from mlx_mtp.cache.prefix_tree import Node
 from mlx_mtp.engine.request import Request
 from mlx_mtp.sampling.constraint import Constraint
 from mlx_mtp.speculative.depth import Row
@@ -48,7 +48,6 @@ class Sequence:
         salt: whose prefixes it may use: the `root_key` of its salt.
         number: its place in the queue, once it has been considered.
         awaited: a prompt ahead of it, and the save point of that which it waits for.
-        reads: it waits for its prefix to be read from the disk, or for its turn there.
         skips_disk: that took too long, or memory had no room for it; what is there must do.
     """
 
@@ -71,7 +70,6 @@ class Sequence:
         self.salt = root_key(request.cache_salt or None)
         self.number: int | None = None
         self.awaited: tuple[Sequence, int] | None = None
-        self.reads = False
         self.skips_disk = False
         self.num_cached = 0
         self.steps_in_flight = 0

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mlx_mtp.cache.prefix_store import PrefixStore
-from tests.cache.stored_nodes import FINGERPRINT, Open
+from tests.cache.prefixes import FINGERPRINT
 
 
 @pytest.fixture
@@ -15,15 +15,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def open_store(folder: Path) -> Iterator[Open]:
-    """Opens stores in `folder`, and closes them in the end."""
-    opened = []
+def open_store(folder: Path) -> Iterator[Callable[..., PrefixStore]]:
+    """Opens stores in `folder`, one after another, and closes them."""
+    opened: list[PrefixStore] = []
 
-    def open_one(max_bytes: int = 1 << 30, **more: object) -> PrefixStore:
-        path, mark = more.pop("path", folder), more.pop("fingerprint", FINGERPRINT)
-        store = PrefixStore(path, mark, max_bytes, **more)
-        opened.append(store)
-        return store
+    def open_one(
+        max_bytes: int = 1 << 30, mark: str = FINGERPRINT, path: Path = folder, **more: int
+    ) -> PrefixStore:
+        for store in opened:
+            store.close()
+        opened.append(PrefixStore(path, mark, max_bytes, **more))
+        return opened[-1]
 
     yield open_one
     for store in opened:

@@ -1,484 +1,406 @@
-"""The prefix cache's disk store: what is put comes back whole, or not at all."""
+"""The prefix cache's store on a real directory: what is kept comes back whole, or not at all."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
 import stat
-import threading
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from safetensors import safe_open
 
-from mlx_mtp.cache import prefix_writer
-from mlx_mtp.cache.prefix_arrays import to_mlx
-from mlx_mtp.cache.prefix_folder import PrefixFolder, UnfinishedFile
-from tests.cache.stored_nodes import (
-    DTYPES,
+from mlx_mtp.cache import prefix_files
+from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, pack
+from mlx_mtp.cache.prefix_keys import fingerprint, prefix_keys, root_key
+from mlx_mtp.cache.prefix_state import Segment, Snapshot
+from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.cache.prefix_tree import Fetch
+from mlx_mtp.errors import UsageError
+from tests.cache.prefixes import (
+    FINGERPRINT,
     PATIENCE,
     ROOT,
-    Open,
-    check_whole,
-    files,
-    key_of,
-    payload,
-    put,
+    fetch,
+    is_whole,
+    keep,
     same,
+    segment,
+    snapshot,
 )
 
+Open = Callable[..., PrefixStore]
+SALTS = st.sampled_from([ROOT, root_key("a")])
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 
-def test_every_dtype_comes_back_bit_by_bit(open_store: Open) -> None:
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for dtype in DTYPES:
-        raw = mx.array(rng.integers(0, 256, size=(3, 4, 8 * 2), dtype=np.uint8))
-        # All bit patterns, NaNs included; a bool has two.
-        value = raw > 127 if dtype == mx.bool_ else raw.view(dtype)
-        name = str(dtype)
-        arrays |= {name: value, f"{name} strided": value.transpose(2, 0, 1)[::2]}
-        arrays |= {f"{name} scalar": value[0, 0, 0], f"{name} empty": value[:, :0]}
-    with mx.stream(mx.cpu):
-        arrays["float64"] = mx.array(rng.normal(size=5), dtype=mx.float64)
-    mx.eval(arrays)
-    store = open_store()
-    extra = {"next": "17", "why": "the end of a \"message\", 'é' \x00"}
-    assert store.put(key_of(1, 2), ROOT, ROOT, [1, 2], arrays, extra=extra)
+
+def files(folder: Path, pattern: str = "*.safetensors") -> list[Path]:
+    return sorted(folder.glob(pattern))
+
+
+def check_integrity(store: PrefixStore) -> None:
+    """What is on the disk is what the index says, within its limit, each with all its ancestors."""
     assert store.flush(PATIENCE)
-    store.close()
-
-    again = open_store()
-    (header,) = again.found
-    assert (header.key, header.parent, header.root) == (key_of(1, 2), ROOT, ROOT)
-    assert header.tokens == (1, 2)
-    assert header.num_tokens == 2
-    assert header.extra == extra
-    node = again.read(key_of(1, 2))
-    assert node is not None
-    assert node.arrays.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert same(to_mlx(node.arrays[name]), array), name
+    here = files(store.path)
+    index = store._files.values()
+    assert {path.name for path in here} == {store._directory._name(file) for file in index}
+    assert sum(path.stat().st_size for path in here) == store.stats().nbytes <= store.max_bytes
+    assert store.stats().num_nodes == len(here)
+    assert files(store.path, "*.tmp") == []
+    assert all(file.start == 0 or store._files[file.parent].end == file.start for file in index)
 
 
-def test_restart_finds_the_tree_parents_first(open_store: Open) -> None:
+def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
+    """All bit patterns, NaNs included; a bool has two."""
+    raw = mx.array(np.random.default_rng(0).integers(0, 256, size=(3, 4, 16), dtype=np.uint8))
+    arrays = {"bool": raw > 127}
+    for dtype in (mx.uint8, mx.uint32, mx.float16, mx.bfloat16, mx.float32):
+        value = raw.view(dtype)
+        arrays |= {f"{dtype}": value, f"{dtype} strided": value.transpose(2, 0, 1)[::2]}
+        arrays |= {f"{dtype} scalar": value[0, 0, 0], f"{dtype} empty": value[:, :0]}
+    open_store().keep(ROOT, (1, 2), [Segment(0, 2, arrays, 4)], Snapshot({"hidden": raw}))
+    (kv,), states = fetch(open_store(), 1, 2)
+    assert kv.bits == 4
+    assert same(kv.arrays, arrays)
+    assert same(states.arrays, {"hidden": raw})
+    with safe_open(next(folder.glob("*-0-2.*")), "numpy") as opened:  # It is what its name says.
+        assert set(opened.keys()) == set(arrays)
+
+
+def test_segments_are_joined_and_cut_at_any_token():
+    """The head's rows lie one before the trunk's, so that its first segment has one less."""
+    tokens = range(10, 20)
+    for inner in [(), *itertools.combinations((1, 2, 5, 9), 2)]:
+        bounds = [0, *inner, 10]
+        for start in range(bounds[1]):
+            parts = [segment(tokens[:b], a) for a, b in itertools.pairwise(bounds)]
+            assert is_whole((parts, snapshot(tokens)), *tokens, start=start)
+            cut = segment(tokens).cut(start, 10)
+            assert is_whole(([cut], snapshot(tokens)), *tokens, start=start)
+    assert is_whole(([segment(tokens).cut(0, 1)], snapshot(tokens[:1])), *tokens[:1])
+
+
+def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store):
     store = open_store()
-    paths = [(1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 3, 5, 6, 7), (9,)]
-    befores = [0, 3, 3, 5, 0]
-    for path, cut in zip(paths, befores, strict=True):
-        assert put(store, path[:cut], path[cut:])
-    store.close()
-
-    again = open_store()
-    assert {h.key for h in again.found} == {key_of(*path) for path in paths}
-    seen = {ROOT}
-    for header in again.found:
-        assert header.parent in seen
-        seen.add(header.key)
+    paths = [(1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 9), (8,)]
     for path in paths:
-        check_whole(again.read(key_of(*path)), path)
-    assert again.stats().num_nodes == 5
-    assert again.stats().nbytes == sum(file.stat().st_size for file in files(again._folder.path))
-
-
-def test_files_are_safetensors(open_store: Open, folder: Path) -> None:
-    store = open_store()
-    put(store, (), (1, 2))
-    assert store.flush(PATIENCE)
-    (file,) = files(folder)
-    wanted = payload((1, 2))
-    with safe_open(file, "numpy") as opened:
-        assert set(opened.keys()) == wanted.keys()
-        assert opened.metadata()["key"] == key_of(1, 2)
-    loaded = mx.load(str(file))
-    assert all(same(loaded[name], wanted[name]) for name in wanted)
-
-
-def test_a_split_node_keeps_its_key(open_store: Open) -> None:
-    """[1 2 3 4] becomes [1 2] and [3 4] below it, as a second branch leaves after 2."""
-    store = open_store()
-    put(store, (), (1, 2, 3, 4))
-    put(store, (), (1, 2))
-    assert put(store, (1, 2), (3, 4), replace=True)
-    put(store, (1, 2), (8, 9))
-    store.close()
+        keep(store, *path)
+    keep(store, 1, 2, salt=root_key("mine"))
+    check_integrity(store)
+    rows = sorted((file.start, file.end) for file in store._files.values() if file.start < file.end)
+    assert rows == [(0, 1), (0, 2), (0, 3), (0, 3), (3, 4), (3, 5)]
     again = open_store()
-    assert again.found[0].tokens == (1, 2)
-    assert {h.tokens for h in again.found} == {(1, 2), (3, 4), (8, 9)}
-    assert again.stats().num_nodes == 3
-    check_whole(again.read(key_of(1, 2, 3, 4)), (1, 2, 3, 4))
+    for path in paths:
+        assert again.longest(ROOT, (*path, 0)) == len(path)
+        for start in range(len(path) + 1):
+            assert is_whole(fetch(again, *path, start=start), *path, start=start)
+    # There is KV of these, but nothing ends there.
+    assert [again.longest(ROOT, (1, 2, 3, 5)[:n]) for n in (1, 2, 4)] == [0, 0, 3]
+    assert fetch(again, 1, 2) is Fetch.GONE
+    assert [again.longest(root_key(salt), (1, 2, 3)) for salt in ("mine", "other")] == [2, 0]
+    # What is here is not written again, and what goes on from it begins where it ends.
+    keep(again, 1, 2, 3)
+    keep(again, 1, 2, 3, 4, 5)
+    check_integrity(again)
+    assert again.stats().num_written == 2
+    again.drop_snapshot(ROOT, (1, 2, 3))
+    check_integrity(again)
+    assert again.longest(ROOT, (1, 2, 3)) == 0
+    assert is_whole(fetch(again, 1, 2, 3, 4), 1, 2, 3, 4)
 
 
-def test_a_known_node_is_not_written_again(open_store: Open) -> None:
+def test_what_is_fetched_counts_until_it_is_taken_or_forgotten(open_store):
     store = open_store()
-    assert put(store, (), (1,))
-    assert put(store, (), (1,))
-    assert store.flush(PATIENCE)
-    assert put(store, (), (1,))
-    assert store.flush(PATIENCE)
-    assert store.stats().num_written == 1
+    keep(store, 1, 2, 3)
+    keep(store, 4, 5)
+    check_integrity(store)
+    asked: list[int] = []
+
+    def room(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return len(asked) > 1
+
+    assert store.fetch(ROOT, (1, 2, 3), 0, room) is Fetch.NEVER
+    assert store.reader.nbytes == 0
+    # When something else is wanted the first read does not count any more.
+    for tokens in ((1, 2, 3), (4, 5)):
+        assert store.fetch(ROOT, tokens, 0, room) is Fetch.COMING
+        assert store.reader.nbytes == asked[-1] > 4000
+    assert is_whole(fetch(store, 4, 5), 4, 5)
+    store.fetch(ROOT, (1, 2, 3), 0, room)
+    store.forget()
+    assert store.reader.nbytes == 0
+    assert is_whole(fetch(store, 1, 2, 3), 1, 2, 3)
 
 
-def test_a_child_needs_its_parent(open_store: Open) -> None:
+def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
+    def here(store: PrefixStore) -> list[int]:
+        check_integrity(store)
+        return [n for n in range(50) if store.longest(ROOT, (n,))]
+
     store = open_store()
-    assert not put(store, (1,), (2,))
-    assert put(store, (), (1,))
-    assert put(store, (1,), (2,))
-    assert store.flush(PATIENCE)
-    assert key_of(1, 2) in store
-
-
-def test_remove_one_and_all_under_it(open_store: Open, folder: Path) -> None:
-    store = open_store()
-    for path, cut in [((1,), 0), ((1, 2), 1), ((1, 2, 3), 2), ((1, 4), 1), ((5,), 0)]:
-        put(store, path[:cut], path[cut:])
-    assert store.flush(PATIENCE)
-    store.remove(key_of(1, 4))
-    assert key_of(1, 4) not in store
-    store.remove_under(key_of(1, 2))
-    assert store.read(key_of(1, 2, 3)) is None
-    assert store.flush(PATIENCE)
-    assert len(files(folder)) == 2
-    store.remove_under(ROOT)
-    assert store.flush(PATIENCE)
-    assert files(folder) == []
-    assert store.stats().nbytes == 0
-
-
-def test_what_is_removed_while_it_waits_is_never_written(
-    open_store: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, go_on = _hold_writes(monkeypatch)
-    store = open_store()
-    put(store, (), (1,))
-    assert began.wait(PATIENCE)
-    put(store, (1,), (2,))
-    put(store, (1, 2), (3,))
-    put(store, (), (7,))
-    store.remove_under(key_of(1))
-    go_on.set()
-    assert store.flush(PATIENCE)
-    assert [f.name for f in files(folder)] == [f"mlx-mtp-prefix-{key_of(7)}.safetensors"]
-    assert files(folder, "*.tmp") == []
-    assert store.stats().queued_bytes == 0
-
-
-def test_the_engine_never_waits_for_the_disk(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, go_on = _hold_writes(monkeypatch)
-    store = open_store(max_queued_bytes=10_000)
-    assert put(store, (), (0,))
-    assert began.wait(PATIENCE)
-    taken = [put(store, (), (i,)) for i in range(1, 20)]
-    assert 1 <= sum(taken) <= 4
-    assert store.stats().num_dropped == 19 - sum(taken)
-    assert store.stats().queued_bytes <= 10_000
-    # What is on its way is read from the queue.
-    check_whole(store.read(key_of(1)), (1,))
-    assert key_of(1) not in store
-    assert store.holds(key_of(1))
-    assert store.size(key_of(1)) >= 2048
-    go_on.set()
-    assert store.flush(PATIENCE)
-    check_whole(store.read(key_of(1)), (1,))
-    assert put(store, (), (19,))
-
-
-@pytest.mark.parametrize("place", ["publish", "unlink", "make room"])
-def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    store = open_store(max_bytes=15_000)
-    for first in range(3):
-        put(store, (), (first,))
-    assert store.flush(PATIENCE)
-    hangs, go_on = threading.Event(), threading.Event()
-
-    def hold(real: Callable[..., None]) -> Callable[..., None]:
-        def held(*arguments: object) -> None:
-            hangs.set()
-            assert go_on.wait(PATIENCE)
-            real(*arguments)
-
-        return held
-
-    if place == "publish":
-        monkeypatch.setattr(UnfinishedFile, "publish", hold(UnfinishedFile.publish))
-        put(store, (), (7,))
-    else:
-        monkeypatch.setattr(PrefixFolder, "remove", hold(PrefixFolder.remove))
-    if place == "unlink":
-        store.remove(key_of(0))
-    elif place == "make room":
-        put(store, (), (8,), nbytes=8_000)
-    assert hangs.wait(PATIENCE)
-    free = store._writer.lock.acquire(timeout=PATIENCE / 2)
-    assert free, "the engine would wait for the disk"
-    store._writer.lock.release()
-    # What is removed just then is gone, on the disk too.
-    store.remove(key_of(7))
-    assert not store.holds(key_of(7))
-    assert put(store, (), (9,))
-    go_on.set()
-    assert store.flush(PATIENCE)
-    assert key_of(9) in store
-    assert key_of(7) not in store
-    assert len(files(store.path)) == store.stats().num_nodes
-    assert sum(path.stat().st_size for path in files(store.path)) == store.stats().nbytes <= 15_000
-
-
-def test_a_disk_that_hangs_does_not_hold_up_the_end(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    began, go_on = _hold_writes(monkeypatch)
-    monkeypatch.setattr(prefix_writer, "_ABANDON_SECONDS", 0.1)
-    store = open_store()
-    put(store, (), (0,))
-    assert began.wait(PATIENCE)
-    store.close(0.1)
-    assert "hangs" in caplog.text
-    assert not store.holds(key_of(0))
-    assert store.read(key_of(0)) is None
-    go_on.set()
-    # What it still does, and says, is not for the next test.
-    store._writer._thread.join(PATIENCE)
-    assert not store._writer._thread.is_alive()
-
-
-def test_bounded_in_bytes_the_least_recently_used_goes_first(
-    open_store: Open, folder: Path
-) -> None:
-    size = _file_size(open_store, folder)
+    keep(store, 1)
+    check_integrity(store)
+    size = store.stats().nbytes + 300  # of an entry, with longer numbers in its headers
     store = open_store(max_bytes=4 * size)
-    put(store, (), (1,))
-    put(store, (1,), (2,))  # Two nodes of one branch, then two more.
-    put(store, (), (3,))
-    put(store, (), (4,))
+    for first in range(2, 20):
+        keep(store, first)
+        store.touch(ROOT, (2,))
+    assert here(store) == [2, 17, 18, 19]
+    store.touch(ROOT, (17,))
     assert store.flush(PATIENCE)
-    assert store.stats().num_nodes == 4
-    store.touch(key_of(1, 2))
-    assert store.flush(PATIENCE)
-    for i in range(5, 30):
-        put(store, (), (i,))
-        assert store.flush(PATIENCE)
-        store.touch(key_of(1, 2))
-        assert sum(f.stat().st_size for f in folder.iterdir()) <= 4 * size
-    assert {f.stem[-64:] for f in files(folder)} == {
-        key_of(1),
-        key_of(1, 2),
-        key_of(28),
-        key_of(29),
-    }
-    # The whole of a longer branch than fits: its own ancestors are not thrown out for it.
-    path = (1, 2)
-    for i in range(3, 8):
-        put(store, path, (i,))
-        path = (*path, i)
-    assert store.flush(PATIENCE)
-    assert {key_of(*path[:n]) in store for n in range(1, 5)} == {True}
-    assert key_of(*path[:5]) not in store
-    assert store.stats().nbytes <= 4 * size
+    # The system's own times would be those of its last tick.
+    used = sorted(file.used for file in store._files.values())
+    assert sorted(path.stat().st_mtime_ns for path in files(store.path)) == used
+    again = open_store(max_bytes=4 * size)
+    keep(again, 20)
+    assert here(again) == [2, 17, 19, 20]
+    assert here(open_store(max_bytes=2 * size)) == [17, 20]
 
 
-def test_nothing_goes_for_what_cannot_fit(open_store: Open, folder: Path) -> None:
-    """A conversation that outgrew the directory leaves the others in peace, and keeps its start."""
-    store = open_store(max_bytes=32_000)
-    for first in (1, 2, 3):
-        assert put(store, [], [first])
-    assert put(store, [], [9], nbytes=16_000)
-    assert store.flush(PATIENCE)
-    put(store, [9], [10], nbytes=16_000)
-    assert store.flush(PATIENCE)
-    assert all(key_of(first) in store for first in (1, 2, 3, 9))
-    assert key_of(9, 10) not in store
-    assert store.stats().nbytes == sum(path.stat().st_size for path in files(folder)) <= 32_000
-
-
-def test_recency_survives_a_restart(open_store: Open, folder: Path) -> None:
-    size = _file_size(open_store, folder)
-    store = open_store(max_bytes=3 * size)
-    for i in (1, 2, 3):
-        put(store, (), (i,))
-    assert store.flush(PATIENCE)
-    # The system's own times would be those of its last tick: one for files that it wrote together.
-    said = sorted(path.stat().st_mtime_ns for path in files(folder))
-    assert said == sorted(entry.used for entry in store._index)
-    store.read(key_of(1))
-    store.close()
-    again = open_store(max_bytes=3 * size)
-    put(again, (), (4,))
-    assert again.flush(PATIENCE)
-    assert [key_of(i) in again for i in (1, 2, 3, 4)] == [True, False, True, True]
-    again.close()
-    smaller = open_store(max_bytes=size)
-    assert [h.tokens for h in smaller.found] == [(4,)]
-    assert smaller.flush(PATIENCE)
-    assert len(files(folder)) == 1
-
-
-def test_larger_than_the_bound_is_not_taken(open_store: Open) -> None:
-    store = open_store(max_bytes=1000)
-    assert not put(store, (), (1,))
+def test_nothing_is_evicted_for_what_cannot_fit(open_store):
+    """A conversation that outgrows the directory keeps its beginning, and costs nobody's place."""
+    store = open_store(max_bytes=40_000)
+    keep(store, 1)
+    keep(store, 9, 9, width=2000)
+    keep(store, 9, 9, 9, 9, 9, width=2000)
+    check_integrity(store)
+    assert [store.longest(ROOT, (n,) * 5) for n in (1, 9)] == [1, 2]
     assert store.stats().num_dropped == 1
 
 
-@pytest.mark.parametrize("change", [{"fingerprint": "e" * 64}])
-def test_another_fingerprint_empties_the_directory(
-    open_store: Open, folder: Path, change: dict[str, str]
-) -> None:
-    store = open_store()
-    put(store, (), (1,))
-    store.close()
-    (folder / "a file of the user's").write_text("stays")
-    other = open_store(**change)
-    assert other.found == []
-    assert other.flush(PATIENCE)
-    assert files(folder) == []
-    assert (folder / "a file of the user's").read_text() == "stays"
-    assert other.stats().num_unfit == 1
+class Life(RuleBasedStateMachine):
+    """Prefixes are kept, used, dropped, damaged and evicted, and the store is closed and opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = tempfile.TemporaryDirectory()
+        self.kept: set[tuple[str, tuple[int, ...]]] = set()
+        self.store = self.open()
+
+    def open(self):
+        return PrefixStore(Path(self.place.name) / "prefixes", FINGERPRINT, 30_000)
+
+    def teardown(self):
+        self.store.close()
+        self.place.cleanup()
+
+    @rule(tokens=TOKENS, salt=SALTS)
+    def keep(self, tokens, salt):
+        keep(self.store, *tokens, salt=salt)
+        self.kept.add((salt, tokens))
+        assert self.store.longest(salt, tokens) == len(tokens)
+
+    @rule(tokens=TOKENS, salt=SALTS, start=st.integers(0, 7))
+    def look_up(self, tokens, salt, start):
+        found = tokens[: self.store.longest(salt, tokens)]
+        if found:
+            assert (salt, found) in self.kept
+            start = min(start, len(found))
+            got = fetch(self.store, *found, start=start, salt=salt)
+            if got is Fetch.GONE:  # It was damaged.
+                self.store.drop_snapshot(salt, found)
+            else:
+                assert is_whole(got, *found, start=start)
+
+    @rule(tokens=TOKENS)
+    def drop(self, tokens):
+        self.store.drop_snapshot(ROOT, tokens)
+        self.kept.discard((ROOT, tokens))
+
+    @rule(number=st.none() | st.integers(0, 99), at=st.integers(0, 500))
+    def restart(self, number, at):
+        """And before that, a file may be damaged or cut short."""
+        self.store.close()
+        here = [path for path in files(self.store.path) if path.stat().st_size]
+        if here and number is not None:
+            path = here[number % len(here)]
+            content = bytearray(path.read_bytes())
+            content[at % len(content)] ^= 16
+            path.write_bytes(content if number % 2 else content[:at])
+        self.store = self.open()
+
+    @invariant()
+    def whole(self):
+        check_integrity(self.store)
 
 
-@pytest.mark.parametrize("place", ["header", "data", "cut", "gone", "longer"])
+Life.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLife = pytest.mark.timeout(300)(Life.TestCase)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return PrefixDirectory(tmp_path_factory.mktemp("directory") / "own", FINGERPRINT)
+
+
+@settings(max_examples=100, deadline=None)
+@given(at=st.integers(0), flip=st.integers(1, 255), cut=st.integers(0), more=st.binary(max_size=9))
+def test_a_changed_byte_anywhere_is_noticed_and_so_is_a_cut(directory, at, flip, cut, more):
+    """Whatever size is expected: that is the one of the start, when nothing is read."""
+    file = StoredFile("a" * 40, "b" * 40, 0, 2)
+    path = directory.path / directory._name(file)
+    assert directory.write(file, pack({"a": mx.arange(6)}, None), lambda: True)
+    good = path.read_bytes()
+    changed, short = bytearray(good), good[: cut % len(good)]
+    changed[at % len(good)] ^= flip
+    for content in (good, changed, short, short + more, good + b"0" + more, more):
+        path.write_bytes(content)
+        file.nbytes = len(content)
+        with nullcontext() if content == good else pytest.raises(ValueError, match="damaged"):
+            assert directory.read(file) == good
+
+
+@pytest.mark.parametrize("how", ["header", "data", "cut", "gone", "longer", "renamed", "link"])
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
-def test_a_damaged_file_goes_with_all_that_builds_on_it(
-    open_store: Open, folder: Path, place: str, when: str
-) -> None:
+def test_a_damaged_file_goes_with_all_that_builds_on_it(open_store, folder, how, when):
     store = open_store()
-    put(store, (), (1,))
-    put(store, (1,), (2,))
-    put(store, (1, 2), (3,))
-    put(store, (), (9,))
-    assert store.flush(PATIENCE)
+    for path in ((1,), (1, 2), (1, 2, 3), (9,)):
+        keep(store, *path)
+    check_integrity(store)
     if when == "before the start":
         store.close()
-    _damage(next(f for f in files(folder) if key_of(1, 2) in f.name), place)
+    other, path = folder.parent / "other", next(folder.glob("*-1-2.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[50 if how == "header" else -7] ^= 4
+    path.rename(other)
+    if how == "link":
+        path.symlink_to(other)
+    elif how != "gone":
+        first = next(folder.glob("*-0-1.safetensors")).read_bytes()
+        changed = {"cut": content[:-9], "longer": content + b"0", "renamed": first}
+        path.write_bytes(changed.get(how, content))
     if when == "before the start":
         store = open_store()
-    assert store.read(key_of(1, 2)) is None
-    assert store.read(key_of(1, 2, 3)) is None
-    assert store.flush(PATIENCE)
-    check_whole(store.read(key_of(1)), (1,))
-    check_whole(store.read(key_of(9)), (9,))
-    assert len(files(folder)) == 2
-    # The place is free again.
-    assert put(store, (1,), (2,))
-    assert store.flush(PATIENCE)
-    check_whole(store.read(key_of(1, 2)), (1, 2))
+    while length := store.longest(ROOT, (1, 2, 3)):
+        if is_whole(fetch(store, *(1, 2, 3)[:length]), *(1, 2, 3)[:length]):
+            break
+        store.drop_snapshot(ROOT, (1, 2, 3)[:length])
+    assert length == 1
+    check_integrity(store)
+    assert other.exists(), "a link was followed"
+    # Its place is free again.
+    keep(store, 1, 2, 3)
+    check_integrity(store)
+    assert is_whole(fetch(store, 1, 2, 3), 1, 2, 3)
 
 
-def test_files_that_are_not_ours_are_left_alone(open_store: Open, folder: Path) -> None:
+def test_other_files_are_left_alone_and_unfit_ones_of_ours_removed(open_store, folder):
     folder.mkdir(mode=0o700)
-    ours = {
-        f"mlx-mtp-prefix-{key_of(1)}.safetensors": b"garbage",
-        f"mlx-mtp-prefix-{key_of(2)}.safetensors": b"",
-        f"mlx-mtp-prefix-{key_of(3)}.0123abcd.tmp": b"killed",
-        f"mlx-mtp-prefix-{key_of(4)}.safetensors": (9).to_bytes(8, "little") + b'{"a":"b"}',
-    }
-    others = {"model.safetensors": b"x", "mlx-mtp-prefix-1.safetensors": b"y", "a.tmp": b"z"}
-    for name, content in (ours | others).items():
-        (folder / name).write_bytes(content)
-    victim = folder.parent / "victim"
-    victim.write_bytes(b"v")
-    (folder / f"mlx-mtp-prefix-{key_of(5)}.safetensors").symlink_to(victim)
-    (folder / f"mlx-mtp-prefix-{key_of(6)}.safetensors").mkdir()
-    store = open_store()
-    assert store.found == []
-    assert store.flush(PATIENCE)
-    left = {f.name for f in folder.iterdir()}
-    assert left == {*others, "mlx-mtp-prefix.lock", f"mlx-mtp-prefix-{key_of(6)}.safetensors"}
-    assert victim.read_bytes() == b"v"
-    # A directory in a node's place costs that node alone.
-    put(store, (), (6,))
-    put(store, (), (1,))
-    assert store.flush(PATIENCE)
-    assert key_of(6) not in store
+    name, key = "mlx-mtp-prefix-", "a" * 40
+    blocked = f"{name}ffffffff-{key}-{key}-0-4.safetensors"
+    others = {"model.safetensors", "mlx-mtp-prefix-1.safetensors", "a.tmp"}
+    for each in (
+        f"{name}{'1' * 64}.safetensors",  # of the first version of this program
+        f"{name}{'1' * 64}.0123abcd.tmp",
+        f"{name}eeeeeeee-{key}-{key}-0-2.safetensors",  # of another model
+        f"{name}ffffffff-{key}s.0123abcd.tmp",  # not finished
+        f"{name}ffffffff-{key}-{'b' * 40}-1-2.safetensors",  # without its ancestor
+        *others,
+    ):
+        (folder / each).write_text("x")
+    (folder / f"{name}ffffffff-{key}-{key}-0-3.safetensors").symlink_to(folder / "a.tmp")
+    (folder / blocked).mkdir()
+    assert open_store().flush(PATIENCE)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {*others, blocked, "mlx-mtp-prefix.lock"}
+    assert (folder / "a.tmp").read_text() == "x"
 
 
-def test_a_link_in_a_files_place_is_not_followed(open_store: Open, folder: Path) -> None:
-    store = open_store()
-    put(store, (), (1,))
-    assert store.flush(PATIENCE)
-    (file,) = files(folder)
-    elsewhere = folder.parent / "elsewhere"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
-    assert store.read(key_of(1)) is None
-    assert store.flush(PATIENCE)
-    assert elsewhere.exists()
-    assert not file.is_symlink()
+def test_files_of_another_fingerprint_are_never_used(open_store, folder):
+    """Not even if their marks in the names are equal by chance."""
+    keep(open_store(), 1, 2)
+    store = open_store(mark=FINGERPRINT[:-1] + "e")
+    assert store.longest(ROOT, (1, 2)) == 2
+    assert fetch(store, 1, 2) is Fetch.GONE
+    check_integrity(store)
+    keep(store, 1, 2)
+    check_integrity(store)
+    assert open_store(mark="e" * 64).longest(ROOT, (1, 2)) == 0
+    assert files(folder) == []
 
 
-def test_for_the_owner_alone(open_store: Open, folder: Path) -> None:
+def test_for_the_owner_alone(open_store, folder):
     before = os.umask(0)
     try:
         store = open_store(path=folder / "deeper")
-        put(store, (), (1,))
-        assert store.flush(PATIENCE)
+        keep(store, 1, 2, salt=root_key("a secret"))
+        check_integrity(store)
     finally:
         os.umask(before)
-    assert stat.S_IMODE((folder / "deeper").stat().st_mode) == 0o700
-    modes = {stat.S_IMODE(f.stat().st_mode) for f in (folder / "deeper").iterdir()}
-    assert modes == {0o600}
+    inside = list((folder / "deeper").iterdir())
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder / "deeper", *inside)}
+    assert modes == {0o700, 0o600}
+    assert all(b"a secret" not in path.read_bytes() for path in inside)
 
 
-def test_an_error_in_the_writer_is_not_the_end(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real, calls = prefix_writer.encode, []
+def test_a_directory_that_is_not_safe_is_refused(open_store, folder):
+    folder.mkdir()
+    for mode in (0o777, 0o770, 0o702, 0o1777):
+        folder.chmod(mode)
+        with pytest.raises(UsageError, match=r"can be written by others \(mode .*chmod 700"):
+            open_store()
+    folder.chmod(0o755)
+    (folder / "other").touch()
+    open_store().close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755, "another program's files are there"
+    (folder / "other").unlink()
+    open_store().close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (folder / "link").symlink_to(folder)
+    with pytest.raises(UsageError, match="is a symbolic link"):
+        open_store(path=folder / "link")
+    (folder / "file").write_text("x")
+    with pytest.raises(UsageError, match="Not a directory"):
+        open_store(path=folder / "file")
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+        with pytest.raises(UsageError, match="belongs to user 12345"):
+            open_store()
 
-    def broken(*args: object) -> object:
-        calls.append(args)
-        if len(calls) == 1:
-            raise RuntimeError("a mistake of ours")
-        return real(*args)
 
-    monkeypatch.setattr(prefix_writer, "encode", broken)
+def test_one_server_at_a_time(open_store, monkeypatch):
+    """A lock is the descriptor's, so that a second store is like another process."""
+    monkeypatch.setattr(prefix_files, "_LOCK_SECONDS", 0.2)
     store = open_store()
-    with caplog.at_level(logging.WARNING):
-        put(store, (), (1,))
-        assert store.flush(PATIENCE)
-    assert "a mistake of ours" in caplog.text
-    assert key_of(1) not in store
-    put(store, (), (1,))
-    assert store.flush(PATIENCE)
-    assert key_of(1) in store
+    with pytest.raises(UsageError, match="is in use by another server"):
+        PrefixStore(store.path, FINGERPRINT, 1 << 30)
+    store.close()
+    open_store()
 
 
-def _hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Writes wait until the second event is set; the first says that one does."""
-    began, go_on = threading.Event(), threading.Event()
-    real = prefix_writer.UnfinishedFile.write
+def test_keys_and_the_fingerprint_follow_all_they_are_made_of(tmp_path):
+    roots = [root_key(salt) for salt in (None, "", "a", "b")]
+    keys = [key for root in roots for _, key in prefix_keys(root, (1, 2, 3, 258), [1, 2, 4])]
+    assert keys[:3] == [next(prefix_keys(ROOT, (1, 2, 3, 258), [n]))[1] for n in (1, 2, 4)]
+    keys += [key for _, key in prefix_keys(ROOT, (2, 1, 3), [1, 2, 3])]
+    assert len(set(keys)) == len(keys)
 
-    def slow(self: object, pieces: object, used: int) -> int:
-        began.set()
-        assert go_on.wait(PATIENCE)
-        return real(self, pieces, used)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    facts = {"dtype": "bfloat16", "version": "0.1.0", "kv_bits": None}
 
-    monkeypatch.setattr(prefix_writer.UnfinishedFile, "write", slow)
-    return began, go_on
+    def mark(config: int = 1, time: int = 10**18, **more: object) -> str:
+        (path,) = tmp_path.iterdir()
+        os.utime(path, ns=(time, time))
+        return fingerprint({"a": config}, [path], **facts | more)
 
-
-def _file_size(open_store: Open, folder: Path) -> int:
-    """Of the largest file that `put` makes (token ids below 100)."""
-    probe = open_store(path=folder.parent / "probe")
-    put(probe, (), (1,))
-    probe.close()
-    (file,) = files(folder.parent / "probe")
-    return file.stat().st_size
-
-
-def _damage(path: Path, place: str) -> None:
-    content = bytearray(path.read_bytes())
-    if place == "gone":
-        path.unlink()
-        return
-    if place == "longer":
-        content += b"\0"
-    elif place == "cut":
-        del content[len(content) // 2 :]
-    else:
-        content[50 if place == "header" else -7] ^= 4
-    path.write_bytes(content)
+    assert mark() == mark()
+    marks = [mark(), mark(config=2), mark(time=10**18 + 1), *(mark(**{name: 8}) for name in facts)]
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"1")
+    marks.append(mark())
+    weights.rename(tmp_path / "other.safetensors")
+    marks.append(mark())
+    assert len(set(marks)) == len(marks)

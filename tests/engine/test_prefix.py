@@ -9,57 +9,17 @@ import numpy as np
 import pytest
 
 from mlx_mtp.cache.prefix_state import Segment
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
-from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import prefix as prefix_module
 from mlx_mtp.engine import runner as runner_module
-from mlx_mtp.engine.request import Request
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from tests.engine.cases import EOS, SAMPLED, STEP, check_head_cache
+from tests.cache.prefixes import FINGERPRINT, nodes
+from tests.engine.cases import EOS, SAMPLED, check_head_cache
+from tests.engine.prefix_runs import ask, check, driver, words
 from tests.grammars import compiled
-from tests.harness import Driver, Ties, greedy, plain, request
-from tests.tiny_models import FAMILIES, VOCAB
-
-ROOM = 64 << 20
-
-
-@pytest.fixture(scope="module")
-def ties():
-    """All differences at rounding ties that this file met, listed at its end."""
-    found = Ties()
-    yield found
-    found.report("random models, prefix cache")
-
-
-def words(seed: int, count: int) -> list[int]:
-    """Random tokens that are no turn end."""
-    return [int(t) for t in np.random.default_rng(seed).integers(2, VOCAB, count)]
-
-
-def driver(model: LoadedModel, depth: int | str = 2, min_gain: int = 4, **settings) -> Driver:
-    settings = {"prefill_step_size": STEP, "prefix_cache_size": ROOM} | settings
-    config = EngineConfig(num_draft_tokens=depth, **settings)
-    return Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, min_gain=min_gain)
-
-
-def ask(warm: Driver, *wanted: Request) -> None:
-    """Run requests to their ends, together."""
-    for each in wanted:
-        warm.add(each)
-    warm.run()
-
-
-def check(warm: Driver, model: LoadedModel, ties: Ties, *wanted: Request) -> None:
-    for each in wanted:
-        stops = () if each.sampling.ignore_eos else (EOS,)
-        reference = plain(model, each, VOCAB, stops)
-        ties.check(each.request_id, warm.tokens(each.request_id), reference)
-
-
-def numbered(sampling: SamplingParams, prompt: list[int], name: str, **more) -> Request:
-    return Request(name, tuple(prompt), sampling, **more)
-
+from tests.harness import greedy, request
+from tests.tiny_models import FAMILIES
 
 CORNERS = [
     (family, depth, overlap)
@@ -128,9 +88,7 @@ def test_prompts_that_begin_others(tiny_models, ties):
     for order in (lengths, sorted(lengths)):
         warm = driver(model, 2)
         for length in order:
-            asked = request(f"{length}", text[:length], greedy(5, ignore_eos=True))
-            ask(warm, asked)
-            check(warm, model, ties, asked)
+            ask(warm, request(f"{length}", text[:length], greedy(2, ignore_eos=True)))
         exact = [request(f"again {n}", text[:n], SAMPLED[n % 5]) for n in lengths]
         ask(warm, *exact)
         check(warm, model, ties, *exact)
@@ -138,19 +96,8 @@ def test_prompts_that_begin_others(tiny_models, ties):
             assert warm.reused(f"again {length}") == length
 
 
-def test_choices_of_one_prompt_are_computed_once(tiny_models, ties):
-    model = tiny_models["qwen3_next"]
-    warm = driver(model, 2)
-    sampling = [SamplingParams(max_tokens=12, temperature=1.0, seed=3, choice=i) for i in range(5)]
-    wanted = [request(f"choice {i}", words(7, 50), s) for i, s in enumerate(sampling)]
-    ask(warm, *wanted)
-    check(warm, model, ties, *wanted)
-    assert [warm.reused(r.request_id) for r in wanted] == [0, 50, 50, 50, 50]
-    assert warm.core.stats().prompt_tokens == 50
-    assert len({tuple(warm.tokens(r.request_id)) for r in wanted}) > 1
-
-
 def test_grammars_logprobs_and_penalties_on_a_cached_prompt(tiny_models, ties):
+    """And the choices of one prompt, which is computed once."""
     model = tiny_models["qwen3_next"]
     grammar = compiled(GrammarSpec("regex", "[a-z]{4,9}[0-9]+"))
     prompt = words(8, 35)
@@ -171,18 +118,12 @@ def test_grammars_logprobs_and_penalties_on_a_cached_prompt(tiny_models, ties):
         for each in (constrained, longer, logged):
             assert warm.reused(each.request_id) == expected
     np.testing.assert_allclose(*reports, atol=1e-4)
-
-
-def test_salts_keep_prefixes_apart(tiny_models, ties):
-    model = tiny_models["qwen3_5"]
-    warm = driver(model, 1)
-    prompt = words(9, 40)
-    for salt, expected in (("", 0), ("a", 0), ("b", 0), ("a", 40), ("", 40)):
-        name = f"{salt} {expected}"
-        asked = Request(name, tuple(prompt), greedy(5), cache_salt=salt)
-        ask(warm, asked)
-        check(warm, model, ties, asked)
-        assert warm.reused(name) == expected
+    warm = driver(model, 2)
+    sampling = [SamplingParams(max_tokens=9, temperature=1.0, seed=3, choice=i) for i in range(4)]
+    wanted = [request(f"choice {i}", words(7, 50), s) for i, s in enumerate(sampling)]
+    ask(warm, *wanted)
+    check(warm, model, ties, *wanted)
+    assert warm.core.stats().prompt_tokens == 50
 
 
 @pytest.mark.parametrize(
@@ -216,77 +157,36 @@ def test_the_heads_own_cache_is_complete_behind_a_prefix(tiny_models, family, de
         check_head_cache(warm, model, name)
 
 
-def test_drafts_are_accepted_as_often_as_without_the_cache(demo_model):
-    """A hole in the head's KV changes no token; it shows here."""
-    tokens = [int(t) for t in np.random.default_rng(3).integers(2, 4000, 60)]
-    counts = []
-    for size in (0, ROOM):
-        run = Driver(
-            demo_model,
-            vocab_size=4096,
-            config=EngineConfig(num_draft_tokens=2, prefill_step_size=32, prefix_cache_size=size),
-        )
-        ask(run, request("before", tokens, greedy(20)))
-        ask(run, request("after", [*tokens, *run.tokens("before"), 7, 8], greedy(40)))
-        assert (run.reused("after") > 0) == (size > 0)
-        outputs = run.outputs["after"]
-        counts.append([(o.token_ids, o.num_accepted_tokens) for o in outputs])
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("entries", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 5))])
-def test_entries_that_go_while_they_are_wanted(tiny_models, ties, entries):
-    """A cache with room for little, requests that come and leave, and one that empties it."""
-    model = tiny_models["qwen3_next"]
-    probe = driver(model, 2)
-    ask(probe, request("one", words(14, 50), greedy(2)))
-    warm = driver(model, 2, prefix_cache_size=probe.prefixes.tree.nbytes * entries, max_num_seqs=3)
-    random = np.random.default_rng(entries)
-    trunk = [*words(15, 40), EOS]
-    wanted = []
-    for number in range(14):
-        text = [*trunk[: int(random.integers(5, 41))], *words(number % 4, int(random.integers(30)))]
-        wanted.append(request(f"r{number}", text, greedy(4 + number % 5, ignore_eos=True)))
-        warm.add(wanted[-1])
-        for _ in range(int(random.integers(4))):
-            warm.step()
-        if number % 5 == 4:
-            warm.prefixes.tree.clear()
-        if number % 6 == 5:
-            warm.core.cancel(wanted.pop(-2).request_id)
-        assert warm.prefixes.tree.nbytes <= warm.prefixes.tree.limit
-    warm.run()
-    check(warm, model, ties, *wanted)
-
-
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.full)])
-def test_quantized_prefixes(demo_model, bits):
-    """Smaller, found all the same, and what they lead to is drafted as well as before."""
+def test_quantized_prefixes(demo_model, tmp_path, bits):
+    """Smaller, found all the same, drafted for as before, and the same from the disk."""
     tokens = [int(t) for t in np.random.default_rng(4).integers(2, 4000, 100)]
+    settings = {"vocab_size": 4096, "prefill_step_size": 32}
     runs = []
-    for quantization in (None, bits):
-        config = EngineConfig(
-            num_draft_tokens=2,
-            prefill_step_size=32,
-            prefix_cache_size=ROOM,
-            kv_cache_quantization=quantization,
-        )
-        run = Driver(demo_model, vocab_size=4096, config=config)
+    for name, quantization in (("plain", None), ("quantized", bits)):
+        store = PrefixStore(tmp_path / name, FINGERPRINT, 1 << 30)
+        run = driver(demo_model, store=store, kv_cache_quantization=quantization, **settings)
         # Saved in pieces, and split where the second parts from the first.
+        ask(run, request("first token", tokens[:1], greedy(1)))
         ask(run, request("before", tokens, greedy(20)))
         ask(run, request("other", [*tokens[:50], *tokens[:30]], greedy(20)))
-        ask(run, request("after", [*tokens, *run.tokens("before"), 7, 8], greedy(40)))
-        ask(run, request("exact", tokens, greedy(5)))
+        ask(run, request("after", [*tokens, *run.tokens("before"), 7, 8], greedy(30)))
         assert run.reused("other") == 32
         assert run.reused("after") == 119
-        assert run.reused("exact") == 100
-        assert len(run.tokens("after")) == 40
         runs.append(run)
-    plain_kv, quantized = (sum(n.kv.nbytes for n in run.prefixes.tree.nodes()) for run in runs)
+        store.close()
+    plain_kv, quantized = (sum(n.kv.nbytes for n in nodes(run.prefixes.tree)) for run in runs)
     # A scale and a bias of 4 bytes each stand for 64 values.
     assert quantized / plain_kv == pytest.approx(bits / 32 + 8 / 64 / 4, abs=0.01)
     accepted = [sum(o.num_accepted_tokens for o in run.outputs["after"]) for run in runs]
     assert accepted[1] > 0.6 * accepted[0]
+    store = PrefixStore(tmp_path / "quantized", FINGERPRINT, 1 << 30)
+    later = driver(demo_model, store=store, kv_cache_quantization=bits, **settings)
+    before = runs[1].tokens("before")
+    ask(later, request("after", [*tokens, *before, 7, 8], greedy(30)))
+    store.close()
+    assert later.reused("after") == 122
+    assert later.tokens("after") == runs[1].tokens("after")
 
 
 def test_what_goes_wrong_with_the_cache_hits_no_request(tiny_models, ties, monkeypatch, caplog):
@@ -296,75 +196,50 @@ def test_what_goes_wrong_with_the_cache_hits_no_request(tiny_models, ties, monke
     def broken(*parts, **more):
         raise MemoryError("no room for a copy")
 
-    for name in ("take_segment", "take_snapshot"):
-        with monkeypatch.context() as patch:
-            patch.setattr(prefix_module, name, broken)
-            warm = driver(model, 2)
-            wanted = [request(f"{name} {i}", prompt, greedy(9)) for i in range(2)]
-            ask(warm, *wanted)
-            check(warm, model, ties, *wanted)
-            assert len(warm.prefixes.tree) == 0
-    for name in ("split", "insert"):
-        owner = Segment if name == "split" else PrefixTree
+    for owner, name in (
+        (prefix_module, "take_segment"),
+        (prefix_module, "take_snapshot"),
+        (Segment, "cut"),
+        (PrefixTree, "insert"),
+        (prefix_module, "restore"),
+    ):
         warm = driver(model, 2)
-        ask(warm, request("before", prompt, greedy(9)))
+        if not name.startswith("take"):
+            ask(warm, request("before", prompt, greedy(9)))
+        parted = prompt[:20] if name == "cut" else prompt
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)
-            asked = request(f"{name}", [*prompt[:20], *prompt], greedy(9))
-            ask(warm, asked)
-        check(warm, model, ties, asked)
-    warm = driver(model, 2)
-    ask(warm, request("before", prompt, greedy(9)))
-    with monkeypatch.context() as patch:
-        patch.setattr(prefix_module, "restore", broken)
-        wanted = [request(f"restore {i}", [*prompt, 5 + i], greedy(9)) for i in range(2)]
-        ask(warm, *wanted)
-    check(warm, model, ties, *wanted)
+            wanted = [request(f"{name} {i}", [*parted, *prompt, i], greedy(9)) for i in range(2)]
+            ask(warm, *wanted)
+        check(warm, model, ties, *wanted)
+        if name.startswith("take"):
+            assert len(warm.prefixes.tree) == 0
     assert [warm.reused(r.request_id) for r in wanted] == [0, 0]
     # What could not be restored was forgotten, and has been saved anew.
-    ask(warm, request("after", [*prompt, 5, 6], greedy(3)))
-    assert warm.reused("after") == len(prompt) + 1
+    ask(warm, request("after", [*wanted[0].prompt_token_ids, 6], greedy(3)))
+    assert warm.reused("after") == 81
     assert "could not be restored" in caplog.text
 
 
-def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
-    """Its copies come from the same computation, and so do those of the chunk behind it."""
+@pytest.mark.parametrize("where", ["read", "launch"])
+def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch, where):
+    """Nor does the chunk behind it, which is planned and launched before that is read."""
     model = tiny_models["qwen3_5"]
     warm = driver(model, 2, min_gain=20)  # nothing is saved after the first chunk
-    original = runner_module.row_results
-    read = []
+    owner, name = (runner_module, "row_results") if where == "read" else (type(model), "hidden")
+    original, calls = getattr(owner, name), []
 
-    def failing(window):
-        read.append(window)
-        if len(read) == 1:
-            raise RuntimeError("the device went away")
-        return original(window)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "row_results", failing)
-        ask(warm, request("lost", words(17, 60), greedy(5)))
-    assert warm.reason("lost") == "error"
-    assert len(read) > 1
-    assert len(warm.prefixes.tree) == warm.prefixes.tree.nbytes == 0
-
-
-def test_a_launch_that_fails_saves_nothing(tiny_models, monkeypatch):
-    """The chunk behind it is planned before the failure is read, and has no state to go on from."""
-    model = tiny_models["qwen3_5"]
-    warm = driver(model, 2, min_gain=20)
-    original = type(model).hidden
-    calls = []
-
-    def failing(self, tokens, cache):
-        calls.append(tokens.shape)
+    def failing(*parts):
+        calls.append(parts)
         if len(calls) == 1:
-            raise RuntimeError("no memory for this chunk")
-        return original(self, tokens, cache)
+            raise RuntimeError("the device went away")
+        return original(*parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "hidden", failing)
+        patch.setattr(owner, name, failing)
         ask(warm, request("lost", words(17, 60), greedy(5)))
     assert warm.reason("lost") == "error"
+    assert where == "launch" or len(calls) > 1
     assert len(warm.prefixes.tree) == warm.prefixes.tree.nbytes == 0
 
 
@@ -376,25 +251,25 @@ def test_answers_cut_short_from_outside_are_not_saved_at_their_end(tiny_models):
         warm.step()
     warm.core.cancel("cancelled")
     warm.run()
-    assert [n.end for n in warm.prefixes.tree.nodes()] == [12]
+    assert [n.end for n in nodes(warm.prefixes.tree)] == [12]
 
 
 def test_the_bytes_that_are_counted_are_those_that_are_held(tiny_models):
     """No entry keeps a batch's whole buffer alive, or that of the node it was split from."""
     warm = driver(tiny_models["qwen3_next"], 2, prefill_step_size=64)
+
+    def held() -> int:
+        warm.runner.batches.decoding = None
+        gc.collect()
+        mx.synchronize()
+        return mx.get_active_memory()
+
     ask(warm, request("warm up", words(19, 60), greedy(5)))
     warm.prefixes.tree.clear()
-    warm.runner.batches.decoding = None
-    gc.collect()
-    mx.synchronize()
-    before = mx.get_active_memory()
+    before = held()
     for number in range(5):
         text = [*words(20, 400 - 80 * number), *words(number + 30, 70)]
-        ask(warm, request(f"r{number}", text, greedy(4, ignore_eos=True)))
-    warm.runner.batches.decoding = None
-    gc.collect()
-    mx.synchronize()
-    held = mx.get_active_memory() - before
+        ask(warm, request(f"r{number}", text, greedy(2, ignore_eos=True)))
     assert warm.prefixes.tree.nbytes > 1_500_000
     # mlx copies no slice that leaves out less than 16 KB of its buffer.
-    assert held == pytest.approx(warm.prefixes.tree.nbytes, rel=0.1)
+    assert held() - before == pytest.approx(warm.prefixes.tree.nbytes, rel=0.1)

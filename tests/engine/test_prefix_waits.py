@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.cache import prefix_reader
+from mlx_mtp.cache import prefix_store
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import reuse
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.scheduler import Scheduler
+from tests.cache.prefixes import FINGERPRINT, PATIENCE
 from tests.engine.cases import EOS
+from tests.engine.prefix_runs import words
 from tests.engine.test_engine import Client, wait_until
-from tests.engine.test_prefix_disk import MARK, PATIENCE, words
 from tests.harness import greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
 
@@ -30,16 +31,16 @@ class SlowDisk:
     """A store whose reads wait until they may go on."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = PrefixStore(folder, MARK, 1 << 30)
+        self.store = PrefixStore(folder, FINGERPRINT, 1 << 30)
         self.began, self.go_on = threading.Event(), threading.Event()
-        original = self.store.reader._read
+        original = self.store._directory.read
 
-        def slow(key, go_on):
+        def slow(file):
             self.began.set()
             assert self.go_on.wait(2 * PATIENCE)
-            return original(key, go_on)
+            return original(file)
 
-        self.store.reader._read = slow
+        self.store._directory.read = slow
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def begin(tiny_models, tmp_path, monkeypatch):
     """Starts a server's like on a directory that has PROMPT's prefix."""
     # Reads wait for the test, and that for a busy machine.
     monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
-    monkeypatch.setattr(prefix_reader, "READ_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(prefix_store, "READ_SECONDS", 10 * PATIENCE)
     made: list[tuple[Client, SlowDisk]] = []
 
     def start() -> tuple[Client, SlowDisk]:
@@ -62,6 +63,9 @@ def begin(tiny_models, tmp_path, monkeypatch):
     first.engine.submit(request("first", PROMPT, greedy(1, ignore_eos=True)))
     first.wait("first")
     assert first.engine.stop(PATIENCE)
+    counted = first.engine.stats().prefix_cache
+    assert counted.num_files == counted.num_files_written >= 2
+    assert (counted.num_files_dropped, counted.file_nbytes > 0) == (0, True)
     yield start
     for served, disk in made:
         disk.go_on.set()
@@ -74,13 +78,13 @@ def reused(served: Client, name: str) -> int:
 
 def test_others_go_on_while_a_prefix_is_read_and_it_is_right_when_it_comes(begin, tiny_models):
     served, disk = begin()
-    stream = request("stream", [7, 8, 9], greedy(400, ignore_eos=True))
+    stream = request("stream", [7, 8, 9], greedy(200, ignore_eos=True))
     wants = request("wants", [*PROMPT, 5], greedy(12, ignore_eos=True))
     with served.held_at(3, stream):
         served.engine.submit(wants)
     assert disk.began.wait(PATIENCE)
     # Whatever the engine does from now on, it does while the disk is silent.
-    served.wait_for_tokens("stream", min(len(served.tokens("stream")) + 30, 400))
+    served.wait_for_tokens("stream", min(len(served.tokens("stream")) + 30, 200))
     late = request("late", [11, 12], greedy(5, ignore_eos=True))
     served.engine.submit(late)
     served.wait("late")
@@ -110,7 +114,7 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
     assert disk.began.wait(PATIENCE)
     wait_until(lambda: served.engine.stats().num_requests_waiting == 2)
     before = len(steps)
-    time.sleep(1.0)
+    time.sleep(0.5)
     # A request may have come while the first was looked at; a loop that spins takes thousands.
     assert len(steps) - before <= 2
     assert served.engine.hang_reason is None
@@ -123,7 +127,7 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
 def test_a_read_that_takes_too_long_is_not_waited_for(begin, tiny_models, monkeypatch):
     """Alone in the engine, which has to wake up by itself; the next finds what the first saved."""
     monkeypatch.setattr(reuse, "READ_SECONDS", 0.2)
-    monkeypatch.setattr(prefix_reader, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(prefix_store, "READ_SECONDS", 0.2)
     served, disk = begin()
     for name in ("one", "two"):
         wants = request(name, [*PROMPT, 5], greedy(6, ignore_eos=True), None)
@@ -135,11 +139,32 @@ def test_a_read_that_takes_too_long_is_not_waited_for(begin, tiny_models, monkey
         assert tuple(served.tokens(name)) == expected
 
 
-def test_one_that_waits_can_be_cancelled(begin):
+@pytest.mark.parametrize("how", ["cancel", "stop", "death"])
+def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypatch, how):
+    monkeypatch.setattr(prefix_store, "_ABANDON_SECONDS", 0.1)
     served, disk = begin()
     served.engine.submit(request("leaves", [*PROMPT, 5], greedy(6)))
     assert disk.began.wait(PATIENCE)
-    served.engine.cancel("leaves")
+    if how == "cancel":
+        served.engine.cancel("leaves")
+    elif how == "stop":
+        close = PrefixStore.close
+        monkeypatch.setattr(PrefixStore, "close", lambda store: close(store, 0.1))
+        assert served.engine.stop(PATIENCE)
+        assert served.outputs["leaves"][-1].finish_reason == "error"
+        return
+    else:
+        original = Scheduler.schedule
+
+        def broken(self):
+            monkeypatch.setattr(Scheduler, "schedule", original)
+            raise RuntimeError("a bug in the scheduler")
+
+        monkeypatch.setattr(Scheduler, "schedule", broken)
+        served.engine.submit(request("also hit", [3, 4], greedy(6)))
+        served.wait("leaves", "also hit")
+        assert served.outputs["leaves"][-1].finish_reason == "error"
+        wait_until(lambda: served.engine.stats().num_restarts == 1)
     # The gauges are those of the last step, and may still be those from before the request.
     wait_until(lambda: disk.store.reader.nbytes == 0)
     wait_until(lambda: served.engine.stats().num_requests_waiting == 0)
@@ -148,34 +173,3 @@ def test_one_that_waits_can_be_cancelled(begin):
     served.wait("stays")
     assert reused(served, "stays") == len(PROMPT)
     assert served.tokens("leaves") == []
-
-
-def test_the_engine_stops_while_a_read_hangs(begin, monkeypatch):
-    monkeypatch.setattr(prefix_reader, "_STOP_SECONDS", 0.1)
-    served, disk = begin()
-    served.engine.submit(request("waits", [*PROMPT, 5], greedy(6)))
-    assert disk.began.wait(PATIENCE)
-    assert served.engine.stop(PATIENCE)
-    assert served.outputs["waits"][-1].finish_reason == "error"
-
-
-def test_another_engine_thread_begins_without_the_reads_of_the_one_before(begin, monkeypatch):
-    served, disk = begin()
-    served.engine.submit(request("hit", [*PROMPT, 5], greedy(6)))
-    assert disk.began.wait(PATIENCE)
-    original = Scheduler.schedule
-
-    def broken(self):
-        monkeypatch.setattr(Scheduler, "schedule", original)
-        raise RuntimeError("a bug in the scheduler")
-
-    monkeypatch.setattr(Scheduler, "schedule", broken)
-    served.engine.submit(request("also hit", [3, 4], greedy(6)))
-    served.wait("hit", "also hit")
-    assert served.outputs["hit"][-1].finish_reason == "error"
-    wait_until(lambda: served.engine.stats().num_restarts == 1)
-    assert disk.store.reader.nbytes == 0
-    disk.go_on.set()
-    served.engine.submit(request("after", [*PROMPT, 5], greedy(6)))
-    served.wait("after")
-    assert reused(served, "after") == len(PROMPT)

@@ -1,0 +1,248 @@
+"""The directory of the prefix cache on disk, and the format of its files.
+
+The files hold keys, values and states of prompts and answers, unencrypted, so they are for their
+owner alone: the directory is 0700 and the files are 0600, no symbolic link is followed, and every
+file is reached through one descriptor of the directory, so that no other directory can take its
+place later.
+
+A file is what `mx.save_safetensors` writes. Its name says which rows of which prefix it holds, so
+that the listing of the directory is the index. A SHA-256 in its metadata covers the fingerprint,
+the name and every other byte; it is checked before any of them is parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_mtp.cache.prefix_keys import KEY_DIGITS
+from mlx_mtp.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "mlx-mtp-prefix-"
+_NAME = re.compile(
+    _PREFIX + r"([0-9a-f]{8})-([0-9a-f]{40}s?)-([0-9a-f]{40})-(\d+)-(\d+)\.safetensors"
+)
+# Files of any version of this program, unfinished ones too.
+_OURS = re.compile(_PREFIX + r"[0-9a-f]{8}[-.0-9a-fs]*\.(safetensors|tmp)")
+_LOCK = "mlx-mtp-prefix.lock"
+_LOCK_SECONDS = 3.0  # For a server that is about to end.
+_POLL_SECONDS = 0.1
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
+_SLICE = 4 << 20
+_DIGEST = b'"sha256":"'
+_BLANK = b"0" * 64
+# Where in a file the digest is looked for: the metadata come first.
+_DIGEST_WITHIN = 4096
+
+
+@dataclass(slots=True)
+class StoredFile:
+    """A file: rows of KV that follow those of another KV file, or the snapshot at their end.
+
+    Args:
+        key: of the prefix that it ends (`prefix_keys`); with an s behind it, of the snapshot there.
+        parent: key of the KV file that it builds on; of the salt's root if it begins a prefix.
+        start, end: the tokens of its rows; equal for a snapshot.
+        nbytes: of the file.
+        used: when it was used last, in nanoseconds.
+    """
+
+    key: str
+    parent: str
+    start: int
+    end: int
+    nbytes: int = 0
+    used: int = 0
+
+
+def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
+    """A file's content, its digest still blank; `bits` as in `Segment`.
+
+    For the engine's thread: on CUDA mlx moves an array's buffer when its bytes are looked at.
+    """
+    file = io.BytesIO()
+    mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK.decode()})
+    return file.getvalue()
+
+
+def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
+    """Arrays and bits of a content that has been checked."""
+    arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+    mx.eval(arrays)
+    return arrays, int(metadata["bits"]) or None  # type: ignore[index, return-value]
+
+
+class PrefixDirectory:
+    """An open, locked directory, made if it isn't there. Its methods raise the system's OSErrors.
+
+    Attributes:
+        found: the files that were there.
+
+    Raises:
+        UsageError: it can't be used, isn't safe, or another process uses it.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path = path
+        self._fingerprint = fingerprint
+        self._mark = fingerprint[:8]
+        flag = f"--prefix-cache-dir {path}"
+        with contextlib.ExitStack() as opened:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+                self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
+                opened.callback(os.close, self._fd)
+                _check_safe(self._fd, flag)
+                lock = os.open(_LOCK, os.O_RDONLY | os.O_CREAT | _SAFE, 0o600, dir_fd=self._fd)
+                opened.callback(os.close, lock)
+                _take_lock(lock, flag)
+                self.found = self._scan()
+            except OSError as error:
+                why = f"can't be used: {error.strerror or error}"
+                if path.is_symlink():
+                    why = "is a symbolic link; name the directory itself"
+                raise UsageError(f"{flag} {why}.") from None
+            self.close = opened.pop_all().close
+
+    def read(self, file: StoredFile) -> bytes:
+        """A file's content; raises ValueError if that is not what was written."""
+        name = self._name(file)
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=self._fd)
+        with io.FileIO(fd) as opened:
+            if os.fstat(fd).st_size != file.nbytes:
+                raise ValueError("its size is not what it was")
+            content = opened.readall()
+        before, digest, behind = _parts(content)
+        if digest != self._digest(name, before, behind):
+            raise ValueError("its content is damaged")
+        return content
+
+    def write(self, file: StoredFile, content: bytes, wanted: Callable[[], bool]) -> bool:
+        """Write a file beside its place, through to the disk, and then give it its name.
+
+        Unless `wanted` says that it is not wanted any more; that is asked every 4 MiB.
+        """
+        name = self._name(file)
+        temporary = f"{_PREFIX}{self._mark}-{file.key}.{secrets.token_hex(4)}.tmp"
+        before, _, behind = _parts(content)
+        digest = memoryview(self._digest(name, before, behind))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
+        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
+        try:
+            try:
+                for piece in (before, digest, behind):
+                    while piece and wanted():
+                        piece = piece[os.write(fd, piece[:_SLICE]) :]
+                if wanted():
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            if not wanted():
+                return False
+            os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self._fd)
+
+    def sync(self) -> None:
+        """Make renames survive a power failure."""
+        os.fsync(self._fd)
+
+    def remove(self, file: StoredFile) -> None:
+        """Remove a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name(file), dir_fd=self._fd)
+
+    def mark_used(self, file: StoredFile) -> None:
+        """Set a file's times, so that the next process knows what is old."""
+        with contextlib.suppress(OSError):
+            times = file.used, file.used
+            os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
+
+    def _scan(self) -> list[StoredFile]:
+        """The files that are here; other programs' are left alone.
+
+        Those of another fingerprint or version, unfinished ones, and whatever bears such a name and
+        is no plain file are removed.
+        """
+        found, num_removed = [], 0
+        for name in os.listdir(self._fd):
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            match = _NAME.fullmatch(name)
+            if match and match[1] == self._mark and stat.S_ISREG(status.st_mode):
+                rows = int(match[4]), int(match[5])
+                used = status.st_mtime_ns
+                found.append(StoredFile(match[2], match[3], *rows, status.st_size, used))
+            elif _OURS.fullmatch(name):
+                num_removed += 1
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._fd)
+        if num_removed:
+            why = "they are of another model, version or setting, or were not finished"
+            logger.info("%d files in %s removed: %s", num_removed, self.path, why)
+        return found
+
+    def _name(self, file: StoredFile) -> str:
+        keys = f"{self._mark}-{file.key}-{file.parent[:KEY_DIGITS]}"
+        return f"{_PREFIX}{keys}-{file.start}-{file.end}.safetensors"
+
+    def _digest(self, name: str, before: memoryview, behind: memoryview) -> bytes:
+        digest = hashlib.sha256(f"{self._fingerprint} {name} ".encode())
+        digest.update(before)
+        digest.update(behind)
+        return digest.hexdigest().encode()
+
+
+def _parts(content: bytes) -> tuple[memoryview, memoryview, memoryview]:
+    """What is before a content's digest, the digest, and what is behind it."""
+    start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
+    view, end = memoryview(content), start + len(_BLANK)
+    return view[:start], view[start:end], view[end:]
+
+
+def _check_safe(fd: int, flag: str) -> None:
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{flag} belongs to user {found.st_uid}, not to the server's user {os.geteuid()}; "
+            "it would hold unencrypted prompts. Choose a directory of your own."
+        )
+    if found.st_mode & 0o022:
+        raise UsageError(
+            f"{flag} can be written by others (mode {found.st_mode & 0o777:o}); whoever writes "
+            "there could change answers. Make it yours alone: chmod 700."
+        )
+    names = os.listdir(fd)
+    if found.st_mode & 0o077 and all(name.startswith("mlx-mtp-prefix") for name in names):
+        # No other program's files become unreadable by that.
+        os.fchmod(fd, 0o700)
+
+
+def _take_lock(lock: int, flag: str) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                why = "is in use by another server; give each a directory of its own"
+                raise UsageError(f"{flag} {why}.") from None
+            time.sleep(_POLL_SECONDS)
