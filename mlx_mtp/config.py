@@ -31,6 +31,7 @@ class EngineConfig:
             none.
         kv_cache_quantization: bits that their KV is stored with, 8 or 4; None: as it is. What runs
             is never quantized.
+        draft_source: where drafts come from: a name in `speculative/draft_sources.py`.
     """
 
     num_draft_tokens: DraftTokens = "auto"
@@ -41,6 +42,7 @@ class EngineConfig:
     calibration_seconds: float = 0.0
     prefix_cache_size: int = 0
     kv_cache_quantization: int | None = None
+    draft_source: str = "mtp"
 
 
 @dataclass(frozen=True, slots=True)

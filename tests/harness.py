@@ -27,7 +27,8 @@ from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.controller import DepthController
 from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
-from mlx_mtp.speculative.proposer import MTPProposer, Proposer
+from mlx_mtp.speculative.draft_sources import DraftProposer
+from mlx_mtp.speculative.proposer import MTPProposer
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -150,7 +151,7 @@ class Driver:
         vocab_size: int | None = None,
         stop_ids: tuple[int, ...] = (),
         config: EngineConfig | None = None,
-        proposer: Proposer | None = None,
+        proposer: DraftProposer | None = None,
         depth: DepthPolicy | None = None,
         min_gain: int = 4,
         store: PrefixStore | None = None,
@@ -230,8 +231,8 @@ class OracleState:
     def __init__(self, known: mx.array) -> None:
         self.known = known
 
-    def take(self, rows: Many[int]) -> OracleState:
-        return OracleState(self.known[mx.array(list(rows), dtype=mx.int32)])
+    def select(self, rows: mx.array) -> OracleState:
+        return OracleState(self.known[rows])
 
     def extend(self, other: OracleState) -> None:
         self.known = mx.concatenate([self.known, other.known])
@@ -260,7 +261,7 @@ class OracleProposer:
         self.rate = rate
         self.length = length
 
-    def make_state(self, request_ids: Many[str]) -> OracleState:
+    def make_state(self, request_ids: Many[str], prompts: Many[Many[int]]) -> OracleState:
         table = np.zeros((len(request_ids), self.length), dtype=np.int32)
         for row, name in enumerate(request_ids):
             table[row, : len(self.answers[name])] = self.answers[name]

@@ -15,8 +15,8 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 class BatchCache:
     """The caches of a model's layers for B rows, with one length per row.
 
-    A forward is: `begin`, the model, `commit`. Between `begin` and `commit` every layer has
-    written its window; `commit` says how much of it each row keeps.
+    A forward pass is `begin`, the model, `commit`: every layer writes its window, then `commit`
+    sets how much of it each row keeps.
 
     Attributes:
         layers: one cache per layer, in order.
@@ -32,8 +32,8 @@ class BatchCache:
 
         Args:
             limit: at least every row's length plus the window's.
-            lengths: int32 [B], how much of the window each row will keep where that is known
-                already; None for a verify window.
+            lengths: int32 [B], how much of the window each row will keep, if that is known already;
+                None for a verify window.
         """
         for cache in self.layers:
             if isinstance(cache, RaggedKVCache):
@@ -42,7 +42,7 @@ class BatchCache:
                 cache.coming = lengths
 
     def reserve_more(self, more: int) -> None:
-        """Make room for positions that are run beside the window and never kept."""
+        """Make room for padding positions after the window, which are never kept."""
         for cache in self.layers:
             if isinstance(cache, RaggedKVCache):
                 cache.reserve(cache.limit + more)
@@ -56,11 +56,11 @@ class BatchCache:
             elif cache.coming is None:
                 cache.num_kept = num_kept
 
-    def take(self, rows: mx.array) -> BatchCache:
+    def select(self, rows: mx.array) -> BatchCache:
         """Caches of these rows alone (int32 [B'], in the order given)."""
-        taken = BatchCache([cache.take(rows) for cache in self.layers], rows.shape[0])
-        taken.offset = self.offset[rows]
-        return taken
+        selected = BatchCache([cache.select(rows) for cache in self.layers], rows.shape[0])
+        selected.offset = self.offset[rows]
+        return selected
 
     def extend(self, other: BatchCache) -> None:
         """Append the other batch's rows."""

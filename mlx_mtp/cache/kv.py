@@ -1,4 +1,4 @@
-"""Attention KV for rows of different lengths: left-aligned, a length per row, nothing moved."""
+"""Attention KV for rows of different lengths: left-aligned, a length per row, never moved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STRIDE = 64
 class RaggedKVCache:
     """Keys and values of one attention layer, each row left-aligned.
 
-    Row b's valid entries are the first `offset[b]`; what lies beyond is scratch that the next
-    window writes over, so a rejection costs nothing. The interface (`offset`, `update_and_fetch`,
-    `make_mask`) is the one mlx-lm's attention modules call.
+    Row b's valid entries are the first `offset[b]`; the next window overwrites those after them, so
+    a rejection costs nothing. mlx-lm's attention modules call `offset`, `update_and_fetch` and
+    `make_mask`.
 
     Args:
         batch_size: rows B.
@@ -25,8 +25,8 @@ class RaggedKVCache:
     Attributes:
         keys, values: [B, heads, capacity, dim], None until the first write.
         offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads, a multiple of 64; at least the longest row plus the
-            window, so the host must know a bound of every row's length (`reserve`).
+        limit: entries that attention reads, a multiple of 64, at least the longest row plus the
+            window: the host must know an upper bound of every row's length (`reserve`).
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -37,7 +37,6 @@ class RaggedKVCache:
 
     @property
     def batch_size(self) -> int:
-        """Rows B."""
         return self.offset.shape[0]
 
     @property
@@ -48,8 +47,8 @@ class RaggedKVCache:
     def reserve(self, limit: int) -> None:
         """Make room for `limit` entries a row, and let attention read that many or a few more.
 
-        A write past the capacity would silently land in the next row, so every forward must be
-        preceded by this.
+        Must precede every forward pass: a write past the capacity would silently go to the next
+        row.
         """
         self.limit = -(-limit // _STRIDE) * _STRIDE
         if self.keys is None or self.values is None:
@@ -58,8 +57,8 @@ class RaggedKVCache:
         if self.limit > self.capacity:
             self.keys, self.values = _widen(self.keys, wanted), _widen(self.values, wanted)
         elif self.capacity >= wanted + 2 * _GROWTH:
-            # A long row has left; the next write makes the smaller buffer. The bound of the rows'
-            # lengths goes up and down by a few windows: less than two steps of growth is kept.
+            # A long row has left; the next write makes the smaller buffer. The upper bound of the
+            # rows' lengths changes by a few windows, so less than two steps of growth is kept.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
 
     def load(
@@ -68,14 +67,14 @@ class RaggedKVCache:
         """Fill an empty cache, within what is reserved.
 
         Args:
-            keys, values: of each row its first entries, in pieces [heads, T, dim]; no row has none.
+            keys, values: each row's first entries, in one or more pieces [heads, T, dim].
         """
         assert self.keys is None and self.values is None
         capacity = rounded_capacity(self.limit)
         self.keys, self.values = _filled(keys, capacity), _filled(values, capacity)
 
     def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
-        """Put T new entries of each row at `start[b]` and after.
+        """Write T new entries of each row from `start[b]` on.
 
         Args:
             keys, values: [B, heads, T, dim].
@@ -96,14 +95,14 @@ class RaggedKVCache:
         return self.keys[:, :, : self.limit], self.values[:, :, : self.limit]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write at the rows' ends without moving them, and fetch (mlx-lm's interface)."""
+        """Write a window at the rows' ends, without changing `offset`, and fetch."""
         self.write(keys, values, self.offset)
         return self.fetch()
 
     def make_mask(
         self, length: int, return_array: bool = True, window_size: int | None = None
     ) -> mx.array:
-        """Which entries a window's positions may see: bool [B, 1, T, limit].
+        """Which entries each position of a window attends to: bool [B, 1, T, limit].
 
         Args:
             length: B*T, new positions of all rows (mlx-lm's models see them as one long row).
@@ -116,13 +115,13 @@ class RaggedKVCache:
             raise ValueError("RaggedKVCache has no sliding window")
         return causal_mask(self.offset, length // self.batch_size, self.limit)
 
-    def take(self, rows: mx.array) -> RaggedKVCache:
+    def select(self, rows: mx.array) -> RaggedKVCache:
         """A cache of these rows alone (int32 [B'], in the order given)."""
-        taken = copy.copy(self)
-        taken.offset = self.offset[rows]
+        selected = copy.copy(self)
+        selected.offset = self.offset[rows]
         if self.keys is not None and self.values is not None:
-            taken.keys, taken.values = self.keys[rows], self.values[rows]
-        return taken
+            selected.keys, selected.values = self.keys[rows], self.values[rows]
+        return selected
 
     def extend(self, other: RaggedKVCache) -> None:
         """Append the other's rows."""
@@ -144,7 +143,7 @@ def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
 
 
 def rounded_capacity(limit: int) -> int:
-    """Entries that a row gets room for when it needs `limit`."""
+    """The capacity of a row that needs `limit` entries."""
     return -(-limit // _GROWTH) * _GROWTH
 
 

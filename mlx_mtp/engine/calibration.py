@@ -1,19 +1,36 @@
-"""Measures what a step costs at a few batch sizes and depths, before requests are served."""
+"""Step costs before the first request and between runs: measured, kept in a file, saved.
+
+Costs are measured at a few batch sizes and depths by requests that run through the ordinary path.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
+import os
+import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_mtp import __version__
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.costs import Seconds, StepCosts
 from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
 
 logger = logging.getLogger(__name__)
@@ -25,18 +42,22 @@ _CELLS = (
     *((1, depth) for depth in (4, 6, 8)),
     *((4, depth) for depth in (2, 5, 8)),
 )
-"""(rows, depth), the most telling first: time may run out. The others are inferred from these."""
+"""(rows, depth), the most useful first: time may run out. Others are inferred from these."""
 _CHECKED = frozenset(_CELLS[:4])
 """Measured at every start, even if they are known: an earlier run's machine may have been busy."""
 _PROMPT_TOKENS = 8
-_STEPS = 6
-"""Timed steps of a cell; the first compiles kernels and isn't used."""
-_PATIENCE = 40
-"""Steps after which a cell is given up, should they not be timed."""
+_TIMED_STEPS = 6
+"""Of a cell; the first compiles kernels and isn't used."""
+_MOST_STEPS = 40
+"""Of a cell, timed or not."""
+_SAVE_SECONDS = 300.0
+_FORMAT = 1
+_FRESH_SECONDS = 30 * 24 * 3600.0
+"""Older tables are measured again: drivers and systems change without a new fingerprint."""
 
 
 class _Recorder(FixedDepth):
-    """Takes in costs; what random tokens get accepted says nothing about real ones."""
+    """Records costs; the acceptance of random tokens says nothing about real ones."""
 
     def __init__(self, costs: StepCosts) -> None:
         super().__init__(0)
@@ -44,7 +65,6 @@ class _Recorder(FixedDepth):
         self.num_timed = 0
 
     def observe(self, step: DecodeStep) -> None:
-        """See `DepthPolicy`."""
         self._costs.observe(step.batch_size, step.depth, step.seconds)
         self.num_timed += step.seconds is not None
 
@@ -57,15 +77,16 @@ def calibrate(
     stopping: Callable[[], bool],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run requests of fixed depths through a scheduler and a core of their own.
+    """Measure step costs with requests of fixed depths.
 
-    The server's counters and rates of acceptance so stay untouched.
+    They run through a scheduler and a core of their own, so that the server's counters and its
+    rates of acceptance are not touched.
 
     Args:
-        costs: takes in what is measured; what it knows already is measured again in part.
+        costs: gets what is measured; what it already has is measured again in part.
         config: `calibration_seconds` and the limits.
         runner: idle, and idle again afterwards.
-        stopping: asked after each step; ends it.
+        stopping: asked after each step; true ends the measurement.
         clock: seconds; times the steps and the whole.
     """
     deadline = clock() + config.calibration_seconds
@@ -91,14 +112,14 @@ def calibrate(
 def _measure(
     core: EngineCore, recorder: _Recorder, size: int, depth: int, over: Callable[[], bool]
 ) -> bool:
-    """One cell; False if a step failed."""
+    """Measure one cell; False if a step failed."""
     sequences = list(_sequences(size, depth))
     for sequence in sequences:
         core.add(sequence)
     recorder.num_timed = 0
     healthy = True
-    for _ in range(_PATIENCE):
-        if over() or recorder.num_timed == _STEPS or core.idle:
+    for _ in range(_MOST_STEPS):
+        if over() or recorder.num_timed == _TIMED_STEPS or core.idle:
             break
         healthy = all(output.error is None for output in core.step())
         if not healthy:
@@ -117,4 +138,155 @@ def _sequences(size: int, depth: int) -> Iterator[Sequence]:
         request = Request(
             f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth
         )
-        yield Sequence(request, (), _PATIENCE * (MAX_DRAFT_TOKENS + 1))
+        yield Sequence(request, (), _MOST_STEPS * (MAX_DRAFT_TOKENS + 1))
+
+
+class CostKeeper:
+    """Loads or measures costs before the first request, and saves them, on the engine's thread.
+
+    Args:
+        costs: those that the depth controller uses and updates.
+        file: where they are kept between runs, or None.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        file: CostFile | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._costs = costs
+        self._file = file
+        self._clock = clock
+        self._saved_at = clock()
+        self._saved: Seconds = {}
+
+    def begin(
+        self, config: EngineConfig, runner: ModelRunner, *, stopping: Callable[[], bool]
+    ) -> None:
+        """Load what an earlier run measured, and measure what is missing if there is time for it.
+
+        Args:
+            config: the engine's.
+            runner: idle, and idle again afterwards.
+            stopping: asked after each step; true ends the measurement.
+        """
+        self._saved = self._file.load() if self._file is not None else {}
+        if self._saved:
+            self._costs.load(self._saved)
+            logger.debug("Step costs of an earlier run: %s", _described(self._saved))
+        if config.calibration_seconds > 0:
+            began = self._clock()
+            calibrate(self._costs, config, runner, stopping=stopping)
+            logger.info("Step costs measured in %.1f s.", self._clock() - began)
+            logger.debug("Step costs: %s", _described(self._costs.table()))
+            self.save()
+
+    def save_periodically(self) -> None:
+        """To be called after every step."""
+        if self._clock() - self._saved_at > _SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write the costs, if there is anything new."""
+        self._saved_at = self._clock()
+        table = self._costs.table()
+        if self._file is not None and table and table != self._saved:
+            self._file.save(table)
+            self._saved = table
+
+
+class CostFile:
+    """A small JSON file per model and machine. An unusable one costs a measurement, never a start.
+
+    Args:
+        folder: made when something is saved.
+        fingerprint: of all that the costs depend on; another one is another file.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.path = folder / f"step-costs-{fingerprint[:32]}.json"
+        self._fingerprint = fingerprint
+        self._warned = False
+
+    def load(self) -> Seconds:
+        """What an earlier run measured; empty if there is nothing that can be used."""
+        try:
+            return self._checked(json.loads(self.path.read_bytes()))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            # It will be replaced by what this run measures.
+            logger.warning("%s is not used: %s: %s", self.path, type(error).__name__, error)
+            return {}
+
+    def save(self, table: Seconds) -> None:
+        """Replace the file atomically; if that fails, a warning is logged once."""
+        content = {
+            "format": _FORMAT,
+            "fingerprint": self._fingerprint,
+            "saved_at": time.time(),
+            "seconds": table,
+        }
+        folder = self.path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # A temporary folder is removed with its content, whatever fails.
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".step-costs-") as beside:
+                file = Path(beside) / self.path.name
+                file.write_text(json.dumps(content))
+                os.replace(file, self.path)
+        except OSError as error:
+            if not self._warned:
+                logger.warning("Step costs are not kept for the next run: %s", error)
+            self._warned = True
+
+    def _checked(self, content: Any) -> Seconds:
+        if content["format"] != _FORMAT or content["fingerprint"] != self._fingerprint:
+            raise ValueError("it is of another version, model or machine")
+        if not 0 <= time.time() - content["saved_at"] < _FRESH_SECONDS:
+            raise ValueError("it is too old")
+        table = {
+            int(size): {int(depth): float(seconds) for depth, seconds in row.items()}
+            for size, row in content["seconds"].items()
+        }
+        for size, row in table.items():
+            for depth, seconds in row.items():
+                if size < 1 or depth < 0 or not (seconds > 0 and math.isfinite(seconds)):
+                    raise ValueError(f"{size} rows at depth {depth} can't take {seconds} seconds")
+        return table
+
+
+def fingerprint(
+    model: LoadedModel, num_draft_ids: int | None = None, draft_source: str = "mtp"
+) -> str:
+    """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device.
+
+    Args:
+        model: as it is loaded.
+        num_draft_ids: size of a reduced draft vocabulary.
+        draft_source: where drafts come from.
+    """
+    parameters = tree_flatten(model.model.parameters())
+    device = mx.device_info()
+    parts = [
+        model.config,
+        [(name, list(value.shape), str(value.dtype)) for name, value in parameters],
+        {name: str(device.get(name)) for name in ("device_name", "architecture", "memory_size")},
+        [str(mx.default_device()), platform.platform(), os.cpu_count(), metadata.version("mlx")],
+        __version__,
+        num_draft_ids,
+        draft_source,
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(table: Seconds) -> str:
+    """For the log: milliseconds at each depth, by batch size."""
+    rows = []
+    for size, row in table.items():
+        cells = ", ".join(f"{depth}: {seconds * 1e3:.2f}" for depth, seconds in row.items())
+        rows.append(f"{size} {'row' if size == 1 else 'rows'} {{{cells}}} ms")
+    return "; ".join(rows) or "none"

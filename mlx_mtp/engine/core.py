@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 
-from mlx_mtp.engine.heartbeat import Heartbeat, Kind
-from mlx_mtp.engine.plan import Plan
+from mlx_mtp.engine.health import Heartbeat, Kind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.engine.timing import StepTimer
-from mlx_mtp.engine.window import Launched
-from mlx_mtp.speculative.counters import SpeculationCounters
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 
 class EngineCore:
     """Scheduler and runner, advanced step by step.
 
     Args:
-        scheduler: says what the next step is.
-        runner: does it.
+        scheduler: plans the steps.
+        runner: runs them.
         overlap: read a step's tokens only after the next step is launched, so that the host's work
             hides behind the device's. Without it the loop is plain, and the reference.
         clock: seconds; steps are timed by it.
-        heartbeat: is told what each step is; None: nobody wants to know.
+        heartbeat: gets the kind of each step; None disables monitoring.
     """
 
     def __init__(
@@ -41,25 +39,22 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
-        self._in_flight: list[Launched] = []
+        self._in_flight: list[InFlightStep] = []
         self._clock = clock
         self._timer = StepTimer(clock)
         self._heartbeat = heartbeat or Heartbeat()
-        self._last_plan: Plan | None = None
-        self._counters = SpeculationCounters()
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._last_plan: StepPlan | None = None
 
     @property
     def idle(self) -> bool:
-        """No request is here and nothing is in flight."""
+        """There is no request, and nothing is in flight."""
         return self._scheduler.idle and not self._in_flight
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """For how long there is nothing to do unless something new comes; None: until then.
+        """How long there is nothing to do unless something new arrives; None: without end.
 
-        While requests are here and none is admitted, all of them wait for the disk.
+        While there are requests and none is admitted, all of them wait for the disk.
         """
         if self.idle:
             return None
@@ -75,65 +70,100 @@ class EngineCore:
         """Drop a request; unknown ids are ignored."""
         self._scheduler.cancel(request_id)
 
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        return self._scheduler.stats()
+
     def step(self) -> list[RequestOutput]:
         """Launch the next step, and read the one before it.
 
-        Without overlap, or while a row's next token depends on its last one by way of the host
-        (a grammar), or when a launch failed, the step itself is read too.
+        Without overlap, or when a row's next token depends on its last one through the host (a
+        grammar), or when a launch failed, the launched step is read too.
         """
         if self._scheduler.num_waiting:
             self._runner.settle()
         plan = self._scheduler.schedule()
         last, self._last_plan = self._last_plan, plan
-        self._heartbeat.begin(*_description(plan, last or plan))
+        self._heartbeat.begin(*_kind_and_name(plan, last or plan))
         launched = self._runner.run(plan)
         # The rows of a launch that failed are gone: the next plan must not count on them.
-        failed = any(window.error is not None for window in launched)
+        failed = any(step.error is not None for step in launched)
         look_ahead = self._overlap and not plan.needs_host and not failed
         return self._update(launched, look_ahead=look_ahead)
 
     def rest(self) -> None:
-        """There is nothing to do: let go of what the last rows left on the device."""
+        """The engine is idle: free what the last rows left on the device."""
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)
         self._runner.release()
 
-    def stats(self) -> EngineStats:
-        """Counters and gauges now."""
-        spec = self._counters
-        return EngineStats(
-            num_requests_running=self._scheduler.num_running,
-            num_requests_waiting=self._scheduler.num_waiting,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_drafts=spec.num_drafts,
-            num_draft_tokens=spec.num_draft_tokens,
-            num_accepted_tokens=spec.num_accepted_tokens,
-            num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
-            depths=tuple(sorted(self._scheduler.depths.items())),
-            parked=self._scheduler.parked,
-            prefix_cache=self._scheduler.prefix_stats(),
-        )
-
-    def _update(self, launched: list[Launched], *, look_ahead: bool) -> list[RequestOutput]:
+    def _update(self, launched: list[InFlightStep], *, look_ahead: bool) -> list[RequestOutput]:
         ready, self._in_flight = self._in_flight, launched
         if not look_ahead:
             ready, self._in_flight = [*ready, *launched], []
-        results = self._runner.read(ready)
-        outputs = self._scheduler.update(results, self._timer.lap(ready, launched))
-        self._runner.save_ends(self._scheduler.ends(results))
+        steps = self._runner.read(ready)
+        outputs = self._scheduler.update(steps, self._timer.lap(ready, launched))
+        self._runner.save_ends(steps)
         if not self._in_flight:
             self._runner.settle()
-        for result in results:
-            self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
-            self._prompt_tokens += result.num_prompt_tokens
-        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
 
-def _description(plan: Plan, last: Plan) -> tuple[Kind, str]:
-    """What a turn works on, by rough sizes, and in words.
+class StepTimer:
+    """Times decode steps, and returns only times that are the cost of one.
+
+    With look-ahead a step runs while the host launches the next one, and the border between two
+    steps can't be seen from the host. So a time counts only where the step, the one read before it
+    and the one launched after it had the same rows, the step and the one after it verified as many
+    drafts as they proposed, and nothing was prefilled beside them.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: Many[InFlightStep] = ()
+        self._at = 0.0
+
+    def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
+        """To be called when steps have been read.
+
+        Args:
+            read: those.
+            launched: the last that were launched: with look-ahead the next, else the same.
+
+        Returns:
+            Seconds since the last call; None where they are not the cost of a step.
+        """
+        now = self._clock()
+        seconds = now - self._at
+        last, self._last, self._at = self._last, read, now
+        rows = _decoded_rows(last)
+        if rows is None or not (_is_steady(read) and _is_steady(launched)):
+            return None
+        same = rows == _decoded_rows(read) == _decoded_rows(launched)
+        alike = same and read[0].num_proposed == launched[0].num_proposed
+        return seconds if alike else None
+
+
+def _decoded_rows(steps: Many[InFlightStep]) -> tuple[Sequence, ...] | None:
+    """The rows, if a decode step is all there is."""
+    if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
+        return None
+    return steps[0].sequences
+
+
+def _is_steady(steps: Many[InFlightStep]) -> bool:
+    """It decoded, and verified as many drafts as it proposed."""
+    if _decoded_rows(steps) is None:
+        return False
+    return steps[0].num_positions[0] == steps[0].num_proposed + 1
+
+
+def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
+    """What a step works on, by rough sizes, and in words.
 
     With look-ahead it launches a plan and waits for the one before it.
     """

@@ -14,23 +14,17 @@ import mlx.core as mx
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.admission import Admission
+from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.cost_keeper import CostKeeper
-from mlx_mtp.engine.faults import RestartBudget
-from mlx_mtp.engine.heartbeat import Heartbeat
-from mlx_mtp.engine.info import EngineInfo
+from mlx_mtp.engine.health import Heartbeat, RestartBudget
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.errors import (
-    ContextLengthError,
-    EngineStoppedError,
-    InvalidRequestError,
-)
+from mlx_mtp.engine.stats import EngineInfo, EngineStats
+from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from mlx_mtp.sampling.params import check_token_ids
 from mlx_mtp.speculative.depth import DepthPolicy
 
@@ -42,9 +36,9 @@ Deliver = Callable[[Many[RequestOutput]], None]
 class Engine:
     """Continuous batching over one model.
 
-    Everything that touches the device happens on the engine's thread; `submit` and `cancel` leave
-    a note there and wake it. Should the thread die, its requests end with an error and another one
-    takes its place, with a runner of its own on the same model (see `RestartBudget`).
+    Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
+    note into its inbox and wake it. If the thread dies, its requests end with an error and another
+    one starts, with a runner of its own on the same model (see `RestartBudget`).
 
     Args:
         info: of the model.
@@ -52,10 +46,10 @@ class Engine:
         make_runner: builds a runner, called on the engine's thread.
         depth: drafts per step.
         keeper: of the costs that `depth` follows, if it follows any.
-        heartbeat: tells whether a step hangs.
+        heartbeat: detects a step that hangs.
         prefixes: the runner's prefix cache, where prompts are looked up; None without one.
-        memory: which rows there is memory for; None: for any.
-        store: of the prefixes on the disk; it is closed when the thread has been stopped.
+        memory: which rows there is memory for; None: any.
+        store: of the prefixes on the disk; closed when the thread has been stopped.
     """
 
     def __init__(
@@ -80,8 +74,9 @@ class Engine:
         self._prefixes = prefixes
         self._memory = memory
         self._store = store
+        # New requests, and ids to cancel.
         self._inbox: list[Sequence | str] = []
-        # Requests that were taken and whose end has not been delivered, in their order.
+        # Ids of accepted requests that have not been delivered an end, in their order.
         self._open: dict[str, None] = {}
         self._has_read = False
         self._wake = threading.Condition()
@@ -92,18 +87,18 @@ class Engine:
         self._failure: str | None = None
         self._deliver: Deliver | None = None
         self._thread = self._new_thread()
-        # What earlier threads counted, and what all have up to now.
+        # Counted by earlier threads, and by all of them.
         self._earlier = EngineStats()
         self._stats = EngineStats()
 
     @property
     def healthy(self) -> bool:
-        """The engine takes requests."""
+        """The engine accepts requests."""
         return self.unhealthy_reason is None
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why it takes none, and never will again; None while it does."""
+        """Why it accepts none, and never will again; None while it does."""
         if self._failure is not None:
             return self._failure
         if self._stopping:
@@ -116,7 +111,7 @@ class Engine:
         return self._heartbeat.hang()
 
     def start(self, deliver: Deliver) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
             deliver: called on the engine's thread, once a step, with all outputs of that step.
@@ -127,12 +122,12 @@ class Engine:
         atexit.register(self.stop)
 
     def stop(self, timeout: float | None = None) -> bool:
-        """End the thread after the step it is in; requests that are left end with an error.
+        """End the thread after the current step; requests that are left end with an error.
 
-        Then the prefixes that wait to be written are, for some seconds at most.
+        The prefixes that wait to be written are written then, for some seconds at most.
 
         Args:
-            timeout: seconds to wait for that; None: as long as it takes.
+            timeout: seconds to wait for the thread; None: as long as it takes.
 
         Returns:
             The thread has ended; False: it hangs.
@@ -159,7 +154,7 @@ class Engine:
         Raises:
             InvalidRequestError: a parameter or a token id is out of range.
             ContextLengthError: the prompt leaves no room for an answer.
-            EngineStoppedError: the engine takes no requests.
+            EngineStoppedError: the engine accepts no requests.
         """
         self._check(request)
         sampling = request.sampling
@@ -217,62 +212,75 @@ class Engine:
         return threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
 
     def _main(self) -> None:
-        """One thread's life."""
+        """One thread, from its start to its end or death."""
         scheduler = Scheduler(self._config, self._depth, self._reuse(), self._memory)
         reason = "the engine is stopping"
         try:
-            self._live(scheduler)
+            if not self._stopping:
+                self._run(scheduler)
         except BaseException as error:
             reason = f"the engine's thread died: {type(error).__name__}: {error}"
-            # Without its traceback, which would hold on to the old runner.
+            # Without its traceback, which would refer to the old runner.
             logger.critical("The engine's thread died", exc_info=error)
             error.__traceback__ = None
         self._heartbeat.end()
-        again = self._bury(scheduler, reason)
+        restart = self._shut_down(scheduler, reason)
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
-        if again:
-            # Under the lock: `stop` would take a thread that is not started for one that has ended.
+        if restart:
+            # Under the lock: `stop` takes a thread that is not started for one that has ended.
             with self._wake:
                 self._thread = self._new_thread()
                 self._thread.start()
 
-    def _live(self, scheduler: Scheduler) -> None:
-        if self._stopping:
-            return
+    def _run(self, scheduler: Scheduler) -> None:
         self._heartbeat.begin_start()
         runner = self._make_runner()
         if self._keeper is not None and not self._stats.num_restarts:
             self._keeper.begin(self._config, runner, stopping=lambda: self._stopping)
-        overlap, heartbeat = self._config.overlap, self._heartbeat
-        self._loop(EngineCore(scheduler, runner, overlap=overlap, heartbeat=heartbeat))
+        overlap = self._config.overlap
+        core = EngineCore(scheduler, runner, overlap=overlap, heartbeat=self._heartbeat)
+        while True:
+            self._heartbeat.end()
+            self._read_inbox(core)
+            if self._stopping:
+                return
+            self._heartbeat.begin_planning()
+            outputs = core.step()
+            # Published from here alone: other threads must not walk the scheduler's queues. And
+            # before the outputs: a request that has ended is counted when its client looks.
+            self._stats = core.stats().after(self._earlier)
+            self._send(outputs)
+            if core.idle:
+                core.rest()
+            if self._keeper is not None:
+                self._keeper.save_periodically()
 
-    def _bury(self, scheduler: Scheduler, reason: str) -> bool:
-        """End all requests; returns whether there is to be another thread."""
+    def _shut_down(self, scheduler: Scheduler, reason: str) -> bool:
+        """End all requests; returns whether the thread is to be restarted."""
         with self._wake:
-            again = not self._stopping and self._restarts.take()
-            if again:
+            restart = not self._stopping and self._restarts.acquire()
+            if restart:
                 logger.warning("The engine is restarted.")
             elif not self._stopping:
                 self._failure = reason
             notes, self._inbox = self._inbox, []
-        self._note_open(notes)
+        self._track(notes)
         error = EngineStoppedError(f"Cut short: {reason}.")
         try:
-            # Those too that had just ended: it may have died before that was told.
-            ends = [RequestOutput(n, finish_reason="error", error=error) for n in self._open]
-            self._send(ends)
+            # Also those that had just ended: the thread may have died before delivering that.
+            self._send([RequestOutput(n, finish_reason="error", error=error) for n in self._open])
             scheduler.fail_all(error)
             if self._keeper is not None:
                 self._keeper.save()
         except Exception:
             logger.exception("The end of the engine's thread could not be reported")
         if self._prefixes is not None:
-            # Whatever killed the thread may have been in there.
+            # It may hold whatever killed the thread.
             self._prefixes.clear()
-        idle = EngineStats(num_restarts=int(again))
+        idle = EngineStats(num_restarts=int(restart))
         self._earlier = self._stats = idle.after(self._stats)
-        return again
+        return restart
 
     def _reuse(self) -> PrefixReuse | None:
         if self._prefixes is None:
@@ -280,25 +288,9 @@ class Engine:
         step = self._config.prefill_step_size
         return PrefixReuse(self._prefixes.tree, frozenset(self.info.eos_token_ids), step)
 
-    def _loop(self, core: EngineCore) -> None:
-        while True:
-            self._heartbeat.end()
-            self._take_inbox(core, core.seconds_to_wait)
-            if self._stopping:
-                return
-            self._heartbeat.turn()
-            outputs = core.step()
-            # Published from here alone: other threads must not walk the scheduler's queues. And
-            # before the outputs: who has an answer finds it counted.
-            self._stats = core.stats().after(self._earlier)
-            self._send(outputs)
-            if core.idle:
-                core.rest()
-            if self._keeper is not None:
-                self._keeper.save_now_and_then()
-
-    def _take_inbox(self, core: EngineCore, seconds: float | None) -> None:
-        """Take in what was left here; if nothing was, wait for so long at most."""
+    def _read_inbox(self, core: EngineCore) -> None:
+        """Pass new requests and cancels on to the core; wait for some while it has no work."""
+        seconds = core.seconds_to_wait
         with self._wake:
             if seconds != 0.0:
                 self._wake.wait_for(
@@ -306,14 +298,14 @@ class Engine:
                 )
             self._has_read = False
             notes, self._inbox = self._inbox, []
-        self._note_open(notes)
+        self._track(notes)
         for note in notes:
             if isinstance(note, Sequence):
                 core.add(note)
             else:
                 core.cancel(note)
 
-    def _note_open(self, notes: Many[Sequence | str]) -> None:
+    def _track(self, notes: Many[Sequence | str]) -> None:
         for note in notes:
             if isinstance(note, Sequence):
                 self._open[note.request_id] = None

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: token ids, nothing of HTTP or text."""
+"""Requests and outputs of the engine: token ids, no HTTP and no text."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Request:
         num_draft_tokens: drafts per step for this request, 0 to 8; None leaves them to the engine.
             They change nothing but the speed.
         grammar: `sampling.grammar`, compiled.
-        client: whose it is, the most trusted name first (see `FairQueue`); empty: nobody's in
-            particular. Waiting requests of different clients take turns.
-        cache_salt: it uses only what requests with the same salt left in the prefix cache.
+        client: the client's path of names, the most trusted first (see `FairQueue`).
+        cache_salt: requests share cached prefixes only with those of the same salt.
     """
 
     request_id: str
@@ -40,10 +39,10 @@ class Request:
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
-    """Check what a request says of its drafts.
+    """Check a request's number of drafts.
 
     Raises:
-        InvalidRequestError: it is out of range, or there is nothing to draft with.
+        InvalidRequestError: it is out of range, or there is no source of drafts.
     """
     if wanted is None:
         return
@@ -64,7 +63,7 @@ class TokenLogprobs:
     """Log-probabilities (natural log) at one position, of the model's unprocessed distribution.
 
     Args:
-        logprob: of the token that was taken.
+        logprob: of the token that was drawn.
         top: (token id, logprob) of the most probable tokens, best first.
     """
 
@@ -74,7 +73,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step brought for one request. The last one has a finish reason.
+    """What one request gets of one step. The last one has a finish reason.
 
     Args:
         token_ids: new tokens, in order. The token that stops the sequence, if one did, is the last.
@@ -83,7 +82,7 @@ class RequestOutput:
             "length": max_tokens or the context is used up; "error": see `error`.
         error: set when finish_reason is "error".
         num_draft_tokens: drafts verified for this request in this step.
-        num_accepted_tokens: how many of them the model agreed with.
+        num_accepted_tokens: how many of them were accepted.
         num_reused_tokens: with the first tokens, how many of the prompt's came from the prefix
             cache.
     """

@@ -10,7 +10,7 @@ from mlx_mtp.bench.prompts import PromptSource
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.selftest.budget import Budget
-from mlx_mtp.speculative.counters import SpeculationCounters
+from mlx_mtp.speculative.acceptance import SpeculationCounters
 
 TIE = 1e-4
 """Two candidates closer than this may change places in float32 when shapes change."""

@@ -1,4 +1,4 @@
-"""How many drafts a step proposes: what a policy is asked and told, and the fixed one."""
+"""How many drafts a step proposes: the interface of a depth policy, and the fixed one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mlx_mtp.speculative.rates import RowRates
 
 
 @dataclass(eq=False, slots=True)
-class Row:
-    """What a policy knows of one row.
+class DraftRow:
+    """What a depth policy knows of one row.
 
     Args:
-        fixed: the drafts a step that its request asked for; None leaves them to the policy.
+        fixed: the drafts per step that its request asked for; None leaves them to the policy.
         rates: how often its drafts were accepted.
     """
 
@@ -25,25 +25,24 @@ class Row:
     def num_drafts(self, depth: int) -> int:
         """How many of a window's drafts count for this row.
 
-        A window is one rectangle, so drafts below the deepest row's cost nothing more: a row takes
-        them all unless its request wants fewer. Capping a row that is rarely right would win
-        nothing.
+        A window is one rectangle, so a row's drafts up to the depth of the deepest row cost nothing
+        more: a row uses them all unless its request wants fewer.
         """
         return depth if self.fixed is None else min(self.fixed, depth)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one row's window.
+    """One row's window.
 
     Args:
-        row: whose.
+        row: the row.
         num_drafts: drafts that counted.
         num_accepted: how many of them were accepted.
         cut: the row ended in this window, so the draft after these was not tried.
     """
 
-    row: Row
+    row: DraftRow
     num_drafts: int
     num_accepted: int
     cut: bool
@@ -51,14 +50,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decoding step that has been read.
+    """A decode step that has been read.
 
     Args:
         batch_size: rows of its window.
         depth: drafts of its window.
         outcomes: of the rows that had not ended before.
-        seconds: its cost; None where it can't be told (a prompt's chunk ran in it, rows came or
-            went, or it verified another depth than it proposed).
+        seconds: its cost; None where it is not known (see `StepTimer`).
     """
 
     batch_size: int
@@ -70,23 +68,23 @@ class DecodeStep:
 class DepthPolicy(Protocol):
     """Chooses the depth of each step."""
 
-    def depth(self, rows: Sequence[Row], *, steady: bool) -> int:
+    def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         """How many drafts to propose for the next window of these rows, 0 or more.
 
         Args:
             rows: one or more.
-            steady: the step decodes and does nothing else, so that its cost can be measured.
+            steady: the step only decodes, so that its cost can be measured.
         """
 
     def observe(self, step: DecodeStep) -> None:
-        """A step has been read, one or two steps after it was planned."""
+        """Learn from a step, one or two steps after it was planned."""
 
     def choices(self) -> dict[int, int]:
         """The depth chosen last for each batch size that has run, probes left out."""
 
 
 class FixedDepth:
-    """The same depth always, but where a request asks for another.
+    """A `DepthPolicy` of one depth, except where a request asks for another.
 
     Args:
         num_draft_tokens: k.
@@ -96,15 +94,13 @@ class FixedDepth:
         self._num_draft_tokens = num_draft_tokens
         self._choices: dict[int, int] = {}
 
-    def depth(self, rows: Sequence[Row], *, steady: bool) -> int:
-        """See `DepthPolicy`."""
+    def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         depth = max(self._num_draft_tokens if r.fixed is None else r.fixed for r in rows)
         self._choices[len(rows)] = depth
         return depth
 
     def observe(self, step: DecodeStep) -> None:
-        """See `DepthPolicy`: nothing is learned."""
+        pass
 
     def choices(self) -> dict[int, int]:
-        """See `DepthPolicy`."""
         return self._choices

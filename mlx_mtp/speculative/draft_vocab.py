@@ -1,4 +1,4 @@
-"""The tokens that drafts may be: checks of a reduced draft vocabulary. No arrays here."""
+"""A reduced draft vocabulary: the only tokens that may be drafted. No arrays here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def check_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ..
 
     Args:
         ids: in any order.
-        vocab_size: of the tokenizer; ids at or above it are never drawn, so never to be drafted.
-        source: what to call them in errors.
+        vocab_size: of the tokenizer; ids at or above it are never drawn.
+        source: name for error messages.
 
     Raises:
-        UsageError: there are none, or one is out of range or there twice.
+        UsageError: there are none, or one is out of range or occurs twice.
     """
     found: set[int] = set()
     for token in ids:

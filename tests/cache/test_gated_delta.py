@@ -50,7 +50,7 @@ class Rows:
 
     def leave(self, gone: int) -> None:
         keep = [i for i in range(len(self.alone)) if i != gone]
-        self.cache = self.cache.take(mx.array(keep))
+        self.cache = self.cache.select(mx.array(keep))
         self.alone = [self.alone[i] for i in keep]
 
     def join(self, other: Rows) -> None:

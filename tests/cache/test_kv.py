@@ -73,7 +73,7 @@ def test_rows_hold_what_was_kept_of_them(seed, steps):
             model.rows += other.rows
         elif len(model.rows) > 1:
             keep = [i for i in range(len(model.rows)) if i != value % len(model.rows)]
-            model.cache = model.cache.take(mx.array(keep))
+            model.cache = model.cache.select(mx.array(keep))
             model.rows = [model.rows[i] for i in keep]
         model.check()
     model.window(2)
@@ -83,7 +83,7 @@ def test_taking_rows_leaves_the_original_as_it_was():
     model = Model(0, 3)
     model.window(4)
     before = np.array(model.cache.keys)
-    taken = model.cache.take(mx.array([2]))
+    taken = model.cache.select(mx.array([2]))
     taken.reserve(8)
     taken.update_and_fetch(mx.zeros((1, HEADS, 2, DIM)), mx.zeros((1, HEADS, 2, DIM)))
     np.testing.assert_array_equal(np.array(model.cache.keys), before)
@@ -105,7 +105,7 @@ def test_capacity_follows_the_longest_row_that_is_left():
     long.rows += short.rows
     long.window(2)
     assert long.cache.capacity >= len(long.rows[0])
-    long.cache, long.rows = long.cache.take(mx.array([1])), long.rows[1:]
+    long.cache, long.rows = long.cache.select(mx.array([1])), long.rows[1:]
     long.window(2)
     assert long.cache.capacity == 256
     long.window(3)

@@ -12,12 +12,10 @@ import time
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import cost_keeper
+from mlx_mtp.engine import calibration as cost_keeper
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import calibrate
-from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
+from mlx_mtp.engine.calibration import CostFile, CostKeeper, calibrate, fingerprint
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.cost_store import CostStore
 from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer
 from tests.harness import greedy, plain, request
@@ -160,7 +158,7 @@ def test_without_time_for_it_costs_are_learned_in_use_and_kept(tiny_models, tmp_
     assert list(tmp_path.iterdir()) == []
     served.engine.stop()
     (file,) = tmp_path.iterdir()
-    table = CostStore(tmp_path, fingerprint(model)).load()
+    table = CostFile(tmp_path, fingerprint(model)).load()
     assert list(table) == [1]
     assert file.name.startswith("step-costs-")
 
@@ -176,7 +174,7 @@ def test_a_folder_that_cannot_be_written_and_a_damaged_file_hurt_nobody(tiny_mod
     model = tiny_models["qwen3_5"]
     wanted = request("r", [5, 6, 7], greedy(30, ignore_eos=True))
     (tmp_path / "file").write_text("")
-    store = CostStore(tmp_path, fingerprint(model))
+    store = CostFile(tmp_path, fingerprint(model))
     store.path.write_text("{")
     for folder in (tmp_path / "file" / "folder", tmp_path):
         served = Served(model, folder)
@@ -202,19 +200,19 @@ def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeyp
 
 def test_costs_are_saved_now_and_then(tmp_path):
     now = [0.0]
-    costs, store = StepCosts(K), CostStore(tmp_path, "a" * 64)
+    costs, store = StepCosts(K), CostFile(tmp_path, "a" * 64)
     keeper = CostKeeper(costs, store, clock=lambda: now[0])
     for _ in range(20):
         costs.observe(1, 0, 0.01)
-    keeper.save_now_and_then()
+    keeper.save_periodically()
     assert store.load() == {}
     now[0] = 1000.0
-    keeper.save_now_and_then()
+    keeper.save_periodically()
     assert store.load() == costs.table()
     # Nothing new: the file is left alone.
     store.path.unlink()
     now[0] = 2000.0
-    keeper.save_now_and_then()
+    keeper.save_periodically()
     assert store.load() == {}
 
 

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.speculative.depth import DecodeStep, Row
+from mlx_mtp.speculative.depth import DecodeStep, DraftRow
 from tests.engine.cases import EOS, STEP, check_head_cache, make_requests, proposer_for
 from tests.harness import Driver, OracleProposer, Ties, greedy, request
 from tests.tiny_models import FAMILIES, VOCAB
@@ -23,7 +23,7 @@ class Erratic:
         self.planned: list[int] = []
         self.steps: list[DecodeStep] = []
 
-    def depth(self, rows: list[Row], *, steady: bool) -> int:
+    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
         assert rows
         self.planned.append(self.random.choice((0, 0, 0, 1, 2, 3, 5, 8)))
         return self.planned[-1]
@@ -144,7 +144,7 @@ def test_a_long_time_without_drafts_is_made_up_for(tiny_models):
     """Longer than what is put off at most, and while rows come and go."""
 
     class Parking(Erratic):
-        def depth(self, rows: list[Row], *, steady: bool) -> int:
+        def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
             self.planned.append(0 if len(self.planned) > 4 else 3)
             return self.planned[-1]
 
@@ -158,7 +158,7 @@ def test_a_long_time_without_drafts_is_made_up_for(tiny_models):
             if number == 18:
                 driver.add(request("c", [7, 8], greedy(90, ignore_eos=True)))
         assert driver.reason("b") == "length"
-        assert driver.runner.batches.decoding.draft_state._late
+        assert driver.runner.batches.decoding.draft_state._deferred
         check_head_cache(driver, model, name)
 
 
@@ -166,7 +166,7 @@ def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_mode
     """The window is that of the rows that run; what is missing in a joining row doesn't count."""
 
     class Scripted(Erratic):
-        def depth(self, rows: list[Row], *, steady: bool) -> int:
+        def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
             self.planned.append(2 if not steady else 4)
             return self.planned[-1]
 

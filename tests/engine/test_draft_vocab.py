@@ -8,7 +8,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.cost_keeper import fingerprint
+from mlx_mtp.engine.calibration import fingerprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.loader import load_model

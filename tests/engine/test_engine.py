@@ -18,7 +18,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.engine.faults import RestartBudget
+from mlx_mtp.engine.health import RestartBudget
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -180,7 +180,7 @@ def test_caches_stand_still_after_the_end(tiny_models, depth):
         batch = driver.runner.batches.decoding
         names = [] if batch is None else [s.request_id for s in batch.sequences]
         if "short" in names and bool(batch.ended[names.index("short")].item()):
-            row = batch.cache.take(mx.array([names.index("short")]))
+            row = batch.cache.select(mx.array([names.index("short")]))
             assert row.offset.tolist() == [len(held)]
             for ours, theirs in zip(
                 (row[0].history, row[0].state), reference[0].cache, strict=True
@@ -426,11 +426,11 @@ def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client
 def test_a_minute_later_it_may_be_restarted_again():
     now = 0.0
     budget = RestartBudget(lambda: now)
-    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert [budget.acquire() for _ in range(4)] == [True, True, True, False]
     now = 59.0
-    assert not budget.take()
+    assert not budget.acquire()
     now = 60.0
-    assert [budget.take() for _ in range(4)] == [True, True, True, False]
+    assert [budget.acquire() for _ in range(4)] == [True, True, True, False]
 
 
 def test_an_idle_engine_holds_no_rows(client, monkeypatch):

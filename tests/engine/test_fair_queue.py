@@ -176,9 +176,9 @@ def test_clients_are_forgotten_with_their_last_request():
         queue.add(Item(("steady",), 10))
         queue.pop()
         queue.pop()
-        assert len(queue._lanes) < 64
+        assert len(queue._root.lanes) < 64
     drain(queue)
-    assert not queue._lanes
+    assert not queue._root.lanes
 
 
 def test_the_scheduler_admits_by_turns():

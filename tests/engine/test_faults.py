@@ -13,11 +13,11 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
-from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.batches import Batches
-from mlx_mtp.engine.faults import step_error
+from mlx_mtp.engine.batch import Batch, Batches
+from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.errors import StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.sampler import Sampler
@@ -112,9 +112,9 @@ PLACES: dict[str, Patch] = {
     "a row's first state": before(MTPProposer, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),
     "starting the device": before(ModelRunner, "_start"),
-    "filing a prefilled row": before(Batches, "file"),
+    "filing a prefilled row": before(Batches, "store"),
     "joining": before(Batch, "join"),
-    "reading": before(runner_module, "row_results"),
+    "reading": before(InFlightStep, "read"),
     "the device": on_the_device,
 }
 

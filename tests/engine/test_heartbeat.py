@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import heartbeat as module
+from mlx_mtp.engine import health as module
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.heartbeat import (
+from mlx_mtp.engine.health import (
     HANG_SECONDS,
     NEW_KIND_SECONDS,
     SLOWNESS,
@@ -46,7 +46,7 @@ def beat(clock: Clock) -> Heartbeat:
 
 def step(beat: Heartbeat, clock: Clock, kind: tuple[object, ...], seconds: float) -> bool:
     """One step; whether it was called a hang at its end."""
-    beat.turn()
+    beat.begin_planning()
     beat.begin(kind, "a step")
     clock.now += seconds
     hung = beat.hang() is not None
@@ -116,7 +116,7 @@ def test_the_start_has_time_and_planning_has_little(beat: Heartbeat, clock: Cloc
     clock.now += 2
     assert "in its start" in (beat.hang() or "")
     beat.end()
-    beat.turn()
+    beat.begin_planning()
     clock.now += HANG_SECONDS + 0.1
     assert "planning" in (beat.hang() or "")
 

@@ -12,8 +12,8 @@ from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import prefix as prefix_module
-from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.engine.cases import EOS, SAMPLED, STEP, check_head_cache
@@ -331,7 +331,7 @@ def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
     """Its copies come from the same computation, and so do those of the chunk behind it."""
     model = tiny_models["qwen3_5"]
     warm = driver(model, 2, min_gain=20)  # nothing is saved after the first chunk
-    original = runner_module.row_results
+    original = InFlightStep.read
     read = []
 
     def failing(window):
@@ -341,7 +341,7 @@ def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch):
         return original(window)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "row_results", failing)
+        patch.setattr(InFlightStep, "read", failing)
         ask(warm, request("lost", words(17, 60), greedy(5)))
     assert warm.reason("lost") == "error"
     assert len(read) > 1

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.plan import Plan, RowResult
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Row
+from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth
 
 
 def sequence(
@@ -28,27 +28,25 @@ def scheduler(**limits: int) -> Scheduler:
     return Scheduler(EngineConfig(**limits), FixedDepth(2))
 
 
-def finish_chunk(policy: Scheduler, plan: Plan) -> list[RequestOutput]:
+def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
     """What a runner would report of a plan's chunk: a first token where a prompt ends."""
     assert plan.chunk is not None
-    results = []
-    for row, start, length in plan.chunk.rows:
+    rows, _, lengths = zip(*plan.chunk.rows, strict=True)
+    for row, length in zip(rows, lengths):
         row.launched(length)
-        tokens = (7,) if start + length == row.num_prompt else ()
-        results.append(
-            RowResult(row, length, length, tokens, num_prompt_tokens=length, is_prefill=True)
-        )
-    return policy.update(results)
+    ends = [row.num_prompt == at + n for row, at, n in plan.chunk.rows]
+    tokens = [(7,) if end else () for end in ends]
+    return policy.update([InFlightStep(rows, lengths, is_prefill=True, token_ids=tokens)])
 
 
-def finish_decode(policy: Scheduler, plan: Plan, *, stop: bool) -> list[RequestOutput]:
+def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[RequestOutput]:
     """What a runner would report of a plan's rows: a token each, the last where they must end."""
-    results = []
-    for row in plan.decode:
+    rows, count = plan.decode, len(plan.decode)
+    for row in rows:
         row.launched(3)
-        finished = stop or row.num_output + 1 == row.max_new_tokens
-        results.append(RowResult(row, 3, num_kept=1, token_ids=(7,), finished=finished))
-    return policy.update(results)
+    finished = [stop or row.num_output + 1 == row.max_new_tokens for row in rows]
+    kept = {"num_cached": [1] * count, "token_ids": [(7,)] * count}
+    return policy.update([InFlightStep(rows, (3,) * count, finished=finished, **kept)])
 
 
 def test_chunks_end_at_multiples_of_the_step_size():
@@ -129,16 +127,17 @@ def test_finish_reasons_and_output_after_the_end():
     for row in plan.decode:
         row.launched(3)
         row.launched(3)
-    outputs = policy.update(
-        [
-            RowResult(a, 3, num_kept=2, token_ids=(5, 1), finished=True),
-            RowResult(b, 3, num_kept=2, token_ids=(5, 6), finished=True),
-            RowResult(c, 3, error=StepError("broken")),
-        ]
+    first = InFlightStep(
+        (a, b, c),
+        (3, 3, 3),
+        num_cached=[2, 2, 0],
+        token_ids=[(5, 1), (5, 6), ()],
+        finished=[True, True, False],
+        row_errors={2: StepError("broken")},
     )
-    assert [o.finish_reason for o in outputs] == ["stop", "length", "error"]
-    late = [RowResult(row, 3, num_kept=1, token_ids=(9,)) for row in (a, b, c)]
-    assert policy.update(late) == []
+    assert [o.finish_reason for o in policy.update([first])] == ["stop", "length", "error"]
+    late = InFlightStep((a, b, c), (3, 3, 3), num_cached=[1, 1, 1], token_ids=[(9,)] * 3)
+    assert policy.update([late]) == []
     assert policy.idle
     assert policy.schedule().live == frozenset()
 
@@ -174,10 +173,10 @@ class Watched(FixedDepth):
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.asked: list[tuple[list[Row], bool]] = []
+        self.asked: list[tuple[list[DraftRow], bool]] = []
         self.told: list[DecodeStep] = []
 
-    def depth(self, rows: list[Row], *, steady: bool) -> int:
+    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
         self.asked.append((rows, steady))
         return super().depth(rows, steady=steady)
 
@@ -207,8 +206,8 @@ def test_the_depth_is_asked_for_rows_that_decode_or_are_about_to():
     finish_chunk(policy, plan)
     policy.schedule()
     assert depth.asked.pop() == ([a.drafting, b.drafting], True)
-    assert policy.depths == {1: 2, 2: 5}
-    assert not policy.parked
+    assert policy.stats().depths == ((1, 2), (2, 5))
+    assert not policy.stats().parked
 
 
 def test_the_policy_learns_of_decoding_steps_alone():
@@ -222,14 +221,18 @@ def test_the_policy_learns_of_decoding_steps_alone():
     for row in (a, b, c, d):
         row.launched(3)
         row.launched(3)
-    results = [
-        RowResult(a, 3, 2, (5, 6), num_draft_tokens=2, num_accepted_tokens=1),
-        # One ends with a draft, the other with what replaced a draft, which so was tried.
-        RowResult(b, 3, 1, (1,), finished=True, num_draft_tokens=2, num_accepted_tokens=1),
-        RowResult(c, 3, error=StepError("broken")),
-        RowResult(d, 3, 2, (5, 1), finished=True, num_draft_tokens=2, num_accepted_tokens=1),
-    ]
-    policy.update(results, seconds=0.5)
+    # b ends with a draft, d with what replaced a draft, which so was tried.
+    first = InFlightStep(
+        (a, b, c, d),
+        (3, 3, 3, 3),
+        num_drafts=[2, 2, 0, 2],
+        num_cached=[2, 1, 0, 2],
+        num_accepted=[1, 1, 0, 1],
+        token_ids=[(5, 6), (1,), (), (5, 1)],
+        finished=[False, True, False, True],
+        row_errors={2: StepError("broken")},
+    )
+    policy.update([first], seconds=0.5)
     (told,) = depth.told
     # The size of the window counts for the cost; of what failed nothing is known.
     assert (told.batch_size, told.depth, told.seconds) == (3, 2, 0.5)
@@ -240,7 +243,7 @@ def test_the_policy_learns_of_decoding_steps_alone():
         (d.drafting, 2, 1, False),
     ]
     # A row that had ended before brings nothing, but its window was computed.
-    policy.update([RowResult(a, 3, 1, (5,)), RowResult(b, 3)])
+    policy.update([InFlightStep((a, b), (3, 3), num_cached=[1, 0], token_ids=[(5,), ()])])
     assert depth.told[-1].batch_size == 2
     assert [o.row for o in depth.told[-1].outcomes] == [a.drafting]
     assert depth.told[-1].seconds is None

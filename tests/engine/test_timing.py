@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.timing import StepTimer
-from mlx_mtp.engine.window import Launched
+from mlx_mtp.engine.core import EngineCore, StepTimer
+from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.errors import StepError
 from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
 from tests.engine.test_scheduler import sequence
@@ -25,15 +24,15 @@ class Clock:
         return self.now
 
 
-def decode(window: int, proposed: int, rows=ROWS, **more) -> list[Launched]:
-    return [Launched(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
+def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
+    return [InFlightStep(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
 
 
-def prefill() -> list[Launched]:
-    return [Launched(ROWS[:1], (9,), is_prefill=True)]
+def prefill() -> list[InFlightStep]:
+    return [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
 
 
-def laps(*steps: list[Launched], overlap: bool = True) -> list[float | None]:
+def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
     """Each step takes one second longer than the one before it; what is told of each."""
     clock = Clock()
     timer, told = StepTimer(clock), []

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome, Row
+from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, DraftRow, Outcome
 
 Cost = Callable[[int, int], float]
 """(batch size, depth) -> seconds of a step that verifies and proposes that many drafts."""
@@ -47,9 +47,11 @@ class Machine:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
-    def run(self, policy: DepthPolicy, size: int, num_steps: int, rows: list[Row] | None = None):
+    def run(
+        self, policy: DepthPolicy, size: int, num_steps: int, rows: list[DraftRow] | None = None
+    ):
         """Steps of one unchanging batch; returns tokens per second."""
-        rows = rows or [Row() for _ in range(size)]
+        rows = rows or [DraftRow() for _ in range(size)]
         began, before = self.seconds, self.tokens
         window = policy.depth(rows, steady=False)
         last: int | None = None
@@ -65,7 +67,7 @@ class Machine:
             policy.observe(step)
         return (self.tokens - before) / (self.seconds - began)
 
-    def _step(self, rows: list[Row], window: int, proposed: int, *, clean: bool) -> DecodeStep:
+    def _step(self, rows: list[DraftRow], window: int, proposed: int, *, clean: bool) -> DecodeStep:
         size = len(rows)
         plain = self.cost(size, 0)
         verify = plain + (1 - self.draft_share) * (self.cost(size, window) - plain)

@@ -1,4 +1,4 @@
-"""The device's verdict equals a loop over rows and tokens."""
+"""The device's accepted equals a loop over rows and tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.acceptance import accept
-from mlx_mtp.speculative.counters import SpeculationCounters
+from mlx_mtp.speculative.acceptance import SpeculationCounters, accept
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):
@@ -48,7 +47,7 @@ def test_equals_a_loop(data, length, batch):
     limited = data.draw(st.booleans())
     limits = [data.draw(st.integers(0, length - 1)) if limited else length for _ in range(batch)]
     width = max(map(len, stops))
-    verdict = accept(
+    accepted = accept(
         mx.array(targets),
         mx.array(window),
         stop_ids=mx.array([[*s, *[-1] * (width - len(s))] for s in stops], dtype=mx.int32).reshape(
@@ -58,7 +57,7 @@ def test_equals_a_loop(data, length, batch):
         finished=mx.array(finished),
         num_drafts=mx.array(limits) if limited else None,
     )
-    got = list(zip(*(a.tolist() for a in verdict)))
+    got = list(zip(*(a.tolist() for a in accepted)))
     expected = [
         reference(*cells)
         for cells in zip(targets, window, stops, remaining, finished, limits, strict=True)

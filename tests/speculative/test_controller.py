@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.speculative.controller import DepthController
 from mlx_mtp.speculative.costs import StepCosts
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Outcome, Row
+from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
 from tests.speculative.simulation import Cost, Machine, best_fixed
 
 K = 8
@@ -83,13 +83,13 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(table, size, same_
     phase = [REAL]
     machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
-    rows = [Row() for _ in range(size)]
+    rows = [DraftRow() for _ in range(size)]
     for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
         phase[0] = rates
         _, best = best_fixed(machine.cost, rates, size)
         seconds, tokens = machine.seconds, machine.tokens
         for _ in range(12):
-            rows = rows if same_rows else [Row() for _ in range(size)]
+            rows = rows if same_rows else [DraftRow() for _ in range(size)]
             machine.run(policy, size, 100, rows)
         assert (machine.tokens - tokens) / (machine.seconds - seconds) > least * best
         choice = policy.choices()[size]
@@ -205,11 +205,13 @@ def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():
     assert policy.choices() == {24: 0}
 
 
-def fixed_rows(*wanted: int | None) -> list[Row]:
-    return [Row(fixed) for fixed in wanted]
+def fixed_rows(*wanted: int | None) -> list[DraftRow]:
+    return [DraftRow(fixed) for fixed in wanted]
 
 
-def step(rows: list[Row], depth: int, accepted: int, seconds: float | None = 0.01) -> DecodeStep:
+def step(
+    rows: list[DraftRow], depth: int, accepted: int, seconds: float | None = 0.01
+) -> DecodeStep:
     outcomes = [
         Outcome(row, row.num_drafts(depth), min(accepted, row.num_drafts(depth)), cut=False)
         for row in rows

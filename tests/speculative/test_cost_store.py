@@ -7,26 +7,26 @@ import os
 
 import pytest
 
-from mlx_mtp.speculative import cost_store
-from mlx_mtp.speculative.cost_store import CostStore
+from mlx_mtp.engine import calibration as cost_store
+from mlx_mtp.engine.calibration import CostFile
 
 TABLE = {1: {0: 0.01, 3: 0.02}, 16: {0: 0.05}}
 
 
 def test_what_is_saved_comes_back_and_leaves_nothing_else(tmp_path):
     folder = tmp_path / "not" / "there" / "yet"
-    store = CostStore(folder, "a" * 64)
+    store = CostFile(folder, "a" * 64)
     assert store.load() == {}
     store.save(TABLE)
-    assert CostStore(folder, "a" * 64).load() == TABLE
+    assert CostFile(folder, "a" * 64).load() == TABLE
     assert os.listdir(folder) == [store.path.name]
     store.save({1: {0: 0.5}})
     assert store.load() == {1: {0: 0.5}}
 
 
 def test_another_model_or_machine_has_another_file(tmp_path):
-    CostStore(tmp_path, "a" * 64).save(TABLE)
-    assert CostStore(tmp_path, "b" * 64).load() == {}
+    CostFile(tmp_path, "a" * 64).save(TABLE)
+    assert CostFile(tmp_path, "b" * 64).load() == {}
 
 
 def spoil(**fields):
@@ -62,7 +62,7 @@ def spoil(**fields):
     ],
 )
 def test_a_file_that_is_damaged_or_foreign_is_ignored_and_replaced(tmp_path, change, caplog):
-    store = CostStore(tmp_path, "a" * 64)
+    store = CostFile(tmp_path, "a" * 64)
     store.save(TABLE)
     store.path.write_text(change(store.path.read_text()))
     assert store.load() == {}
@@ -72,7 +72,7 @@ def test_a_file_that_is_damaged_or_foreign_is_ignored_and_replaced(tmp_path, cha
 
 
 def test_bytes_that_are_no_text_and_a_folder_in_its_place_are_no_table(tmp_path):
-    store = CostStore(tmp_path, "a" * 64)
+    store = CostFile(tmp_path, "a" * 64)
     store.path.write_bytes(b"\xff\xfe\x00")
     assert store.load() == {}
     store.path.unlink()
@@ -82,7 +82,7 @@ def test_bytes_that_are_no_text_and_a_folder_in_its_place_are_no_table(tmp_path)
 
 def test_a_folder_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    store = CostStore(tmp_path / "file" / "folder", "a" * 64)
+    store = CostFile(tmp_path / "file" / "folder", "a" * 64)
     store.save(TABLE)
     store.save(TABLE)
     assert caplog.text.count("not kept") == 1
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
 
 
 def test_a_failed_save_leaves_the_old_table(tmp_path, monkeypatch):
-    store = CostStore(tmp_path, "a" * 64)
+    store = CostFile(tmp_path, "a" * 64)
     store.save(TABLE)
 
     def fail(*_):

@@ -1,0 +1,203 @@
+"""A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.engine.prefix import Save
+from mlx_mtp.engine.request import TokenLogprobs
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.speculative.acceptance import AcceptResult
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A chunk of a group's prompts.
+
+    Args:
+        group: the group's number, unique.
+        rows: (sequence, first position, number of tokens) each.
+    """
+
+    group: int
+    rows: tuple[tuple[Sequence, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What to launch.
+
+    Args:
+        chunk: a prefill chunk, or None.
+        decode: the rows to decode, or empty.
+        num_draft_tokens: drafts to propose for the next window.
+        live: every unfinished sequence; the state of other rows may be dropped.
+    """
+
+    chunk: PrefillChunk | None
+    decode: tuple[Sequence, ...]
+    num_draft_tokens: int
+    live: frozenset[Sequence]
+
+    @property
+    def empty(self) -> bool:
+        return self.chunk is None and not self.decode
+
+    @property
+    def needs_host(self) -> bool:
+        """Its tokens must be read before the next step is launched."""
+        return any(s.needs_host for s in self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrays:
+    """A prefill chunk on the host.
+
+    Args:
+        tokens: int32 [B, T], padded on the right.
+        following: the token after each, int32 [B, T]; 0 where the prompt ends.
+        lengths: int32 [B].
+        is_last: bool [B], the row's prompt ends in this chunk.
+        before: 1 where all rows begin with the last token of a cached prefix, whose hidden state
+            is known; else 0.
+    """
+
+    tokens: np.ndarray
+    following: np.ndarray
+    lengths: np.ndarray
+    is_last: np.ndarray
+    before: int
+
+    @staticmethod
+    def of(chunk: PrefillChunk, before: int) -> ChunkArrays:
+        lengths = np.array([length for _, _, length in chunk.rows], dtype=np.int32) + before
+        tokens = np.zeros((len(lengths), int(lengths.max())), dtype=np.int32)
+        following = np.zeros_like(tokens)
+        is_last = np.zeros(len(lengths), dtype=bool)
+        for row, (sequence, start, length) in enumerate(chunk.rows):
+            piece = sequence.prompt[start - before : start + length + 1]
+            tokens[row, : length + before] = piece[: length + before]
+            following[row, : len(piece) - 1] = piece[1:]
+            is_last[row] = start + length == sequence.num_prompt
+        return ChunkArrays(tokens, following, lengths, is_last, before)
+
+    @property
+    def num_computed(self) -> np.ndarray:
+        """int32 [B], how many of a row's tokens the trunk has to run."""
+        return self.lengths - self.before
+
+
+class Drawn(NamedTuple):
+    """What a window brings, on the device.
+
+    Args:
+        tokens: int32 [B, T], drawn after each position; in a prefill [B, 1], after the last.
+        accepted: how many of them each row emits.
+        logprobs: as `Sampler.logprobs` returns them.
+    """
+
+    tokens: mx.array
+    accepted: AcceptResult
+    logprobs: tuple[mx.array, mx.array, mx.array] | None
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A window of B rows that was launched; `read` waits for it.
+
+    Args:
+        sequences: the rows.
+        num_positions: length of each row's window.
+        is_prefill: a chunk of prompts, which is kept whole.
+        num_drafts: how many of the window's drafts count for each row.
+        num_proposed: drafts per row that the step proposes for the next window.
+        drawn: None if no row draws a token.
+        error: the whole step failed.
+        row_errors: rows that failed by themselves, by index.
+        saves: prefixes that were copied after it.
+        num_cached: positions of each row that stay in the caches. This and the following are
+            known once the step has been read.
+        token_ids: tokens that each row emits.
+        num_accepted: how many of them were drafts.
+        logprobs: of each row, one per token if its request asked for them.
+        finished: the device ended the row.
+    """
+
+    sequences: tuple[Sequence, ...]
+    num_positions: tuple[int, ...]
+    is_prefill: bool = False
+    num_drafts: list[int] = field(default_factory=list)
+    num_proposed: int = 0
+    drawn: Drawn | None = None
+    error: MlxMtpError | None = None
+    row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)
+    saves: list[Save] = field(default_factory=list)
+    num_cached: list[int] = field(default_factory=list)
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = len(self.sequences)
+        kept_whole = self.is_prefill and self.error is None
+        self.num_drafts = self.num_drafts or [0] * count
+        self.num_cached = self.num_cached or (
+            list(self.num_positions) if kept_whole else [0] * count
+        )
+        self.token_ids = self.token_ids or [()] * count
+        self.num_accepted = self.num_accepted or [0] * count
+        self.logprobs = self.logprobs or [()] * count
+        self.finished = self.finished or [False] * count
+
+    def read(self) -> None:
+        """Wait for the device; raises what it raises, and then nothing has been read."""
+        if self.drawn is None:
+            return
+        tokens, accepted, logprobs = self.drawn
+        drawn = np.array(tokens)
+        num_kept = np.array(accepted.num_kept).tolist()
+        num_accepted = np.array(accepted.num_accepted).tolist()
+        finished = np.array(accepted.finished).tolist()
+        if logprobs is not None:
+            tables = [np.array(a) for a in logprobs]
+            self.logprobs = [
+                _token_logprobs(tables, row, kept, s.request.sampling.top_logprobs)
+                for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
+            ]
+        self.token_ids = [tuple(drawn[row, :kept].tolist()) for row, kept in enumerate(num_kept)]
+        self.finished = finished
+        if not self.is_prefill:
+            self.num_cached, self.num_accepted = num_kept, num_accepted
+            # A row that had ended before verifies nothing.
+            self.num_drafts = [n if kept else 0 for n, kept in zip(self.num_drafts, num_kept)]
+        self.drawn = None
+
+    def fail(self, error: MlxMtpError) -> None:
+        """The step failed on the device: nothing of it is valid."""
+        self.error = error
+        self.num_cached = [0] * len(self.sequences)
+
+    def error_of(self, row: int) -> MlxMtpError | None:
+        return self.error or self.row_errors.get(row)
+
+
+def _token_logprobs(
+    tables: list[np.ndarray], row: int, kept: int, top: int | None
+) -> tuple[TokenLogprobs, ...]:
+    if top is None:
+        return ()
+    chosen, ids, values = tables
+    return tuple(
+        TokenLogprobs(
+            float(chosen[row, j]),
+            tuple(zip(ids[row, j, :top].tolist(), values[row, j, :top].tolist())),
+        )
+        for j in range(kept)
+    )
