@@ -13,16 +13,11 @@ from mlx_mtp.kernels.gated_delta import fold, fold_and_advance, fold_and_verify
 from mlx_mtp.kernels.inputs import conv_tail, prepare
 from mlx_mtp.kernels.window import Convolution, Pending, Projected
 
-# Longer windows leave only their last inputs behind.
-_LONGEST_HISTORY = 16
+_LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
 
 class GatedDeltaCache:
-    """State of B rows.
-
-    Args:
-        batch_size: B.
-        kernel_size: K, of the convolution.
+    """State of B rows; `kernel_size` is the convolution's K.
 
     Attributes:
         state: float32 [B, Hv, Dv, Dk], before the pending window; None until the first window.
@@ -49,11 +44,7 @@ class GatedDeltaCache:
         return
 
     def run(self, projected: Projected, convolution: Convolution) -> mx.array:
-        """Run a window after the kept positions, and keep what its commit needs.
-
-        Args:
-            projected: of the window's T positions.
-            convolution: the layer's weights.
+        """Run a window of T positions after the kept ones, and keep what its commit needs.
 
         Returns:
             Outputs [B, T, Hv, Dv], valid for positions that are kept.

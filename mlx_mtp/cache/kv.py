@@ -7,26 +7,24 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-_GROWTH = 256
-# Attention reads up to a multiple of this, so that buffers of one size serve many steps.
-_STRIDE = 64
+GROWTH = 256  # capacities are multiples of this
+STRIDE = (
+    64  # attention reads up to a multiple of this, so that buffers of one size serve many steps
+)
 
 
 class RaggedKVCache:
-    """Keys and values of one attention layer, each row left-aligned.
+    """Keys and values of one attention layer for B rows, each left-aligned.
 
     Row b's valid entries are the first `offset[b]`; the next window overwrites those after them, so
     a rejection costs nothing. mlx-lm's attention modules call `offset`, `update_and_fetch` and
     `make_mask`.
 
-    Args:
-        batch_size: rows B.
-
     Attributes:
         keys, values: [B, heads, capacity, dim], None until the first write.
         offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads, a multiple of 64, at least the longest row plus the
-            window: the host must know an upper bound of every row's length (`reserve`).
+        limit: entries that attention reads, at least the longest row plus the window: the host must
+            know an upper bound of every row's length (`reserve`).
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -50,13 +48,13 @@ class RaggedKVCache:
         Must precede every forward pass: a write past the capacity would silently go to the next
         row.
         """
-        self.limit = -(-limit // _STRIDE) * _STRIDE
+        self.limit = -(-limit // STRIDE) * STRIDE
         if self.keys is None or self.values is None:
             return
         wanted = rounded_capacity(self.limit)
         if self.limit > self.capacity:
             self.keys, self.values = _widen(self.keys, wanted), _widen(self.values, wanted)
-        elif self.capacity >= wanted + 2 * _GROWTH:
+        elif self.capacity >= wanted + 2 * GROWTH:
             # A long row has left; the next write makes the smaller buffer. The upper bound of the
             # rows' lengths changes by a few windows, so less than two steps of growth is kept.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
@@ -81,8 +79,10 @@ class RaggedKVCache:
             start: int32 [B].
         """
         if self.keys is None or self.values is None:
-            self.keys = _empty(keys, self.limit)
-            self.values = _empty(values, self.limit)
+            capacity = rounded_capacity(self.limit)
+            batch, heads, _, dim = keys.shape
+            self.keys = mx.zeros((batch, heads, capacity, dim), dtype=keys.dtype)
+            self.values = mx.zeros((batch, heads, capacity, values.shape[3]), dtype=values.dtype)
         num_new = keys.shape[2]
         assert num_new <= self.limit <= self.capacity, (num_new, self.limit, self.capacity)
         where = (start[:, None] + mx.arange(num_new))[:, None, :, None]
@@ -143,13 +143,8 @@ def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
 
 
 def rounded_capacity(limit: int) -> int:
-    """The capacity of a row that needs `limit` entries."""
-    return -(-limit // _GROWTH) * _GROWTH
-
-
-def _empty(like: mx.array, limit: int) -> mx.array:
-    batch, heads, _, dim = like.shape
-    return mx.zeros((batch, heads, rounded_capacity(limit), dim), dtype=like.dtype)
+    """The capacity of rows that need `limit` entries."""
+    return -(-limit // GROWTH) * GROWTH
 
 
 def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
@@ -164,9 +159,7 @@ def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
 
 
 def _widen(array: mx.array, wanted: int) -> mx.array:
-    batch, heads, capacity, dim = array.shape
-    more = mx.zeros((batch, heads, wanted - capacity, dim), dtype=array.dtype)
-    return mx.concatenate([array, more], axis=2)
+    return mx.pad(array, [(0, 0), (0, 0), (0, wanted - array.shape[2]), (0, 0)])
 
 
 def _stack(one: mx.array | None, other: mx.array | None, capacity: int) -> mx.array | None:

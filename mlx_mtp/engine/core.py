@@ -23,7 +23,7 @@ class EngineCore:
         runner: runs them.
         overlap: read a step's tokens only after the next step is launched, so that the host's work
             hides behind the device's. Without it the loop is plain, and the reference.
-        clock: seconds; steps are timed by it.
+        clock: seconds, to time steps.
         heartbeat: gets the kind of each step; None disables monitoring.
     """
 
@@ -47,7 +47,6 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """There is no request, and nothing is in flight."""
         return self._scheduler.idle and not self._in_flight
 
     @property
@@ -63,15 +62,12 @@ class EngineCore:
         return self._scheduler.seconds_left
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request."""
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; unknown ids are ignored."""
         self._scheduler.cancel(request_id)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
         return self._scheduler.stats()
 
     def step(self) -> list[RequestOutput]:
@@ -86,21 +82,10 @@ class EngineCore:
         last, self._last_plan = self._last_plan, plan
         self._heartbeat.begin(*_kind_and_name(plan, last or plan))
         launched = self._runner.run(plan)
+        ready, self._in_flight = self._in_flight, launched
         # The rows of a launch that failed are gone: the next plan must not count on them.
         failed = any(step.error is not None for step in launched)
-        look_ahead = self._overlap and not plan.needs_host and not failed
-        return self._update(launched, look_ahead=look_ahead)
-
-    def rest(self) -> None:
-        """The engine is idle: free what the last rows left on the device."""
-        assert self.idle
-        self._last_plan = None
-        self._timer = StepTimer(self._clock)
-        self._runner.release()
-
-    def _update(self, launched: list[InFlightStep], *, look_ahead: bool) -> list[RequestOutput]:
-        ready, self._in_flight = self._in_flight, launched
-        if not look_ahead:
+        if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
         steps = self._runner.read(ready)
         outputs = self._scheduler.update(steps, self._timer.lap(ready, launched))
@@ -108,6 +93,13 @@ class EngineCore:
         if not self._in_flight:
             self._runner.settle()
         return outputs
+
+    def rest(self) -> None:
+        """The engine is idle: free what the last rows left on the device."""
+        assert self.idle
+        self._last_plan = None
+        self._timer = StepTimer(self._clock)
+        self._runner.release()
 
 
 class StepTimer:
@@ -117,49 +109,37 @@ class StepTimer:
     steps can't be seen from the host. So a time counts only where the step, the one read before it
     and the one launched after it had the same rows, the step and the one after it verified as many
     drafts as they proposed, and nothing was prefilled beside them.
-
-    Args:
-        clock: seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: Many[InFlightStep] = ()
+        self._last: _Shape | None = None
         self._at = 0.0
 
     def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
-        """To be called when steps have been read.
+        """Seconds since the last call; None where they are not the cost of a step.
 
         Args:
-            read: those.
+            read: the steps that have just been read.
             launched: the last that were launched: with look-ahead the next, else the same.
-
-        Returns:
-            Seconds since the last call; None where they are not the cost of a step.
         """
-        now = self._clock()
+        now, shape = self._clock(), _shape(read)
         seconds = now - self._at
-        last, self._last, self._at = self._last, read, now
-        rows = _decoded_rows(last)
-        if rows is None or not (_is_steady(read) and _is_steady(launched)):
+        last, self._last, self._at = self._last, shape, now
+        if shape is None or last is None or shape != _shape(launched):
             return None
-        same = rows == _decoded_rows(read) == _decoded_rows(launched)
-        alike = same and read[0].num_proposed == launched[0].num_proposed
-        return seconds if alike else None
+        rows, num_verified, num_proposed = shape
+        return seconds if rows == last[0] and num_verified == num_proposed else None
 
 
-def _decoded_rows(steps: Many[InFlightStep]) -> tuple[Sequence, ...] | None:
-    """The rows, if a decode step is all there is."""
+_Shape = tuple[tuple[Sequence, ...], int, int]
+
+
+def _shape(steps: Many[InFlightStep]) -> _Shape | None:
+    """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return None
-    return steps[0].sequences
-
-
-def _is_steady(steps: Many[InFlightStep]) -> bool:
-    """It decoded, and verified as many drafts as it proposed."""
-    if _decoded_rows(steps) is None:
-        return False
-    return steps[0].num_positions[0] == steps[0].num_proposed + 1
+    return steps[0].sequences, steps[0].num_positions[0] - 1, steps[0].num_proposed
 
 
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:

@@ -15,23 +15,17 @@ from typing import NamedTuple
 
 from mlx_mtp.errors import StepError, StepMemoryError
 
-HANG_SECONDS = 4.0
-"""Any step may take this long."""
-SLOWNESS = 10.0
-"""And this many times as long as the slowest recent step of its kind."""
-NEW_KIND_SECONDS = 30.0
-"""For a step of a kind that has not run: some kernels are compiled for a shape."""
+HANG_SECONDS = 4.0  # any step may take this long,
+SLOWNESS = 10.0  # and this many times as long as the slowest recent step of its kind
+NEW_KIND_SECONDS = 30.0  # for a kind that has not run: some kernels are compiled for a shape
+# For building the runner and measuring step costs together, and for each of the first steps, which
+# compile most kernels: about two minutes were seen on a fresh GPU machine.
 START_SECONDS = 300.0
-"""For building the runner and measuring step costs together, and for each of the first steps, which
-compile most kernels: about two minutes were seen on a fresh GPU machine."""
-_FADE = 0.9
-"""Weight that a slow step keeps with each later one of its kind."""
-_NUM_FIRST_STEPS = 2
-"""With look-ahead, what the first step launches is waited for in the second."""
+_FADE = 0.9  # weight that a slow step keeps with each later one of its kind
+_NUM_FIRST_STEPS = 2  # with look-ahead, what the first step launches is waited for in the second
 
-MAX_RESTARTS = 3
-"""The engine's thread is restarted at most this often in `RESTART_WINDOW` seconds."""
-RESTART_WINDOW = 60.0
+MAX_RESTARTS = 3  # of the engine's thread,
+RESTART_WINDOW = 60.0  # in so many seconds
 
 # mlx has no exception type for it: texts of its allocators, Metal's command buffers, and CUDA.
 _NO_MEMORY = re.compile(
@@ -74,15 +68,11 @@ class _Beat(NamedTuple):
     began: float
     allowed: float
     name: str
+    kind: Kind | None
 
 
 class Heartbeat:
-    """Detects a step that hangs. `hang` is for any thread, the rest for the engine's.
-
-    Args:
-        hang_seconds: what any step may take.
-        clock: seconds.
-    """
+    """Detects a step that hangs. `hang` is for any thread, the rest for the engine's."""
 
     def __init__(
         self, hang_seconds: float = HANG_SECONDS, clock: Callable[[], float] = time.monotonic
@@ -93,34 +83,30 @@ class Heartbeat:
         self._seen: dict[object, int] = {}
         # One reference, replaced as a whole: readers need no lock.
         self._beat: _Beat | None = None
-        self._kind: Kind | None = None
 
     def begin_start(self) -> None:
         """The runner is being built, and step costs are measured."""
-        self._kind = None
-        self._beat = _Beat(self._clock(), START_SECONDS, "its start")
+        self._beat = _Beat(self._clock(), START_SECONDS, "its start", None)
 
     def begin_planning(self) -> None:
         """A step is being planned; `begin` follows."""
-        self._kind = None
-        self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step")
+        self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
 
     def begin(self, kind: Kind, name: str) -> None:
         """A step begins.
 
         Args:
             kind: steps of one kind cost about the same; its first part is the most general.
-            name: for a person.
+            name: for people.
         """
-        self._kind = kind
-        self._beat = _Beat(self._clock(), self._allowed(kind), name)
+        self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:
         """The step has ended."""
-        beat, kind, self._beat, self._kind = self._beat, self._kind, None, None
-        if beat is None or kind is None:
+        beat, self._beat = self._beat, None
+        if beat is None or beat.kind is None:
             return
-        seconds = self._clock() - beat.began
+        kind, seconds = beat.kind, self._clock() - beat.began
         seen = self._seen.get(kind[0], 0)
         self._seen[kind[0]] = seen + 1
         if seen < _NUM_FIRST_STEPS:

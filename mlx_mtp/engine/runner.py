@@ -21,7 +21,7 @@ from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
-from mlx_mtp.errors import StepError, StepMemoryError
+from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.guide import Guide
 from mlx_mtp.speculative.acceptance import accept
@@ -40,9 +40,6 @@ class ModelRunner:
         proposer: where drafts come from; None for plain decoding.
         vocab_size: of the tokenizer; ids at or above it are never sampled.
         prefixes: the prefix cache; None without one.
-
-    Attributes:
-        batches: all rows on the device.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class ModelRunner:
         self._failed_last = False
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
-        """Launch a plan. A failure is returned as a step whose rows end with it."""
+        """Launch a plan. A failure is returned as a step that ends its rows with an error."""
         self.batches.prune(plan.live)
         self._clear_cache(plan)
         depth = plan.num_draft_tokens
@@ -74,7 +71,7 @@ class ModelRunner:
         return launched
 
     def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
-        """Wait for steps and read them; if one fails on the device, its rows end with an error."""
+        """Wait for steps and read them; a failure on the device ends the rows with an error."""
         steps = []
         for step in launched:
             steps.append(step)
@@ -82,7 +79,10 @@ class ModelRunner:
                 step.read()
             except Exception as error:
                 logger.exception("A step failed on the device")
-                steps.append(self._fail(step, error))
+                step.fail(self._as_step_error(error))
+                dropped = self.batches.drop(step.sequences)
+                others = tuple(s for s in dropped if s not in step.sequences)
+                steps.append(_failed(others, step.error))
             else:
                 if self._prefixes is not None:
                     self._prefixes.commit(step.saves)
@@ -93,12 +93,8 @@ class ModelRunner:
         running = self.batches.decoding
         if self._prefixes is None or running is None:
             return
-        ended = {
-            sequence
-            for step in steps
-            for sequence, finished, tokens in zip(step.sequences, step.finished, step.token_ids)
-            if finished and tokens and sequence.ended
-        }
+        rows = (row for step in steps for row in zip(step.sequences, step.finished, step.token_ids))
+        ended = {s for s, finished, tokens in rows if finished and tokens and s.ended}
         if ended:
             self._prefixes.save_ends(running, ended)
 
@@ -132,14 +128,7 @@ class ModelRunner:
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
-            first = self._first_tokens(batch, arrays, start + num_kept, step)
-            at_end = num_kept[:, None] - 1
-            following = mx.where(
-                mx.array(arrays.is_last)[:, None],
-                first,
-                mx.take_along_axis(targets, at_end, axis=1),
-            )
-            targets = mx.put_along_axis(targets, at_end, following, axis=1)
+            targets = self._first_tokens(batch, arrays, start + num_kept, step, targets)
         else:
             num_draft_tokens = 0
         self._propose(batch, hidden, targets, start, num_kept, num_draft_tokens, limit)
@@ -171,36 +160,37 @@ class ModelRunner:
         return mx.concatenate([known, hidden], axis=1) if arrays.before else hidden
 
     def _first_tokens(
-        self, batch: Batch, arrays: ChunkArrays, end: mx.array, step: InFlightStep
+        self,
+        batch: Batch,
+        arrays: ChunkArrays,
+        end: mx.array,
+        step: InFlightStep,
+        following: mx.array,
     ) -> mx.array:
-        """The token after each chunk, int32 [B, 1]; it counts where the prompt ends.
+        """Draw the token after each prompt that ends in this chunk, for `step`.
 
         Args:
             batch: the chunk's rows, with the hidden state of its last position.
             arrays: the chunk.
             end: absolute position after the chunk, int32 [B].
             step: gets what is drawn.
+            following: as in `arrays`, on the device.
+
+        Returns:
+            `following` with the drawn tokens, int32 [B, T].
         """
         done = mx.array(arrays.is_last)
-        batch.guide = Guide(
-            s.constraint if last else None for s, last in zip(batch.sequences, arrays.is_last)
-        )
+        rows = zip(batch.sequences, arrays.is_last)
+        batch.guide = Guide(s.constraint if last else None for s, last in rows)
         at_end = mx.array(arrays.lengths - 1)[:, None]
         window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
         logits = self._model.logits(batch.last_hidden)
-        tokens = batch.draw(logits, end[:, None], window)
-        accepted = accept(
-            tokens,
-            window,
-            stop_ids=batch.stop_ids,
-            remaining=batch.remaining,
-            finished=~done,
-        )
-        batch.advance(accepted, tokens)
-        batch.ended = accepted.finished & done
-        step.drawn = Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
+        step.drawn = self._draw(batch, logits, end[:, None], window, finished=~done)
         step.row_errors = batch.guide.errors()
-        return tokens
+        batch.ended = batch.ended & done
+        known = mx.take_along_axis(following, at_end, axis=1)
+        newest = mx.where(done[:, None], step.drawn.tokens, known)
+        return mx.put_along_axis(following, at_end, newest, axis=1)
 
     def _decode(self, wanted: tuple[Sequence, ...], num_draft_tokens: int) -> InFlightStep:
         """One step of every running row."""
@@ -216,31 +206,52 @@ class ModelRunner:
         hidden = self._model.hidden(window, batch.cache)
         logits = self._model.logits(hidden)
         batch.guide = Guide(s.constraint for s in batch.sequences)
-        targets = batch.draw(logits, start[:, None] + 1 + mx.arange(length), window)
-        accepted = accept(
-            targets,
-            window,
-            stop_ids=batch.stop_ids,
-            remaining=batch.remaining,
-            finished=batch.ended,
-            num_drafts=batch.draft_limits(),
-        )
-        num_kept, num_drafts = accepted.num_kept, batch.num_drafts
+        positions = start[:, None] + 1 + mx.arange(length)
+        drawn = self._draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        num_kept, num_drafts = drawn.accepted.num_kept, batch.num_drafts
         batch.cache.commit(num_kept)
-        batch.advance(accepted, targets)
         batch.keep_hidden(hidden, num_kept)
-        self._propose(batch, hidden, targets, start, num_kept, num_draft_tokens, limit)
-
+        self._propose(batch, hidden, drawn.tokens, start, num_kept, num_draft_tokens, limit)
         step = InFlightStep(
             tuple(batch.sequences),
             (length,) * len(batch),
             num_drafts=num_drafts,
             num_proposed=batch.drafts.shape[1],
-            drawn=Drawn(targets, accepted, batch.sampler.logprobs(logits, targets)),
+            drawn=drawn,
             row_errors=batch.guide.errors(),
         )
         self._start(batch, step)
         return step
+
+    def _draw(
+        self,
+        batch: Batch,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        finished: mx.array,
+        num_drafts: mx.array | None = None,
+    ) -> Drawn:
+        """Draw the model's own tokens after a window, and accept its drafts as far as they agree.
+
+        Args:
+            batch: the rows.
+            logits: [B, T, V], after each position of the window.
+            positions: int32 [B, T], of the tokens to draw.
+            window: int32 [B, T], the last token and T-1 drafts.
+            finished, num_drafts: see `accept`.
+        """
+        tokens = batch.draw(logits, positions, window)
+        accepted = accept(
+            tokens,
+            window,
+            stop_ids=batch.stop_ids,
+            remaining=batch.remaining,
+            finished=finished,
+            num_drafts=num_drafts,
+        )
+        batch.advance(accepted, tokens)
+        return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
 
     def _propose(
         self,
@@ -269,16 +280,14 @@ class ModelRunner:
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
         state = None
         if self._proposer is not None:
-            state = self._proposer.make_state(
-                [s.request_id for s in sequences], [s.prompt for s in sequences]
-            )
+            ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
+            state = self._proposer.make_state(ids, prompts)
         cache = self._model.make_cache(len(sequences))
         return Batch(sequences, cache, state, self._vocab_size)
 
     def _start(self, batch: Batch, step: InFlightStep) -> None:
         """Start the device on a window and on the state that follows it."""
-        tokens, accepted, logprobs = step.drawn or ((), (), ())
-        mx.async_eval(*batch.arrays(), tokens, accepted, logprobs or ())
+        mx.async_eval(*batch.arrays(), step.drawn or ())
         for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
             sequence.launched(num_positions)
 
@@ -300,25 +309,17 @@ class ModelRunner:
             self.batches.drop(rows)
             return _failed(rows, self._as_step_error(error))
 
-    def _fail(self, step: InFlightStep, error: Exception) -> InFlightStep:
-        """Fail a step that was launched; returns one for the other rows of its batch."""
-        reported = self._as_step_error(error)
-        step.fail(reported)
-        dropped = self.batches.drop(step.sequences)
-        return _failed(tuple(s for s in dropped if s not in step.sequences), reported)
-
     def _as_step_error(self, error: Exception) -> StepError:
         """What the requests of a failed step end with."""
         # Its buffers are free once the error, which refers to them, has been handled.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError) and self._prefixes is not None:
-            # The only memory that can be given up.
-            self._prefixes.clear()
+            self._prefixes.clear()  # The only memory that can be given up.
         return reported
 
 
-def _failed(rows: tuple[Sequence, ...], error: StepError) -> InFlightStep:
+def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:
     for sequence in rows:
         sequence.launched(0)
     return InFlightStep(rows, (0,) * len(rows), error=error)

@@ -304,7 +304,7 @@ class Scheduler:
             rows = tuple(
                 (s, s.num_computed, s.next_cut(step) - s.num_computed)
                 for s in group
-                if s.num_uncomputed or not s.begun
+                if s.num_computed < s.num_prompt or not s.begun
             )
             if rows:
                 return PrefillChunk(number, rows)

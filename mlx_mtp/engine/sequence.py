@@ -30,28 +30,6 @@ class Sequence:
         request: as it was submitted.
         stop_ids: every token id that ends it.
         max_new_tokens: tokens it may emit, context limit included.
-
-    Attributes:
-        drafting: its row in the choice of the depth.
-        num_computed: prompt tokens that a prefill chunk has been launched for, or that came from
-            the prefix cache.
-        begun: its first chunk has been planned.
-        output: the tokens that it has emitted.
-        ended: the device ended it, so that its caches stand still at the end of its answer.
-        num_cached: positions in its caches, as far as steps have been read.
-
-        Of the prefix cache:
-        prefix: the cached prefix that its prefill continues, until that has been copied.
-        num_reused: tokens of that prefix.
-        save_points: lengths of the prefixes of its prompt that are still to be saved, ascending.
-        first_turn: where the first message of its prompt ends.
-        num_copied: length of the prefix that was copied to be saved and is not in the cache yet; 0
-            if there is none.
-        salt: the `root_key` of its cache salt.
-        number: its place in the queue, once it has been considered.
-        awaited: the earlier prompt that computes its prefix, and the save point it waits for.
-        reads: it waits for its prefix to be read from the disk, or for its turn there.
-        skips_disk: the disk was too slow, or memory had no room: use what is in memory.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
@@ -65,33 +43,29 @@ class Sequence:
         self.constraint = Constraint(request.grammar) if request.grammar is not None else None
         self.drafting = DraftRow(request.num_draft_tokens)
         self.status = Status.WAITING
-        self.num_computed = 0
-        self.begun = False
-        self.output: list[int] = []
-        self.ended = False
-        self.num_cached = 0
+        self.num_computed = 0  # prompt tokens that came from a prefix or whose chunk is launched
+        self.begun = False  # its first chunk has been planned
+        self.output: list[int] = []  # tokens it has emitted
+        self.ended = False  # the device ended it: its caches stand still at its answer's end
+        self.num_cached = 0  # positions in its caches, by the steps that have been read
         self._steps_in_flight = 0
         self._positions_in_flight = 0
 
-        self.prefix: Node | None = None
-        self.num_reused = 0
-        self.save_points: list[int] = []
-        self.first_turn: int | None = None
-        self.num_copied = 0
+        # Of the prefix cache (engine/reuse.py, engine/prefix.py):
+        self.prefix: Node | None = None  # that its prefill continues, until it has been copied
+        self.num_reused = 0  # tokens of that prefix
+        self.save_points: list[int] = []  # prefixes of its prompt to be saved, ascending lengths
+        self.first_turn: int | None = None  # where the first message of its prompt ends
+        self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         self.salt = root_key(request.cache_salt or None)
-        self.number: int | None = None
-        self.awaited: tuple[Sequence, int] | None = None
-        self.reads = False
-        self.skips_disk = False
+        self.number: int | None = None  # its place in the queue, once it has been considered
+        self.awaited: tuple[Sequence, int] | None = None  # who computes its prefix, and up to where
+        self.reads = False  # its prefix is read from the disk, or waits for its turn there
+        self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property
     def num_output(self) -> int:
         return len(self.output)
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Prompt tokens that no prefill chunk has been launched for."""
-        return self.num_prompt - self.num_computed
 
     @property
     def finished(self) -> bool:

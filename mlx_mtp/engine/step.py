@@ -18,32 +18,20 @@ from mlx_mtp.speculative.acceptance import AcceptResult
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A chunk of a group's prompts.
+    """A chunk of the prompts of one group."""
 
-    Args:
-        group: the group's number, unique.
-        rows: (sequence, first position, number of tokens) each.
-    """
-
-    group: int
-    rows: tuple[tuple[Sequence, int, int], ...]
+    group: int  # the group's number, unique
+    rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, first position, number of tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What to launch.
-
-    Args:
-        chunk: a prefill chunk, or None.
-        decode: the rows to decode, or empty.
-        num_draft_tokens: drafts to propose for the next window.
-        live: every unfinished sequence; the state of other rows may be dropped.
-    """
+    """What to launch: a prefill chunk, a decode step, or both."""
 
     chunk: PrefillChunk | None
     decode: tuple[Sequence, ...]
-    num_draft_tokens: int
-    live: frozenset[Sequence]
+    num_draft_tokens: int  # to propose for the next window
+    live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
 
     @property
     def empty(self) -> bool:
@@ -57,21 +45,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrays:
-    """A prefill chunk on the host.
+    """A prefill chunk on the host."""
 
-    Args:
-        tokens: int32 [B, T], padded on the right.
-        following: the token after each, int32 [B, T]; 0 where the prompt ends.
-        lengths: int32 [B].
-        is_last: bool [B], the row's prompt ends in this chunk.
-        before: 1 where all rows begin with the last token of a cached prefix, whose hidden state
-            is known; else 0.
-    """
-
-    tokens: np.ndarray
-    following: np.ndarray
-    lengths: np.ndarray
-    is_last: np.ndarray
+    tokens: np.ndarray  # int32 [B, T], padded on the right
+    following: np.ndarray  # int32 [B, T], the token after each; 0 where the prompt ends
+    lengths: np.ndarray  # int32 [B]
+    is_last: np.ndarray  # bool [B], the row's prompt ends in this chunk
+    # 1 where all rows begin with the last token of a cached prefix, whose hidden state is known.
     before: int
 
     @staticmethod
@@ -94,63 +74,38 @@ class ChunkArrays:
 
 
 class Drawn(NamedTuple):
-    """What a window brings, on the device.
+    """The tokens of a window, on the device."""
 
-    Args:
-        tokens: int32 [B, T], drawn after each position; in a prefill [B, 1], after the last.
-        accepted: how many of them each row emits.
-        logprobs: as `Sampler.logprobs` returns them.
-    """
-
-    tokens: mx.array
-    accepted: AcceptResult
-    logprobs: tuple[mx.array, mx.array, mx.array] | None
+    tokens: mx.array  # int32 [B, T], after each position; in a prefill [B, 1], after the last
+    accepted: AcceptResult  # how many of them each row emits
+    logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A window of B rows that was launched; `read` waits for it.
-
-    Args:
-        sequences: the rows.
-        num_positions: length of each row's window.
-        is_prefill: a chunk of prompts, which is kept whole.
-        num_drafts: how many of the window's drafts count for each row.
-        num_proposed: drafts per row that the step proposes for the next window.
-        drawn: None if no row draws a token.
-        error: the whole step failed.
-        row_errors: rows that failed by themselves, by index.
-        saves: prefixes that were copied after it.
-        num_cached: positions of each row that stay in the caches. This and the following are
-            known once the step has been read.
-        token_ids: tokens that each row emits.
-        num_accepted: how many of them were drafts.
-        logprobs: of each row, one per token if its request asked for them.
-        finished: the device ended the row.
-    """
+    """A window of B rows that was launched, and what each row got once it has been read."""
 
     sequences: tuple[Sequence, ...]
-    num_positions: tuple[int, ...]
-    is_prefill: bool = False
-    num_drafts: list[int] = field(default_factory=list)
-    num_proposed: int = 0
-    drawn: Drawn | None = None
-    error: MlxMtpError | None = None
-    row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)
-    saves: list[Save] = field(default_factory=list)
-    num_cached: list[int] = field(default_factory=list)
-    token_ids: list[tuple[int, ...]] = field(default_factory=list)
-    num_accepted: list[int] = field(default_factory=list)
+    num_positions: tuple[int, ...]  # length of each row's window
+    is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
+    num_drafts: list[int] = field(default_factory=list)  # that count for each row
+    num_proposed: int = 0  # drafts a row that the step proposes for the next window
+    drawn: Drawn | None = None  # None if no row draws a token
+    error: MlxMtpError | None = None  # the whole step failed
+    row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)  # by index
+    saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
+    # Valid once it has been read:
+    num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
+    num_accepted: list[int] = field(default_factory=list)  # how many of them were drafts
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)  # the device ended the row
 
     def __post_init__(self) -> None:
         count = len(self.sequences)
-        kept_whole = self.is_prefill and self.error is None
+        kept = self.num_positions if self.is_prefill and self.error is None else [0] * count
         self.num_drafts = self.num_drafts or [0] * count
-        self.num_cached = self.num_cached or (
-            list(self.num_positions) if kept_whole else [0] * count
-        )
+        self.num_cached = self.num_cached or list(kept)
         self.token_ids = self.token_ids or [()] * count
         self.num_accepted = self.num_accepted or [0] * count
         self.logprobs = self.logprobs or [()] * count
@@ -161,7 +116,7 @@ class InFlightStep:
         if self.drawn is None:
             return
         tokens, accepted, logprobs = self.drawn
-        drawn = np.array(tokens)
+        drawn = np.array(tokens).tolist()
         num_kept = np.array(accepted.num_kept).tolist()
         num_accepted = np.array(accepted.num_accepted).tolist()
         finished = np.array(accepted.finished).tolist()
@@ -171,7 +126,7 @@ class InFlightStep:
                 _token_logprobs(tables, row, kept, s.request.sampling.top_logprobs)
                 for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
             ]
-        self.token_ids = [tuple(drawn[row, :kept].tolist()) for row, kept in enumerate(num_kept)]
+        self.token_ids = [tuple(row[:kept]) for row, kept in zip(drawn, num_kept)]
         self.finished = finished
         if not self.is_prefill:
             self.num_cached, self.num_accepted = num_kept, num_accepted
@@ -193,11 +148,7 @@ def _token_logprobs(
 ) -> tuple[TokenLogprobs, ...]:
     if top is None:
         return ()
-    chosen, ids, values = tables
+    chosen, ids, values = (table[row].tolist() for table in tables)
     return tuple(
-        TokenLogprobs(
-            float(chosen[row, j]),
-            tuple(zip(ids[row, j, :top].tolist(), values[row, j, :top].tolist())),
-        )
-        for j in range(kept)
+        TokenLogprobs(chosen[j], tuple(zip(ids[j][:top], values[j][:top]))) for j in range(kept)
     )

@@ -11,20 +11,15 @@ import mlx.core as mx
 class AcceptResult(NamedTuple):
     """What each row keeps of a window.
 
-    Args:
-        num_kept: int32 [B], tokens each row emits: the accepted drafts and one recovered or bonus
-            token, cut at a stop id or at the row's limit; 0 for rows that had finished before.
-        num_accepted: int32 [B], how many of the emitted tokens were drafts.
-        finished: bool [B], the row emits nothing from here on.
-        remaining: int32 [B], tokens each row may still emit.
-        last: int32 [B], the last token each row has emitted.
+    `num_kept` tokens are emitted: the accepted drafts and one recovered or bonus token, cut at a
+    stop id or at the row's limit; none by a row that had finished before.
     """
 
-    num_kept: mx.array
-    num_accepted: mx.array
-    finished: mx.array
-    remaining: mx.array
-    last: mx.array
+    num_kept: mx.array  # int32 [B]
+    num_accepted: mx.array  # int32 [B], how many of the emitted tokens were drafts
+    finished: mx.array  # bool [B], the row emits nothing from here on
+    remaining: mx.array  # int32 [B], tokens each row may still emit
+    last: mx.array  # int32 [B], the last token each row has emitted
 
 
 def accept(

@@ -23,32 +23,21 @@ from mlx_mtp.speculative.rates import PooledRates
 
 logger = logging.getLogger(__name__)
 
+# Expected gain at which a deeper depth replaces the one in use: estimates are noisy, and of two
+# depths that seem equal the lower one can't lose much.
 _MARGIN = 1.02
-"""Expected gain at which a deeper depth replaces the one in use: estimates are noisy, and of two
-depths that seem equal the lower one can't lose much."""
-_HOPE = 1.0
-"""Successes added to those seen in the upper estimate of a depth's acceptance."""
-_STEPS_PER_REVIEW = 4
-"""A review takes some 40 microseconds of the host's time."""
+_HOPE = 1.0  # successes added in the upper estimate of a depth's acceptance
+_STEPS_PER_REVIEW = 4  # a review takes some 40 microseconds of the host's time
 
-_PROMISING_SHARE = 0.015
-"""Share of the time for probes of depths that could well be better."""
-_REFRESHING_SHARE = 0.004
-"""Share of the time where none could: costs and acceptance may drift."""
-_MOST_SAVED = 8.0
-"""Plain steps of time that may be saved up for probes, or owed for them."""
-_LEAST_LOSS = 0.05
-"""Share of a probe's time that is budgeted even where the depths seem equal."""
-_COST_WINDOWS = 6
-"""Windows of a probe that measures cost: two of its steps are transitions."""
-_ACCEPTANCE_WINDOWS = 2
-"""Windows of a probe that measures acceptance alone."""
-_REST = 16
-"""Steps at the depth in use between two probes, which are compared with it."""
-_PLAIN_DOUBT = 0.15
-"""All depths are compared with the plain step: above this doubt its cost is measured first."""
-_MISHAP = 2.0
-"""Factor by which a cost that was read only once may be wrong."""
+_PROMISING_SHARE = 0.015  # of the time, for probes of depths that could well be better
+_REFRESHING_SHARE = 0.004  # where none could: costs and acceptance may drift
+_MOST_SAVED = 8.0  # plain steps of time that may be saved up for probes, or owed for them
+_LEAST_LOSS = 0.05  # share of a probe's time to budget even where the depths seem equal
+_COST_WINDOWS = 6  # of a probe that measures cost: two of its steps are transitions
+_ACCEPTANCE_WINDOWS = 2  # of a probe that measures acceptance alone
+_REST = 16  # steps at the depth in use between two probes, which are compared with it
+_PLAIN_DOUBT = 0.15  # above it the plain step is measured first: all depths are compared with it
+_MISHAP = 2.0  # factor by which a cost that was read only once may be wrong
 
 
 @dataclass(slots=True)
@@ -59,11 +48,7 @@ class _Probe:
 
 
 class DepthController:
-    """A `DepthPolicy` that follows cost and acceptance.
-
-    Args:
-        costs: of steps; updated here.
-    """
+    """A `DepthPolicy` that follows cost (`costs`, updated here) and acceptance."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -138,11 +123,7 @@ class DepthController:
     ) -> None:
         """Start a probe of the most promising depth, if its time has been saved up.
 
-        Args:
-            rows: of the batch.
-            choice: the depth in use.
-            costs: relative cost of a step by depth.
-            speeds: expected tokens per plain step's time, for the depths that are possible.
+        `costs` are relative to a plain step, `speeds` expected tokens per plain step's time.
         """
         size = len(rows)
         most = _expected_tokens(rows, self._pool.expected(_HOPE), _HOPE)
@@ -172,13 +153,7 @@ class DepthController:
             self._confirm_next = not self._confirm_next
 
     def _next_probe_window(self, size: int, least: int, *, steady: bool) -> int | None:
-        """The depth of the running probe; None without one, or if it ends early.
-
-        Args:
-            size: rows of the window.
-            least: the window's depth can't be lower.
-            steady: its step's cost can be measured.
-        """
+        """The depth of the running probe; None without one, or if it can't go on."""
         probe = self._probe
         if probe is None:
             return None

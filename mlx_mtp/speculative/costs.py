@@ -13,41 +13,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_READING = 8
-"""Steps that make one reading: their low median, for a step is often late and never early."""
-_LEAST = 3
-"""Steps that a reading needs when the depth changes before it is full."""
-_RECENT = 64
-"""Readings further apart than this many steps are not compared: too much may have changed."""
+_READING = 8  # steps of a reading: their low median, for a step is often late and never early
+_LEAST = 3  # steps that a reading needs when the depth changes before it is full
+_RECENT = 64  # readings further apart are not compared: too much may have changed
 _LARGEST_SURPRISE = math.log(2.0)
 _MOST_TRUST = 8.0
-_STORED_TRUST = 1.0
-"""Of a cell from an earlier run."""
-_FORGETTING = 0.998
-"""Factor of a reading on the trust in the other depths of its batch size."""
-_DOUBT = 0.25
-"""Possible relative error where nothing was measured."""
-_SLOPE = 0.25
-"""Cost of a draft in plain steps, before anything is known."""
-_LONE = 1.5
-"""Below this trust a cell rests on one comparison, or on an old one."""
-_DONORS = 6
-"""Batch sizes that a missing cost is inferred from, at most."""
-_NEAR = 1.5
-"""A batch size up to this factor away lends its trust to one without measurements,"""
-_NEIGHBOUR_SHARE = 0.5
-"""in this share."""
+_STORED_TRUST = 1.0  # of a cell from an earlier run
+_FORGETTING = 0.998  # factor of a reading on the trust in the other depths of its batch size
+_LONE = 1.5  # below this trust a cell rests on one comparison, or on an old one
+_DOUBT = 0.25  # possible relative error where nothing was measured
+_SLOPE = 0.25  # cost of a draft in plain steps, before anything is known
+_DONORS = 6  # batch sizes that missing costs are inferred from, at most
+_NEAR = 1.5  # a batch size up to this factor away lends its trust to one without measurements,
+_NEIGHBOUR_SHARE = 0.5  # in this share
 
-Seconds = dict[int, dict[int, float]]
-"""By batch size and depth."""
+Seconds = dict[int, dict[int, float]]  # by batch size and depth
 
 
 @dataclass(slots=True)
 class _Cell:
-    """One batch size at one depth: log seconds, and the number of comparisons behind it."""
+    """One batch size at one depth."""
 
-    log: float
-    trust: float = 1.0
+    log: float  # of its seconds
+    trust: float = 1.0  # the number of comparisons behind it
 
 
 class _Reading(NamedTuple):
@@ -57,11 +45,7 @@ class _Reading(NamedTuple):
 
 
 class StepCosts:
-    """The table of costs.
-
-    Args:
-        max_depth: K; depths are 0 to K.
-    """
+    """The table of costs, for depths 0 to `max_depth`."""
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
@@ -74,12 +58,7 @@ class StepCosts:
         self._inferred: dict[int, list[float]] = {}
 
     def observe(self, batch_size: int, depth: int, seconds: float | None) -> None:
-        """Count one step that verified and proposed `depth` drafts a row.
-
-        Args:
-            batch_size, depth: of its window.
-            seconds: None where its cost is not known.
-        """
+        """Count a step that verified and proposed `depth` drafts a row; its cost may be unknown."""
         self._num_steps += 1
         if seconds is None:
             return
@@ -129,11 +108,7 @@ class StepCosts:
         }
 
     def load(self, table: Mapping[int, Mapping[int, float]]) -> None:
-        """Start with what an earlier run measured.
-
-        Args:
-            table: as `table` returned it, all positive; depths above K are left out.
-        """
+        """Start with a `table` of an earlier run; too large depths are left out."""
         for size, row in table.items():
             depths = [depth for depth in row if depth <= self.max_depth]
             if depths:
@@ -180,12 +155,7 @@ def _shift(row: dict[int, _Cell], depth: int, log: float) -> None:
 
 
 def _compare(cell: _Cell, other: _Cell, ratio: float) -> None:
-    """One depth was measured just after another: update the less certain estimate.
-
-    Args:
-        cell, other: of the depths.
-        ratio: log of the measured one.
-    """
+    """Update the less certain of two cells by their measured (log) ratio."""
     surprise = other.log + ratio - cell.log
     surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
     moved, sign = (cell, 1.0) if cell.trust <= other.trust else (other, -1.0)

@@ -12,14 +12,9 @@ from mlx_mtp.speculative.rates import RowRates
 
 @dataclass(eq=False, slots=True)
 class DraftRow:
-    """What a depth policy knows of one row.
+    """What a depth policy knows of one row."""
 
-    Args:
-        fixed: the drafts per step that its request asked for; None leaves them to the policy.
-        rates: how often its drafts were accepted.
-    """
-
-    fixed: int | None = None
+    fixed: int | None = None  # the drafts per step that its request asked for
     rates: RowRates = field(default_factory=lambda: RowRates(MAX_DRAFT_TOKENS))
 
     def num_drafts(self, depth: int) -> int:
@@ -33,36 +28,22 @@ class DraftRow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row's window.
-
-    Args:
-        row: the row.
-        num_drafts: drafts that counted.
-        num_accepted: how many of them were accepted.
-        cut: the row ended in this window, so the draft after these was not tried.
-    """
+    """What one row's window brought."""
 
     row: DraftRow
-    num_drafts: int
+    num_drafts: int  # that counted
     num_accepted: int
-    cut: bool
+    cut: bool  # the row ended in this window, so the draft after these was not tried
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decode step that has been read.
-
-    Args:
-        batch_size: rows of its window.
-        depth: drafts of its window.
-        outcomes: of the rows that had not ended before.
-        seconds: its cost; None where it is not known (see `StepTimer`).
-    """
+    """A decode step that has been read."""
 
     batch_size: int
-    depth: int
-    outcomes: Sequence[Outcome]
-    seconds: float | None
+    depth: int  # drafts of its window
+    outcomes: Sequence[Outcome]  # of the rows that had not ended before
+    seconds: float | None  # its cost, where that is known (see `StepTimer`)
 
 
 class DepthPolicy(Protocol):
@@ -84,11 +65,7 @@ class DepthPolicy(Protocol):
 
 
 class FixedDepth:
-    """A `DepthPolicy` of one depth, except where a request asks for another.
-
-    Args:
-        num_draft_tokens: k.
-    """
+    """A `DepthPolicy` of one depth k, except where a request asks for another."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens

@@ -48,12 +48,7 @@ class DraftProposer(Protocol):
     def make_state(
         self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]]
     ) -> DraftState:
-        """State for B new rows, of which no position has been computed.
-
-        Args:
-            request_ids: of each row.
-            prompts: token ids of each row.
-        """
+        """State for B new rows, given the id and the prompt's token ids of each."""
 
     def propose(
         self,
@@ -89,16 +84,18 @@ class DraftProposer(Protocol):
         """
 
 
-SOURCES: dict[str, Callable[[LoadedModel, Sequence[int] | None], DraftProposer | None]] = {
+Factory = Callable[[LoadedModel, Sequence[int] | None], DraftProposer | None]
+"""Called with the model and `draft_ids`, and returns what `make_proposer` does."""
+
+SOURCES: dict[str, Factory] = {
     "mtp": make_mtp_proposer,
 }
-"""Factories by name, called as `make_proposer` is."""
 
 
 def make_proposer(
     name: str, model: LoadedModel, draft_ids: Sequence[int] | None = None
 ) -> DraftProposer | None:
-    """The source of this name for a model; None if the model has nothing to draft with.
+    """The source `name` for a model; None if the model has nothing to draft with.
 
     Args:
         name: a key of `SOURCES`.

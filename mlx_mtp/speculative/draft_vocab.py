@@ -8,12 +8,7 @@ from mlx_mtp.errors import UsageError
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
-    """Ids in ascending order, each once and in range.
-
-    Args:
-        ids: in any order.
-        vocab_size: of the tokenizer; ids at or above it are never drawn.
-        source: name for error messages.
+    """Ids in ascending order; `source` names them in errors.
 
     Raises:
         UsageError: there are none, or one is out of range or occurs twice.

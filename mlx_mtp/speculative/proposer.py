@@ -26,12 +26,7 @@ class HeadState:
     """The head's own KV of the rows of a batch, and the positions that are not written yet.
 
     While nothing is drafted a step adds one position a row, and the head's KV is not read. These
-    positions are deferred and written together, so that a head that is not used costs almost
-    nothing.
-
-    Args:
-        cache: the head's KV.
-        write: writes to it.
+    positions are deferred and written together, so that a parked head costs almost nothing.
     """
 
     def __init__(self, cache: RaggedKVCache, write: Write) -> None:
@@ -41,13 +36,7 @@ class HeadState:
         self._start: mx.array | None = None
 
     def defer(self, hidden: mx.array, targets: mx.array, start: mx.array) -> None:
-        """Keep one position of each row for later; that of an ended row is never read.
-
-        Args:
-            hidden: [B, 1, H].
-            targets: int32 [B, 1].
-            start: int32 [B].
-        """
+        """Keep one position a row for later: hidden [B, 1, H], targets int32 [B, 1], start [B]."""
         if self._start is None:
             self._start = start
         self._deferred.append((hidden, targets))
@@ -81,10 +70,10 @@ class HeadState:
 
 
 class MTPProposer:
-    """Drafts with the model's own head; see `DraftProposer` for its methods.
+    """A `DraftProposer` with the head of a loaded model.
 
     Args:
-        model: a loaded model that has a head.
+        model: with its head.
         vocabulary: rows of lm_head to draft from; None for all of them.
     """
 

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_FIRST_RATE = 0.8
-"""Prior of the first position."""
-_FIRST_TRIALS = 4.0
-"""Its weight in trials at the start; it is forgotten as real trials are."""
-_LAST_TRIALS = 0.5
-"""Its weight when all trials are forgotten."""
-_DECLINE = 0.95
-"""Prior of a position, relative to the rate of the one before it."""
-_NEIGHBOUR_TRIALS = 2.0
-"""Its weight."""
-_POOL_TRIALS = 3.0
-"""Weight of all rows' rate in the estimate of one row's."""
-_FORGOTTEN = 1e-3
-"""Fewer trials than this are not decayed any more."""
+_FIRST_RATE = 0.8  # prior of the first position
+_FIRST_TRIALS = 4.0  # its weight in trials at the start, forgotten as real trials are
+_LAST_TRIALS = 0.5  # its weight when all trials are forgotten
+_DECLINE = 0.95  # prior of another position, relative to the rate of the one before it
+_NEIGHBOUR_TRIALS = 2.0  # its weight
+_POOL_TRIALS = 3.0  # weight of the rate of all rows in that of one row
+_FORGOTTEN = 1e-3  # fewer trials are not decayed any more
 
 
 class Rates:
@@ -40,16 +33,7 @@ class Rates:
         self._passed = [0.0] * num_positions
 
     def observe(self, num_drafts: int, num_accepted: int, *, cut: bool) -> int:
-        """Count one window.
-
-        Args:
-            num_drafts: how many drafts it had, 0 to K.
-            num_accepted: how many of them were accepted.
-            cut: the row ended in it, so that the draft after these was not tried.
-
-        Returns:
-            How many positions were tried.
-        """
+        """Count one window (see `Outcome`); returns how many positions were tried."""
         num_tried = min(num_accepted + (not cut), num_drafts)
         for i in range(num_tried):
             self._tried[i] = self._tried[i] * self._memory + 1.0
@@ -78,12 +62,7 @@ class PooledRates(Rates):
         self._tried[0], self._passed[0] = _FIRST_TRIALS, _FIRST_TRIALS * _FIRST_RATE
 
     def expected(self, hope: float = 0.0) -> list[float]:
-        """The rate of each position.
-
-        Args:
-            hope: successes to add, which raise the rates of positions with few trials: an upper
-                estimate of what they could be.
-        """
+        """The rate of each position; with `hope` successes more, an upper estimate of it."""
         rates = [self._rate(0, _FIRST_RATE, _LAST_TRIALS, hope)]
         for position in range(1, len(self._tried)):
             rates.append(self._rate(position, _DECLINE * rates[-1], _NEIGHBOUR_TRIALS, hope))
