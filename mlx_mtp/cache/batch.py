@@ -63,14 +63,12 @@ class BatchCache:
         return selected
 
     def extend(self, other: BatchCache) -> None:
-        """Append the other batch's rows."""
         self.offset = mx.concatenate([self.offset, other.offset])
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             assert type(mine) is type(theirs)
             mine.extend(theirs)  # type: ignore[arg-type]
 
     def arrays(self) -> Iterator[mx.array]:
-        """What must be evaluated with a step."""
         yield self.offset
         for cache in self.layers:
             yield from cache.arrays()

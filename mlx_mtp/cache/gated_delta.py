@@ -109,6 +109,5 @@ class GatedDeltaCache:
         self.history = mx.concatenate([self.history, other.history])
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
         single = [self.state, self.history, self.num_kept]
         return [a for a in (*single, *(self.pending or ())) if a is not None]

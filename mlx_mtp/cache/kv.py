@@ -39,7 +39,6 @@ class RaggedKVCache:
 
     @property
     def capacity(self) -> int:
-        """Entries each row has room for."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def reserve(self, limit: int) -> None:
@@ -124,7 +123,6 @@ class RaggedKVCache:
         return selected
 
     def extend(self, other: RaggedKVCache) -> None:
-        """Append the other's rows."""
         self.offset = mx.concatenate([self.offset, other.offset])
         capacity = max(self.capacity, other.capacity)
         self.limit = max(self.limit, other.limit)
@@ -132,7 +130,6 @@ class RaggedKVCache:
         self.values = _stack(self.values, other.values, capacity)
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
         return [self.offset] + [a for a in (self.keys, self.values) if a is not None]
 
 

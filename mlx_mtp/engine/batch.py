@@ -28,17 +28,6 @@ class Batch:
         cache: of the trunk.
         draft_state: of the proposer; None without one.
         vocab_size: of the tokenizer.
-
-    Attributes:
-        last: int32 [B], the last token each row emitted, which is not in the caches yet.
-        drafts: int32 [B, k], proposed to follow it.
-        num_drafts: how many of them count for each row; k for at least one row.
-        remaining: int32 [B], tokens each row may still emit.
-        ended: bool [B], rows that emit nothing any more; their caches stand still.
-        last_hidden: the trunk's post-norm hidden state of the last position in the caches,
-            [B, 1, H]; H is 0 before the first.
-        stop_ids: int32 [B, S], padded with -1.
-        guide: grammar masks of the step that is being launched; false if there are none.
     """
 
     def __init__(
@@ -55,13 +44,20 @@ class Batch:
         self.sampler = Sampler(
             [s.request.sampling for s in sequences], [s.prompt for s in sequences], vocab_size
         )
+        # int32 [B], the last token each row emitted, which is not in the caches yet.
         self.last = mx.zeros(count, dtype=mx.int32)
+        # int32 [B, k], proposed to follow it, and how many of them count for each row, at most k.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
+        # int32 [B], tokens each row may still emit.
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
+        # bool [B], rows that emit nothing any more; their caches stand still.
         self.ended = mx.zeros(count, dtype=mx.bool_)
+        # [B, 1, H], the trunk's post-norm hidden state of the last position in the caches.
         self.last_hidden = mx.zeros((count, 1, 0))
+        # int32 [B, S], padded with -1.
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
+        # Grammar masks of the step that is being launched; false if there are none.
         self.guide = Guide(())
 
     def __len__(self) -> int:
@@ -128,7 +124,6 @@ class Batch:
         return batch
 
     def join(self, other: Batch) -> None:
-        """Append the other batch's rows."""
         self.sequences += other.sequences
         self.cache.extend(other.cache)
         self.sampler.extend(other.sampler)
@@ -160,18 +155,12 @@ class Batch:
 
 
 class Batches:
-    """All rows on the device.
-
-    Attributes:
-        prefilling: by the group's number.
-        ready: rows with a computed prompt. They join the running rows when their first token has
-            been read; until then they share nothing with them, so a prefill that fails affects no
-            other request.
-        decoding: the running rows.
-    """
+    """All rows on the device: those that prefill, those with a computed prompt, those that run."""
 
     def __init__(self) -> None:
-        self.prefilling: dict[int, Batch] = {}
+        self.prefilling: dict[int, Batch] = {}  # by the group's number
+        # They join the running rows when their first token has been read. Until then they share
+        # nothing with them, so a prefill that fails affects no other request.
         self.ready: list[Batch] = []
         self.decoding: Batch | None = None
 
@@ -208,32 +197,27 @@ class Batches:
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows of those batches."""
-        dropped: list[Sequence] = []
 
         def is_hit(batch: Batch) -> bool:
-            if not any(s in rows for s in batch.sequences):
-                return False
-            dropped.extend(batch.sequences)
-            return True
+            return any(s in rows for s in batch.sequences)
 
-        if self.decoding is not None and is_hit(self.decoding):
+        running = [] if self.decoding is None else [self.decoding]
+        hit = [b for b in (*running, *self.ready, *self.prefilling.values()) if is_hit(b)]
+        if self.decoding in hit:
             self.decoding = None
-        self.ready = [b for b in self.ready if not is_hit(b)]
-        self.prefilling = {n: b for n, b in self.prefilling.items() if not is_hit(b)}
-        return dropped
+        self.ready = [b for b in self.ready if b not in hit]
+        self.prefilling = {n: b for n, b in self.prefilling.items() if b not in hit}
+        return [s for batch in hit for s in batch.sequences]
 
     def clear(self) -> None:
-        """Drop all rows."""
         self.prefilling, self.ready, self.decoding = {}, [], None
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> np.ndarray:
-    out = np.full((len(ids), max(map(len, ids), default=0)), -1, dtype=np.int32)
-    for row, values in enumerate(ids):
-        out[row, : len(values)] = values
-    return out
+    width = max(map(len, ids), default=0)
+    rows = [(*values, *[-1] * (width - len(values))) for values in ids]
+    return np.array(rows, dtype=np.int32).reshape(len(ids), width)
 
 
 def _widen(stop_ids: mx.array, width: int) -> mx.array:
-    missing = width - stop_ids.shape[1]
-    return mx.pad(stop_ids, [(0, 0), (0, missing)], constant_values=-1)
+    return mx.pad(stop_ids, [(0, 0), (0, width - stop_ids.shape[1])], constant_values=-1)

@@ -14,7 +14,7 @@ from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_keys import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.calibration import CostFile, CostKeeper, fingerprint
+from mlx_mtp.engine.calibration import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.footprint import footprint
 from mlx_mtp.engine.health import Heartbeat
@@ -55,13 +55,11 @@ def build_engine(
         config: limits, depth and source of drafts.
         tokenizer_vocab_size: ids at or above it (padding of the embedding) are never sampled.
         eos_token_ids: of the tokenizer; the model's own are added.
-        proposer: instead of the config's source of drafts.
-        depth: instead of the config's choice of depth.
+        proposer, depth: instead of the config's.
         cache_dir: where measured step costs are kept between runs; None: nowhere.
         draft_ids: the only tokens that may be drafted, in any order; None: all.
         memory: how the memory is shared out; None: it is not limited.
-        store: of `prefix_store`, where the prefix cache is kept on the disk as well; the engine
-            closes it when it is stopped.
+        store: the prefix cache on the disk, of `prefix_store`; closed when the engine is stopped.
         heartbeat: detects a step that hangs; None: one with the usual limits.
 
     Raises:
@@ -80,11 +78,9 @@ def build_engine(
         if num_draft_tokens != "auto":
             depth = FixedDepth(num_draft_tokens)
         else:
-            costs, file = StepCosts(MAX_DRAFT_TOKENS), None
-            if cache_dir is not None:
-                num_ids = None if ids is None else len(ids)
-                file = CostFile(cache_dir, fingerprint(model, num_ids, config.draft_source))
-            depth, keeper = DepthController(costs), CostKeeper(costs, file)
+            costs = StepCosts(MAX_DRAFT_TOKENS)
+            mark = fingerprint(model, None if ids is None else len(ids), config.draft_source)
+            depth, keeper = DepthController(costs), CostKeeper(costs, cache_dir, mark)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -117,12 +113,7 @@ def prefix_store(
 ) -> PrefixStore:
     """Open a directory of prefixes; files of another model or setting are removed.
 
-    Args:
-        model: its weights need not have been read yet.
-        config: of the engine.
-        dtype: that the model is loaded with.
-        path: of the directory.
-        max_bytes: of all files.
+    The model's weights need not have been read yet.
 
     Raises:
         UsageError: the directory can't be used, or there is no cache to keep in it.
@@ -180,7 +171,7 @@ def plan_for(
         config: limits and depth.
         limit: of all memory.
         num_draft_ids: size of a reduced draft vocabulary.
-        prefix_cache: most bytes of the prefix cache; None: a share of what there is.
+        prefix_cache: its most bytes; None: a share of what there is.
 
     Raises:
         UsageError: it can't fit, or a limit is out of range.

@@ -13,10 +13,9 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -35,6 +34,7 @@ from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
 
 logger = logging.getLogger(__name__)
 
+# (rows, depth), the most useful first: time may run out. Others are inferred from these.
 _CELLS = (
     *((1, depth) for depth in (0, 1, 2, 3)),
     *((4, depth) for depth in (0, 1, 3)),
@@ -42,18 +42,15 @@ _CELLS = (
     *((1, depth) for depth in (4, 6, 8)),
     *((4, depth) for depth in (2, 5, 8)),
 )
-"""(rows, depth), the most useful first: time may run out. Others are inferred from these."""
+# Measured at every start, even if they are known: an earlier run's machine may have been busy.
 _CHECKED = frozenset(_CELLS[:4])
-"""Measured at every start, even if they are known: an earlier run's machine may have been busy."""
 _PROMPT_TOKENS = 8
-_TIMED_STEPS = 6
-"""Of a cell; the first compiles kernels and isn't used."""
-_MOST_STEPS = 40
-"""Of a cell, timed or not."""
+_TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
+_MOST_STEPS = 40  # of a cell, timed or not
 _SAVE_SECONDS = 300.0
 _FORMAT = 1
+# Older tables are measured again: drivers and systems change without a new fingerprint.
 _FRESH_SECONDS = 30 * 24 * 3600.0
-"""Older tables are measured again: drivers and systems change without a new fingerprint."""
 
 
 class _Recorder(FixedDepth):
@@ -77,14 +74,14 @@ def calibrate(
     stopping: Callable[[], bool],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Measure step costs with requests of fixed depths.
+    """Measure step costs with requests of fixed depths, for `config.calibration_seconds` at most.
 
     They run through a scheduler and a core of their own, so that the server's counters and its
     rates of acceptance are not touched.
 
     Args:
         costs: gets what is measured; what it already has is measured again in part.
-        config: `calibration_seconds` and the limits.
+        config: the engine's.
         runner: idle, and idle again afterwards.
         stopping: asked after each step; true ends the measurement.
         clock: seconds; times the steps and the whole.
@@ -100,11 +97,9 @@ def calibrate(
     # A size that lacks a depth is measured whole: only what ran side by side can be compared.
     partial = {size for size, depth in _CELLS if depth not in table.get(size, ())}
     for size, depth in _CELLS:
-        if not (size in partial or (size, depth) in _CHECKED):
+        if size > config.max_num_seqs or not (size in partial or (size, depth) in _CHECKED):
             continue
-        if over() or (
-            size <= config.max_num_seqs and not _measure(core, recorder, size, depth, over)
-        ):
+        if over() or not _measure(core, recorder, size, depth, over):
             break
     costs.settle()
 
@@ -113,9 +108,11 @@ def _measure(
     core: EngineCore, recorder: _Recorder, size: int, depth: int, over: Callable[[], bool]
 ) -> bool:
     """Measure one cell; False if a step failed."""
-    sequences = list(_sequences(size, depth))
-    for sequence in sequences:
-        core.add(sequence)
+    names = [f"calibration-{row}" for row in range(size)]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    for name in names:
+        request = Request(name, (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth)
+        core.add(Sequence(request, (), _MOST_STEPS * (MAX_DRAFT_TOKENS + 1)))
     recorder.num_timed = 0
     healthy = True
     for _ in range(_MOST_STEPS):
@@ -125,20 +122,11 @@ def _measure(
         if not healthy:
             logger.warning("A step failed while step costs were measured")
             break
-    for sequence in sequences:
-        core.cancel(sequence.request_id)
+    for name in names:
+        core.cancel(name)
     while not core.idle:
         core.step()
     return healthy
-
-
-def _sequences(size: int, depth: int) -> Iterator[Sequence]:
-    for row in range(size):
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = Request(
-            f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth
-        )
-        yield Sequence(request, (), _MOST_STEPS * (MAX_DRAFT_TOKENS + 1))
 
 
 class CostKeeper:
@@ -146,33 +134,32 @@ class CostKeeper:
 
     Args:
         costs: those that the depth controller uses and updates.
-        file: where they are kept between runs, or None.
+        folder: of the file where they are kept between runs, or None.
+        fingerprint: of all that the costs depend on; each has a file of its own.
         clock: seconds.
     """
 
     def __init__(
         self,
         costs: StepCosts,
-        file: CostFile | None,
+        folder: Path | None,
+        fingerprint: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._costs = costs
-        self._file = file
+        self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
+        self._fingerprint = fingerprint
         self._clock = clock
         self._saved_at = clock()
         self._saved: Seconds = {}
+        self._warned = False
 
     def begin(
         self, config: EngineConfig, runner: ModelRunner, *, stopping: Callable[[], bool]
     ) -> None:
-        """Load what an earlier run measured, and measure what is missing if there is time for it.
-
-        Args:
-            config: the engine's.
-            runner: idle, and idle again afterwards.
-            stopping: asked after each step; true ends the measurement.
-        """
-        self._saved = self._file.load() if self._file is not None else {}
+        """Load what an earlier run measured, and measure what is missing (see `calibrate`)."""
+        if self.path is not None:
+            self._saved = load_costs(self.path, self._fingerprint)
         if self._saved:
             self._costs.load(self._saved)
             logger.debug("Step costs of an earlier run: %s", _described(self._saved))
@@ -189,104 +176,82 @@ class CostKeeper:
             self.save()
 
     def save(self) -> None:
-        """Write the costs, if there is anything new."""
+        """Write the costs, if there is anything new; a failure is logged once."""
         self._saved_at = self._clock()
         table = self._costs.table()
-        if self._file is not None and table and table != self._saved:
-            self._file.save(table)
+        if self.path is None or not table or table == self._saved:
+            return
+        try:
+            save_costs(self.path, self._fingerprint, table)
             self._saved = table
-
-
-class CostFile:
-    """A small JSON file per model and machine. An unusable one costs a measurement, never a start.
-
-    Args:
-        folder: made when something is saved.
-        fingerprint: of all that the costs depend on; another one is another file.
-    """
-
-    def __init__(self, folder: Path, fingerprint: str) -> None:
-        self.path = folder / f"step-costs-{fingerprint[:32]}.json"
-        self._fingerprint = fingerprint
-        self._warned = False
-
-    def load(self) -> Seconds:
-        """What an earlier run measured; empty if there is nothing that can be used."""
-        try:
-            return self._checked(json.loads(self.path.read_bytes()))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            # It will be replaced by what this run measures.
-            logger.warning("%s is not used: %s: %s", self.path, type(error).__name__, error)
-            return {}
-
-    def save(self, table: Seconds) -> None:
-        """Replace the file atomically; if that fails, a warning is logged once."""
-        content = {
-            "format": _FORMAT,
-            "fingerprint": self._fingerprint,
-            "saved_at": time.time(),
-            "seconds": table,
-        }
-        folder = self.path.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # A temporary folder is removed with its content, whatever fails.
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".step-costs-") as beside:
-                file = Path(beside) / self.path.name
-                file.write_text(json.dumps(content))
-                os.replace(file, self.path)
         except OSError as error:
             if not self._warned:
                 logger.warning("Step costs are not kept for the next run: %s", error)
             self._warned = True
 
-    def _checked(self, content: Any) -> Seconds:
-        if content["format"] != _FORMAT or content["fingerprint"] != self._fingerprint:
+
+def load_costs(path: Path, fingerprint: str) -> Seconds:
+    """What an earlier run saved; empty if there is nothing that can be used."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != _FORMAT or content["fingerprint"] != fingerprint:
             raise ValueError("it is of another version, model or machine")
         if not 0 <= time.time() - content["saved_at"] < _FRESH_SECONDS:
             raise ValueError("it is too old")
-        table = {
-            int(size): {int(depth): float(seconds) for depth, seconds in row.items()}
-            for size, row in content["seconds"].items()
-        }
-        for size, row in table.items():
-            for depth, seconds in row.items():
-                if size < 1 or depth < 0 or not (seconds > 0 and math.isfinite(seconds)):
+        table: Seconds = {}
+        for size, row in content["seconds"].items():
+            table[int(size)] = {int(depth): float(seconds) for depth, seconds in row.items()}
+            for depth, seconds in table[int(size)].items():
+                if int(size) < 1 or depth < 0 or not 0 < seconds < math.inf:
                     raise ValueError(f"{size} rows at depth {depth} can't take {seconds} seconds")
-        return table
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # It will be replaced by what this run measures.
+        logger.warning("%s is not used: %s: %s", path, type(error).__name__, error)
+        return {}
+    return table
+
+
+def save_costs(path: Path, fingerprint: str, table: Seconds) -> None:
+    """Replace a file of costs atomically; its folder is made if it is missing.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    content = {
+        "format": _FORMAT,
+        "fingerprint": fingerprint,
+        "saved_at": time.time(),
+        "seconds": table,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A temporary folder is removed with its content, whatever fails.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
+        file = Path(beside) / path.name
+        file.write_text(json.dumps(content))
+        os.replace(file, path)
 
 
 def fingerprint(
     model: LoadedModel, num_draft_ids: int | None = None, draft_source: str = "mtp"
 ) -> str:
-    """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device.
-
-    Args:
-        model: as it is loaded.
-        num_draft_ids: size of a reduced draft vocabulary.
-        draft_source: where drafts come from.
-    """
+    """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device."""
     parameters = tree_flatten(model.model.parameters())
     device = mx.device_info()
     parts = [
         model.config,
         [(name, list(value.shape), str(value.dtype)) for name, value in parameters],
-        {name: str(device.get(name)) for name in ("device_name", "architecture", "memory_size")},
+        [str(device.get(name)) for name in ("device_name", "architecture", "memory_size")],
         [str(mx.default_device()), platform.platform(), os.cpu_count(), metadata.version("mlx")],
-        __version__,
-        num_draft_ids,
-        draft_source,
+        [__version__, draft_source, num_draft_ids],
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _described(table: Seconds) -> str:
-    """For the log: milliseconds at each depth, by batch size."""
-    rows = []
-    for size, row in table.items():
-        cells = ", ".join(f"{depth}: {seconds * 1e3:.2f}" for depth, seconds in row.items())
-        rows.append(f"{size} {'row' if size == 1 else 'rows'} {{{cells}}} ms")
-    return "; ".join(rows) or "none"
+    """For the log: milliseconds by rows and depth."""
+    return json.dumps(
+        {n: {k: round(1e3 * s, 2) for k, s in row.items()} for n, row in table.items()}
+    )

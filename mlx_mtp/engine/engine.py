@@ -37,8 +37,8 @@ class Engine:
     """Continuous batching over one model.
 
     Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
-    note into its inbox and wake it. If the thread dies, its requests end with an error and another
-    one starts, with a runner of its own on the same model (see `RestartBudget`).
+    note into its inbox. If the thread dies, its requests end with an error and another one starts,
+    with a runner of its own on the same model (see `RestartBudget`).
 
     Args:
         info: of the model.
@@ -47,7 +47,7 @@ class Engine:
         depth: drafts per step.
         keeper: of the costs that `depth` follows, if it follows any.
         heartbeat: detects a step that hangs.
-        prefixes: the runner's prefix cache, where prompts are looked up; None without one.
+        prefixes: the runner's prefix cache; None without one.
         memory: which rows there is memory for; None: any.
         store: of the prefixes on the disk; closed when the thread has been stopped.
     """
@@ -74,26 +74,22 @@ class Engine:
         self._prefixes = prefixes
         self._memory = memory
         self._store = store
-        # New requests, and ids to cancel.
-        self._inbox: list[Sequence | str] = []
-        # Ids of accepted requests that have not been delivered an end, in their order.
-        self._open: dict[str, None] = {}
-        self._has_read = False
+        # New requests, ids to cancel, and None, which only wakes the thread.
+        self._inbox: list[Sequence | str | None] = []
         self._wake = threading.Condition()
+        # Ids of accepted requests whose end has not been delivered, in their order.
+        self._open: dict[str, None] = {}
         if store is not None:
-            store.reader.on_done = self._wake_up
-        self._started = False
-        self._stopping = False
+            store.reader.on_done = lambda: self._post(None)
+        self._started = self._stopping = False
         self._failure: str | None = None
         self._deliver: Deliver | None = None
         self._thread = self._new_thread()
         # Counted by earlier threads, and by all of them.
-        self._earlier = EngineStats()
-        self._stats = EngineStats()
+        self._earlier = self._stats = EngineStats()
 
     @property
     def healthy(self) -> bool:
-        """The engine accepts requests."""
         return self.unhealthy_reason is None
 
     @property
@@ -111,11 +107,7 @@ class Engine:
         return self._heartbeat.hang()
 
     def start(self, deliver: Deliver) -> None:
-        """Start the thread.
-
-        Args:
-            deliver: called on the engine's thread, once a step, with all outputs of that step.
-        """
+        """Start the thread; it calls `deliver` once a step, with all outputs of that step."""
         self._deliver = deliver
         self._started = True
         self._thread.start()
@@ -134,7 +126,7 @@ class Engine:
         """
         with self._wake:
             self._stopping = True
-            self._wake.notify()
+            self._post(None)
         atexit.unregister(self.stop)
         while True:
             with self._wake:
@@ -159,20 +151,17 @@ class Engine:
         self._check(request)
         sampling = request.sampling
         own = () if sampling.ignore_eos else self.info.eos_token_ids
-        room = self.info.max_model_len - len(request.prompt_token_ids)
         stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+        room = self.info.max_model_len - len(request.prompt_token_ids)
         sequence = Sequence(request, stop_ids, min(sampling.max_tokens, room))
         with self._wake:
             if self.unhealthy_reason is not None:
                 raise EngineStoppedError(f"No requests are accepted: {self.unhealthy_reason}.")
-            self._inbox.append(sequence)
-            self._wake.notify()
+            self._post(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request; unknown ids are ignored, and so is a call after the end."""
-        with self._wake:
-            self._inbox.append(request_id)
-            self._wake.notify()
+        self._post(request_id)
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step; those of the disk, as of now."""
@@ -213,7 +202,11 @@ class Engine:
 
     def _main(self) -> None:
         """One thread, from its start to its end or death."""
-        scheduler = Scheduler(self._config, self._depth, self._reuse(), self._memory)
+        reuse = None
+        if self._prefixes is not None:
+            turn_ends, step = frozenset(self.info.eos_token_ids), self._config.prefill_step_size
+            reuse = PrefixReuse(self._prefixes.tree, turn_ends, step)
+        scheduler = Scheduler(self._config, self._depth, reuse, self._memory)
         reason = "the engine is stopping"
         try:
             if not self._stopping:
@@ -242,7 +235,11 @@ class Engine:
         core = EngineCore(scheduler, runner, overlap=overlap, heartbeat=self._heartbeat)
         while True:
             self._heartbeat.end()
-            self._read_inbox(core)
+            for note in self._read_inbox(core.seconds_to_wait):
+                if isinstance(note, Sequence):
+                    core.add(note)
+                elif note is not None:
+                    core.cancel(note)
             if self._stopping:
                 return
             self._heartbeat.begin_planning()
@@ -264,8 +261,7 @@ class Engine:
                 logger.warning("The engine is restarted.")
             elif not self._stopping:
                 self._failure = reason
-            notes, self._inbox = self._inbox, []
-        self._track(notes)
+            self._read_inbox(0.0)
         error = EngineStoppedError(f"Cut short: {reason}.")
         try:
             # Also those that had just ended: the thread may have died before delivering that.
@@ -282,41 +278,23 @@ class Engine:
         self._earlier = self._stats = idle.after(self._stats)
         return restart
 
-    def _reuse(self) -> PrefixReuse | None:
-        if self._prefixes is None:
-            return None
-        step = self._config.prefill_step_size
-        return PrefixReuse(self._prefixes.tree, frozenset(self.info.eos_token_ids), step)
+    def _post(self, note: Sequence | str | None) -> None:
+        with self._wake:
+            self._inbox.append(note)
+            self._wake.notify()
 
-    def _read_inbox(self, core: EngineCore) -> None:
-        """Pass new requests and cancels on to the core; wait for some while it has no work."""
-        seconds = core.seconds_to_wait
+    def _read_inbox(self, seconds: float | None) -> list[Sequence | str | None]:
+        """What was posted; waits for something for so long at most (None: without end)."""
         with self._wake:
             if seconds != 0.0:
-                self._wake.wait_for(
-                    lambda: self._inbox or self._stopping or self._has_read, seconds
-                )
-            self._has_read = False
+                self._wake.wait_for(lambda: self._inbox, seconds)
             notes, self._inbox = self._inbox, []
-        self._track(notes)
-        for note in notes:
-            if isinstance(note, Sequence):
-                core.add(note)
-            else:
-                core.cancel(note)
-
-    def _track(self, notes: Many[Sequence | str]) -> None:
         for note in notes:
             if isinstance(note, Sequence):
                 self._open[note.request_id] = None
-            else:
+            elif note is not None:
                 self._open.pop(note, None)
-
-    def _wake_up(self) -> None:
-        """The disk has answered."""
-        with self._wake:
-            self._has_read = True
-            self._wake.notify()
+        return notes
 
     def _send(self, outputs: Many[RequestOutput]) -> None:
         if outputs and self._deliver is not None:

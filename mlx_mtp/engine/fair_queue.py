@@ -16,16 +16,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-QUANTUM = 1024
-"""Tokens of one turn."""
-FLAT_COST = 128
-"""Cost of a request beside its prompt: it takes a row for an answer of unknown length."""
-NUM_NAMES = 2
-"""Names of a client's path that count; missing ones are empty."""
+QUANTUM = 1024  # tokens of one turn
+FLAT_COST = 128  # of a request beside its prompt: it takes a row for an answer of unknown length
+NUM_NAMES = 2  # names of a client's path that count; missing ones are empty
 
 
 class Queued(Protocol):
-    """What the queue needs to know of a request: its client's path, and its prompt tokens."""
+    """What the queue needs to know of a request."""
 
     @property
     def client(self) -> tuple[str, ...]: ...
@@ -51,31 +48,28 @@ class _Lane(Generic[Item]):
         for lane in self.lanes.values():
             yield from lane
 
+    def resize(self, size: int) -> None:
+        self.size = size
+        if not size:
+            self.lanes.clear()
+
     def next(self) -> _Lane[Item]:
         """The first lane with credit. Empty ones stay only until their debt is paid."""
         while True:
             name, lane = next(iter(self.lanes.items()))
-            if lane.size and lane.credit > 0:
+            if lane.credit <= 0:
+                lane.credit += QUANTUM
+                self.lanes.move_to_end(name)
+            elif lane.size:
                 return lane
-            if lane.credit > 0:
+            else:
                 del self.lanes[name]
-                continue
-            lane.credit += QUANTUM
-            self.lanes.move_to_end(name)
 
     def keep(self, wanted: frozenset[Item]) -> None:
         self.items = deque(item for item in self.items if item in wanted)
         for lane in self.lanes.values():
             lane.keep(wanted)
-        self._resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
-
-    def shrink(self) -> None:
-        self._resize(self.size - 1)
-
-    def _resize(self, size: int) -> None:
-        self.size = size
-        if not size:
-            self.lanes.clear()
+        self.resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
 
 
 class FairQueue(Generic[Item]):
@@ -88,16 +82,15 @@ class FairQueue(Generic[Item]):
         return self._root.size
 
     def __iter__(self) -> Iterator[Item]:
-        """All of them, in no particular order."""
         return iter(self._root)
 
     def add(self, item: Item) -> None:
         """Put a request at the end of its client's; a new client comes last in the round."""
-        self._grow(item).append(item)
+        self._lane(item).append(item)
 
     def put_back(self, item: Item) -> None:
         """Put a request that was set aside before its client's others."""
-        self._grow(item).appendleft(item)
+        self._lane(item).appendleft(item)
 
     def peek(self) -> Item:
         """The next request; there must be one."""
@@ -106,25 +99,23 @@ class FairQueue(Generic[Item]):
     def pop(self) -> Item:
         """Remove the next request, at its client's cost."""
         path = self._next_path()
-        item = self._remove_first(path)
+        item = _remove_first(path)
         for lane in path[1:]:
             lane.credit -= item.num_prompt + FLAT_COST
         return item
 
     def set_aside(self) -> Item:
         """Remove the next request at no cost, to be put back."""
-        return self._remove_first(self._next_path())
+        return _remove_first(self._next_path())
 
     def keep(self, wanted: frozenset[Item]) -> None:
-        """Remove all others."""
         self._root.keep(wanted)
 
     def clear(self) -> None:
-        """Remove all."""
         self._root = _Lane()
 
-    def _grow(self, item: Item) -> deque[Item]:
-        """Count a request in all lanes of its path; returns the last one's items."""
+    def _lane(self, item: Item) -> deque[Item]:
+        """Where a request goes; it is counted on the way there."""
         lane = self._root
         lane.size += 1
         for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
@@ -133,15 +124,15 @@ class FairQueue(Generic[Item]):
         return lane.items
 
     def _next_path(self) -> list[_Lane[Item]]:
-        """The root, and the lanes of the next request."""
         assert len(self), "the queue is empty"
         path = [self._root]
         for _ in range(NUM_NAMES):
             path.append(path[-1].next())
         return path
 
-    def _remove_first(self, path: list[_Lane[Item]]) -> Item:
-        item = path[-1].items.popleft()
-        for lane in path:
-            lane.shrink()
-        return item
+
+def _remove_first(path: list[_Lane[Item]]) -> Item:
+    item = path[-1].items.popleft()
+    for lane in path:
+        lane.resize(lane.size - 1)
+    return item

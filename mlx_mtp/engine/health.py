@@ -102,7 +102,6 @@ class Heartbeat:
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:
-        """The step has ended."""
         beat, self._beat = self._beat, None
         if beat is None or beat.kind is None:
             return

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import mlx.core as mx
 
@@ -118,7 +119,9 @@ class ModelRunner:
         limit = max(s.max_cached for s in sequences) + arrays.tokens.shape[1]
         batch = batch or self._new_batch(sequences)
         assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
-        if warm and not self._restore(batch, limit):
+        if warm and self._prefixes is not None and not self._prefixes.restore(batch, limit):
+            for sequence in sequences:
+                sequence.restart()
             return InFlightStep((), (), is_prefill=True)
 
         start = batch.cache.offset - arrays.before
@@ -128,24 +131,23 @@ class ModelRunner:
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
-            targets = self._first_tokens(batch, arrays, start + num_kept, step, targets)
+            targets = self._first_tokens(batch, step, arrays, start + num_kept, targets)
         else:
             num_draft_tokens = 0
-        self._propose(batch, hidden, targets, start, num_kept, num_draft_tokens, limit)
-        self._start(batch, step)
+        self._finish(
+            batch,
+            step,
+            hidden=hidden,
+            targets=targets,
+            start=start,
+            num_kept=num_kept,
+            num_draft_tokens=num_draft_tokens,
+            limit=limit,
+        )
         if self._prefixes is not None:
             step.saves.extend(self._prefixes.save_prompts(batch))
         self.batches.store(chunk.group, batch, arrays.is_last.tolist())
         return step
-
-    def _restore(self, batch: Batch, limit: int) -> bool:
-        """Fill a new batch with its rows' prefixes; if that fails, their prompts start anew."""
-        assert self._prefixes is not None
-        restored = self._prefixes.restore(batch, limit)
-        if not restored:
-            for sequence in batch.sequences:
-                sequence.restart()
-        return restored
 
     def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, limit: int) -> mx.array:
         """Post-norm hidden states of a chunk, [B, T, H]; nothing runs if all are known."""
@@ -162,22 +164,15 @@ class ModelRunner:
     def _first_tokens(
         self,
         batch: Batch,
+        step: InFlightStep,
         arrays: ChunkArrays,
         end: mx.array,
-        step: InFlightStep,
         following: mx.array,
     ) -> mx.array:
-        """Draw the token after each prompt that ends in this chunk, for `step`.
-
-        Args:
-            batch: the chunk's rows, with the hidden state of its last position.
-            arrays: the chunk.
-            end: absolute position after the chunk, int32 [B].
-            step: gets what is drawn.
-            following: as in `arrays`, on the device.
+        """Draw the token at `end` (int32 [B]) of each prompt that ends in this chunk.
 
         Returns:
-            `following` with the drawn tokens, int32 [B, T].
+            `following` with these tokens, int32 [B, T].
         """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
@@ -193,7 +188,6 @@ class ModelRunner:
         return mx.put_along_axis(following, at_end, newest, axis=1)
 
     def _decode(self, wanted: tuple[Sequence, ...], num_draft_tokens: int) -> InFlightStep:
-        """One step of every running row."""
         batch = self.batches.gather(wanted)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
         length = window.shape[1]
@@ -208,19 +202,22 @@ class ModelRunner:
         batch.guide = Guide(s.constraint for s in batch.sequences)
         positions = start[:, None] + 1 + mx.arange(length)
         drawn = self._draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
-        num_kept, num_drafts = drawn.accepted.num_kept, batch.num_drafts
+        num_kept = drawn.accepted.num_kept
         batch.cache.commit(num_kept)
         batch.keep_hidden(hidden, num_kept)
-        self._propose(batch, hidden, drawn.tokens, start, num_kept, num_draft_tokens, limit)
-        step = InFlightStep(
-            tuple(batch.sequences),
-            (length,) * len(batch),
-            num_drafts=num_drafts,
-            num_proposed=batch.drafts.shape[1],
-            drawn=drawn,
-            row_errors=batch.guide.errors(),
+        rows = tuple(batch.sequences)
+        step = InFlightStep(rows, (length,) * len(rows), num_drafts=batch.num_drafts, drawn=drawn)
+        self._finish(
+            batch,
+            step,
+            hidden=hidden,
+            targets=drawn.tokens,
+            start=start,
+            num_kept=num_kept,
+            num_draft_tokens=num_draft_tokens,
+            limit=limit,
         )
-        self._start(batch, step)
+        step.row_errors = batch.guide.errors()
         return step
 
     def _draw(
@@ -253,29 +250,15 @@ class ModelRunner:
         batch.advance(accepted, tokens)
         return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
 
-    def _propose(
-        self,
-        batch: Batch,
-        hidden: mx.array,
-        targets: mx.array,
-        start: mx.array,
-        num_kept: mx.array,
-        num_draft_tokens: int,
-        limit: int,
-    ) -> None:
-        if self._proposer is None:
-            return
-        drafts = self._proposer.propose(
-            batch.draft_state,
-            hidden=hidden,
-            targets=targets,
-            start=start,
-            num_kept=num_kept,
-            num_draft_tokens=num_draft_tokens,
-            limit=limit,
-            sampler=batch.draft_sampler(),
-        )
-        batch.set_drafts(drafts)
+    def _finish(self, batch: Batch, step: InFlightStep, **window: Any) -> None:
+        """Propose drafts (see `DraftProposer.propose`), and start the device on all of the step."""
+        if self._proposer is not None:
+            sampler = batch.draft_sampler()
+            batch.set_drafts(self._proposer.propose(batch.draft_state, sampler=sampler, **window))
+        step.num_proposed = batch.drafts.shape[1]
+        mx.async_eval(*batch.arrays(), step.drawn or ())
+        for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
+            sequence.launched(num_positions)
 
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
         state = None
@@ -284,12 +267,6 @@ class ModelRunner:
             state = self._proposer.make_state(ids, prompts)
         cache = self._model.make_cache(len(sequences))
         return Batch(sequences, cache, state, self._vocab_size)
-
-    def _start(self, batch: Batch, step: InFlightStep) -> None:
-        """Start the device on a window and on the state that follows it."""
-        mx.async_eval(*batch.arrays(), step.drawn or ())
-        for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
-            sequence.launched(num_positions)
 
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
@@ -310,7 +287,6 @@ class ModelRunner:
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: Exception) -> StepError:
-        """What the requests of a failed step end with."""
         # Its buffers are free once the error, which refers to them, has been handled.
         self._failed_last = True
         reported = step_error(error)

@@ -57,17 +57,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests not admitted yet."""
         return len(self._waiting) + len(self._held)
 
     @property
     def num_running(self) -> int:
-        """Rows admitted and not finished."""
         return sum(1 for s in self._admitted() if not s.finished)
 
     @property
     def idle(self) -> bool:
-        """There is no request."""
         return self.num_waiting == 0 and self.num_running == 0
 
     @property
@@ -76,7 +73,6 @@ class Scheduler:
         return 0.0 if self._reuse is None else self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
         counters, depths = self._counters, self._depth.choices()
         return EngineStats(
             num_requests_running=self.num_running,
@@ -93,33 +89,25 @@ class Scheduler:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; clients take turns (see `FairQueue`)."""
         self._waiting.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request wherever it is; unknown ids are ignored."""
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if sequence.request_id == request_id:
                 sequence.status = Status.FINISHED
-        for sequence in (*self._waiting, *self._held):
-            if sequence.finished and self._reuse is not None:
-                self._reuse.release(sequence)
+                self._release(sequence)
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
         self._held = [s for s in self._held if not s.finished]
 
     def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
-        """End every request with an error."""
         everyone = (*self._waiting, *self._held, *self._admitted())
-        unfinished = [s for s in everyone if not s.finished]
         self._waiting.clear()
         self._held.clear()
-        if self._reuse is not None:
-            for sequence in everyone:
-                self._reuse.release(sequence)
-        return [_failed(s, error) for s in unfinished]
+        for sequence in everyone:
+            self._release(sequence)
+        return [_failed(s, error) for s in everyone if not s.finished]
 
     def schedule(self) -> StepPlan:
-        """Plan the next step."""
         self._drop_finished()
         self._admit()
         chunk = self._next_chunk()
@@ -136,14 +124,11 @@ class Scheduler:
     def update(
         self, steps: Iterable[InFlightStep], seconds: float | None = None
     ) -> list[RequestOutput]:
-        """Update the requests from steps that have been read.
+        """Update the requests from steps that have been read, and return what each of them gets.
 
         Args:
             steps: in the order of their launch.
             seconds: cost of the one step; None where it is not known, or there are several.
-
-        Returns:
-            What each request gets.
         """
         outputs = []
         for step in steps:
@@ -222,11 +207,10 @@ class Scheduler:
         return (*prefilling, *self._running)
 
     def _drop_finished(self) -> None:
-        if self._reuse is not None:
-            for sequence in self._admitted():
-                # A chunk that was planned has been launched since, so the prefix has been used.
-                if sequence.finished or sequence.begun:
-                    self._reuse.release(sequence)
+        for sequence in self._admitted():
+            # A chunk that was planned has been launched since, so the prefix has been copied.
+            if sequence.finished or sequence.begun:
+                self._release(sequence)
         self._running = [s for s in self._running if not s.finished]
         groups = ((n, [s for s in g if not s.finished]) for n, g in self._groups)
         self._groups = deque((number, group) for number, group in groups if group)
@@ -263,13 +247,14 @@ class Scheduler:
 
         Nothing overtakes a request that waits only for memory (engine/admission.py).
         """
-        reuse = self._reuse
+        reuse, memory = self._reuse, self._memory
         self._put_back()
         prefilling = [s for _, members in self._groups for s in members] + group
         while len(self._waiting):
             sequence = self._waiting.peek()
             if reuse is None or not reuse.held_back(sequence, prefilling):
-                if not self._has_memory((*self._admitted(), *group, sequence)):
+                rows = (*self._admitted(), *group, sequence)
+                if memory is not None and not memory.fits(rows):
                     return None
                 # Another prompt may be computing what could not be read after all.
                 if reuse is None or not (
@@ -282,8 +267,8 @@ class Scheduler:
     def _put_back(self) -> None:
         """Queue those again that need not wait for a prefix any more.
 
-        They take their client's turns: a burst that shares a prefix must not go before every other
-        client when its wait is over.
+        They take their client's turns: a burst that shares a prefix must not pass all other clients
+        when its wait is over.
         """
         held, self._held = self._held, []
         ready: list[Sequence] = []
@@ -293,8 +278,9 @@ class Scheduler:
         for sequence in sorted(ready, key=lambda s: s.number or 0, reverse=True):
             self._waiting.put_back(sequence)
 
-    def _has_memory(self, rows: Iterable[Sequence]) -> bool:
-        return self._memory is None or self._memory.fits(rows)
+    def _release(self, sequence: Sequence) -> None:
+        if self._reuse is not None:
+            self._reuse.release(sequence)
 
     def _next_chunk(self) -> PrefillChunk | None:
         step = self._config.prefill_step_size

@@ -39,7 +39,6 @@ class StepPlan:
 
     @property
     def needs_host(self) -> bool:
-        """Its tokens must be read before the next step is launched."""
         return any(s.needs_host for s in self.decode)
 
 

@@ -76,7 +76,6 @@ class SpeculationCounters:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one row's window."""
         if num_draft_tokens == 0:
             return
         assert 0 <= num_accepted_tokens <= num_draft_tokens

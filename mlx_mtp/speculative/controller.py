@@ -103,11 +103,9 @@ class DepthController:
         tokens = _expected_tokens(rows, self._pool.expected())
         speeds = {k: tokens[k] / costs[k] for k in range(least, len(costs))}
         best = max(speeds, key=speeds.__getitem__)
-        choice = self._choices.get(size)
-        if (
-            choice not in speeds
-            or speeds[best] > (_MARGIN if best > choice else 1) * speeds[choice]
-        ):
+        choice = self._choices.get(size, -1)
+        margin = _MARGIN if best > choice else 1
+        if choice not in speeds or speeds[best] > margin * speeds[choice]:
             logger.debug("%d rows: depth %s -> %d", size, choice, best)
             choice = self._choices[size] = best
         self._speeds[size] = speeds[choice]
@@ -127,24 +125,24 @@ class DepthController:
         """
         size = len(rows)
         most = _expected_tokens(rows, self._pool.expected(_HOPE), _HOPE)
-        lowest = {k: costs[k] * (1 - self._costs.doubt(size, k)) for k in speeds}
-        hopes = {k: most[k] / lowest[k] for k in speeds if k != choice}
-        once = self._costs.unconfirmed(size)
+        doubts = {k: self._costs.doubt(size, k) for k in speeds if k != choice}
+        hopes = {k: most[k] / (costs[k] * (1 - doubt)) for k, doubt in doubts.items()}
+        once = [k for k in self._costs.unconfirmed(size) if k in hopes]
         depth = max(hopes, key=hopes.__getitem__)
         promising = hopes[depth] > speeds[choice]
-        if 0 in hopes and self._costs.doubt(size, 0) > _PLAIN_DOUBT:
+        if doubts.get(0, 0.0) > _PLAIN_DOUBT:
             depth, promising = 0, True
         elif not promising and choice == 0:
             # The first draft shows whether deeper ones are worth a probe.
             depth = min(hopes)
         elif not promising and self._confirm_next:
-            mishaps = {k: _MISHAP * hopes[k] for k in once if k in hopes}
-            if max(mishaps.values(), default=0.0) > speeds[choice]:
-                depth = max(mishaps, key=mishaps.__getitem__)
+            worst = max(once, key=hopes.__getitem__, default=depth)
+            if _MISHAP * hopes[worst] > speeds[choice]:
+                depth = worst
         self._share = _PROMISING_SHARE if promising else _REFRESHING_SHARE
         # What could make this depth better than it seems: a lower cost, or a higher acceptance.
-        from_cost = costs[depth] / lowest[depth]
-        from_acceptance = hopes[depth] / speeds[depth] / from_cost
+        from_acceptance = most[depth] / (speeds[depth] * costs[depth])
+        from_cost = 1 / (1 - doubts[depth])
         measures_cost = depth < choice or depth in once or from_cost > from_acceptance
         windows = _COST_WINDOWS if measures_cost else _ACCEPTANCE_WINDOWS
         loss = max(1 - speeds[depth] / speeds[choice], _LEAST_LOSS)

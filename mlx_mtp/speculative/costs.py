@@ -101,7 +101,6 @@ class StepCosts:
         return [depth for depth, cell in row.items() if cell.trust < _LONE]
 
     def table(self) -> Seconds:
-        """What was measured."""
         return {
             size: {depth: math.exp(cell.log) for depth, cell in sorted(row.items())}
             for size, row in sorted(self._rows.items())

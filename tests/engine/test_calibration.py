@@ -14,7 +14,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import calibration as cost_keeper
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import CostFile, CostKeeper, calibrate, fingerprint
+from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint, load_costs
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer

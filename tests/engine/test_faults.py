@@ -111,7 +111,7 @@ PLACES: dict[str, Patch] = {
     "propose": before(MTPProposer, "propose"),
     "a row's first state": before(MTPProposer, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),
-    "starting the device": before(ModelRunner, "_start"),
+    "starting the device": before(ModelRunner, "_finish"),
     "filing a prefilled row": before(Batches, "store"),
     "joining": before(Batch, "join"),
     "reading": before(InFlightStep, "read"),
