@@ -68,15 +68,15 @@ class PlainMask:
         mask = np.full(4 * self.words, 255, dtype=np.uint8)
         if self.matcher is not None:
             mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8).copy()
-        said = tuple(self.tokens)
-        ended = any(said[i : i + len(self.end)] == self.end for i in range(len(said)))
-        if self.limit is not None and not ended and len(said) >= self.limit:
+        tokens = tuple(self.tokens)
+        ended = any(tokens[i : i + len(self.end)] == self.end for i in range(len(tokens)))
+        if self.limit is not None and not ended and len(tokens) >= self.limit:
             assert len(self.end) == 1
             mask[:] = 0
             mask[self.end[0] // 8] = 1 << (self.end[0] % 8)
         return mx.array(mask)[None, None]
 
-    def take(self, token: int) -> None:
+    def consume(self, token: int) -> None:
         self.tokens.append(token)
         assert self.matcher is None or self.matcher.consume_token(token)
 
@@ -100,7 +100,7 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
         if len(tokens) == wanted.sampling.max_tokens or token in stop_ids:
             return Plain(tuple(tokens), tuple(gaps))
         if masks is not None:
-            masks.take(token)
+            masks.consume(token)
         sampler.count(mx.array([[token]]), mx.array([1]))
         logits = model.model(mx.array([[token]]), cache=cache)
         position += 1
@@ -135,13 +135,10 @@ class Ties:
 
 
 class Driver:
-    """An `EngineCore` stepped by hand.
+    """An `EngineCore` stepped by hand. The model's head drafts unless another proposer is given.
 
-    Args:
-        model: its head drafts unless another proposer is given.
-        stop_ids: ends every request that doesn't ignore it; ends a message in prompts.
-        min_gain: of the prefix cache, which `config.prefix_cache_size` turns on.
-        store: of that on the disk.
+    `stop_ids` end every request that doesn't ignore them, and messages in prompts; `min_gain` is
+    that of the prefix cache, which `config.prefix_cache_size` turns on.
     """
 
     def __init__(
@@ -200,7 +197,7 @@ class Driver:
                 assert self.has_read.wait(self.core.seconds_to_wait)
             self.has_read.clear()
             self.step()
-        raise AssertionError("the engine did not come to rest")
+        raise AssertionError("the engine did not become idle")
 
     def run_arrivals(
         self, arrivals: Mapping[int, Many[Request]], cancels: Mapping[int, Many[str]] | None = None
@@ -249,7 +246,7 @@ class OracleProposer:
 
     Args:
         answers: prompt and answer by request id.
-        rate: share of positions whose draft is right, by a hash of the position; 0 and 1 are exact.
+        rate: share of positions with a right draft, by a hash of the position; 0 and 1 are exact.
         length: longest prompt and answer.
     """
 

@@ -34,10 +34,9 @@ class Model:
             assert mask[row, 0].sum(axis=1).tolist() == [
                 len(self.rows[row]) + j + 1 for j in range(length)
             ]
-            got = np.array(keys[row])[:, mask[row, 0, -1]]
-            np.testing.assert_array_equal(got.transpose(1, 0, 2), np.stack(seen))
-            got = np.array(values[row])[:, mask[row, 0, -1]]
-            np.testing.assert_array_equal(got.transpose(1, 0, 2), -np.stack(seen))
+            for entries, sign in ((keys, 1), (values, -1)):
+                got = np.array(entries[row])[:, mask[row, 0, -1]]
+                np.testing.assert_array_equal(got.transpose(1, 0, 2), sign * np.stack(seen))
         kept = self.random.integers(0, length + 1, count)
         self.cache.offset = self.cache.offset + mx.array(kept.astype(np.int32))
         for row in range(count):

@@ -26,13 +26,10 @@ from mlx_mtp.errors import (
     ContextLengthError,
     EngineStoppedError,
     InvalidRequestError,
-    StepError,
     UsageError,
 )
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.proposer import MTPProposer
-from tests.engine.cases import check_head_cache
-from tests.harness import Driver, greedy, plain, request
+from tests.harness import Driver, OracleProposer, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 
@@ -90,6 +87,10 @@ class Client:
         return [t for o in self.outputs[name] for t in o.token_ids]
 
 
+def endless(name: str) -> Request:
+    return request(name, [5, 6], greedy(400, ignore_eos=True))
+
+
 def wait_until(condition) -> None:
     """For what another thread will bring about."""
     deadline = time.monotonic() + 60
@@ -145,21 +146,22 @@ def test_answers_and_counts(client, tiny_models):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
     """An accepted draft after the stop id, or past max_tokens, is never given out."""
-    model = tiny_models["qwen3_5"]
-    full = plain(model, request("x", [5, 6, 7], greedy(30)), VOCAB).tokens
-    for cut in range(1, 12):
-        stop = full[cut]
-        first = full.index(stop)
-        driver = Driver(
-            model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=5, overlap=overlap)
-        )
-        driver.add(request("stop", [5, 6, 7], greedy(30, stop_token_ids=(stop, 90))))
-        driver.add(request("length", [5, 6, 7], greedy(cut)))
+    model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
+    full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
+    names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
+    forced = OracleProposer(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
+    config = EngineConfig(num_draft_tokens=5, overlap=overlap)
+    for proposer in (None, forced):
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        for cut in cuts:
+            stops = greedy(30, stop_token_ids=(full[cut], 90))
+            driver.add(request(f"stop {cut}", prompt, stops))
+            driver.add(request(f"length {cut}", prompt, greedy(cut)))
         got = driver.run()
-        assert tuple(got["stop"]) == full[: first + 1]
-        assert driver.reason("stop") == "stop"
-        assert tuple(got["length"]) == full[:cut]
-        assert driver.reason("length") == "length"
+        for cut in cuts:
+            assert tuple(got[f"stop {cut}"]) == full[: full.index(full[cut]) + 1]
+            assert tuple(got[f"length {cut}"]) == full[:cut]
+        assert [driver.reason(name) for name in names] == [name.split()[0] for name in names]
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -190,21 +192,6 @@ def test_caches_stand_still_after_the_end(tiny_models, depth):
     assert seen, "the row left the batch before its end was seen"
 
 
-@pytest.mark.parametrize(("depth", "step"), [(0, 512), (0, 16), (3, 16), (5, 512), (1, 1)])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_the_heads_own_cache_is_complete(tiny_models, family, depth, step):
-    """One row per trunk position, whatever the depth and the chunks: as if written in one go."""
-    model = tiny_models[family]
-    config = EngineConfig(num_draft_tokens=depth, prefill_step_size=step)
-    driver = Driver(model, vocab_size=VOCAB, config=config)
-    prompt = list(range(2, 39))
-    driver.add(request("a", prompt, greedy(40, ignore_eos=True)))
-    driver.add(request("b", [5], greedy(40, ignore_eos=True)))
-    while len(driver.tokens("a")) < 12:
-        driver.step()
-    check_head_cache(driver, model, "a")
-
-
 def test_context_limit_with_drafts_in_flight(client):
     served = client(config=EngineConfig(num_draft_tokens=5, max_model_len=20))
     served.engine.submit(request("a", [5] * 15, greedy(500, ignore_eos=True)))
@@ -215,9 +202,8 @@ def test_context_limit_with_drafts_in_flight(client):
         served.engine.submit(request("b", [5] * 20, greedy(1)))
 
 
-def test_bad_requests_are_refused_and_hurt_nobody(client):
+def test_bad_requests_are_refused(client):
     served = client()
-    served.engine.submit(request("good", [5, 6], greedy(40, ignore_eos=True)))
     for bad, field in (
         (Request("b", (), greedy(1)), "prompt"),
         (Request("b", (5, VOCAB), greedy(1)), "prompt"),
@@ -230,13 +216,11 @@ def test_bad_requests_are_refused_and_hurt_nobody(client):
         with pytest.raises(InvalidRequestError) as caught:
             served.engine.submit(bad)
         assert caught.value.param == field
-    served.wait("good")
-    assert len(served.tokens("good")) == 40
 
 
 def test_cancel_frees_the_row(client):
     served = client(config=EngineConfig(max_num_seqs=1))
-    with served.held_at(6, request("long", [5, 6], greedy(400, ignore_eos=True))):
+    with served.held_at(6, endless("long")):
         served.engine.submit(request("next", [7, 8], greedy(5, ignore_eos=True)))
         served.engine.cancel("long")
         served.engine.cancel("never there")
@@ -245,69 +229,9 @@ def test_cancel_frees_the_row(client):
     assert served.engine.stats().num_requests_running == 0
 
 
-class Faulty(MTPProposer):
-    """Fails when told to: at launch, or on the device while the step is evaluated."""
-
-    kind: str | None = None
-
-    def propose(self, state, **more):
-        drafts = super().propose(state, **more)
-        if self.kind == "launch" and more["targets"].shape[1] == 3:
-            self.kind = None
-            raise MemoryError("out of memory while building a step")
-        if self.kind == "device" and more["targets"].shape[1] == 3:
-            self.kind = None
-            # An operation that mlx refuses only when it is evaluated on the CPU.
-            weights = mx.zeros((2, 4, 4), dtype=mx.float16)
-            bad = mx.gather_mm(mx.zeros((1, 1, 4), dtype=mx.float16), weights, None, mx.array([0]))
-            return drafts + bad.sum().astype(mx.int32)
-        return drafts
-
-
-@pytest.mark.parametrize("kind", ["launch", "device"])
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(client, tiny_models, kind, caplog):
-    proposer = Faulty(tiny_models["qwen3_next"])
-    served = client(proposer=proposer)
-    prompts = {"a": [5, 6], "b": [7, 8, 9]}
-    running = [request(name, ids, greedy(200, ignore_eos=True)) for name, ids in prompts.items()]
-    with served.held_at(5, *running):
-        proposer.kind = kind
-    served.wait("a", "b")
-    for name in ("a", "b"):
-        last = served.outputs[name][-1]
-        assert last.finish_reason == "error"
-        assert isinstance(last.error, StepError)
-    after = request("c", [5, 6], greedy(20, ignore_eos=True))
-    served.engine.submit(after)
-    served.wait("c")
-    expected = plain(tiny_models["qwen3_next"], after, VOCAB).tokens
-    assert tuple(served.tokens("c")) == expected
-    assert served.engine.healthy
-    assert served.engine.stats().num_requests_running == 0
-
-
-def test_a_failed_prefill_does_not_touch_the_running_rows(client, tiny_models, monkeypatch):
-    served = client()
-    running = request("running", [5, 6], greedy(150, ignore_eos=True))
-    model = tiny_models["qwen3_next"]
-    original = type(model).hidden
-
-    def failing(self, tokens, cache):
-        if tokens.shape[1] == 11:
-            raise RuntimeError("no memory for this prompt")
-        return original(self, tokens, cache)
-
-    with served.held_at(3, running):
-        monkeypatch.setattr(type(model), "hidden", failing)
-        served.engine.submit(request("poison", [7] * 11, greedy(5)))
-    served.wait("poison", "running")
-    assert served.outputs["poison"][-1].finish_reason == "error"
-    assert tuple(served.tokens("running")) == plain(model, running, VOCAB).tokens
-
-
 def test_stop_ends_what_is_left_and_refuses_more(client):
     served = client()
-    with served.held_at(2, request("a", [5, 6], greedy(400, ignore_eos=True))):
+    with served.held_at(2, endless("a")):
         stopping = threading.Thread(target=served.engine.stop)
         stopping.start()
         wait_until(lambda: not served.engine.healthy)
@@ -342,8 +266,8 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
 ):
     served = client(config=EngineConfig(max_num_seqs=1, num_draft_tokens=2))
     schedule = Scheduler.schedule
-    with served.held_at(3, request("running", [5, 6], greedy(400, ignore_eos=True))):
-        served.engine.submit(request("waiting", [5, 6], greedy(400, ignore_eos=True)))
+    with served.held_at(3, endless("running")):
+        served.engine.submit(endless("waiting"))
         fail_next_turn(monkeypatch)
     served.wait("running", "waiting")
     for name in ("running", "waiting"):
@@ -376,7 +300,7 @@ def test_stop_waits_for_a_thread_that_is_just_being_started(client, monkeypatch)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", slow)
-    with served.held_at(2, request("a", [5, 6], greedy(400, ignore_eos=True))):
+    with served.held_at(2, endless("a")):
         fail_next_turn(monkeypatch)
     assert starts.wait(60)
     stopping = threading.Thread(target=served.engine.stop)
@@ -413,7 +337,7 @@ def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client
     served = client()
     for number in range(4):
         assert served.engine.healthy
-        with served.held_at(2, request(f"r{number}", [5, 6], greedy(400, ignore_eos=True))):
+        with served.held_at(2, endless(f"r{number}")):
             fail_next_turn(monkeypatch)
         served.wait(f"r{number}")
     wait_until(lambda: not served.engine.healthy)
@@ -479,16 +403,17 @@ def test_settings_out_of_range_are_refused(tiny_models):
 
 def test_logprobs_of_accepted_tokens_are_the_true_ones(tiny_models):
     """Not 0 or 1, and the same with MTP on and off."""
+    model = tiny_models["qwen3_5_moe"]
+    sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
+    wanted = [request("a", [5, 6, 7], sampling), request("b", [5, 6], greedy(15))]
+    answers = {r.request_id: (*r.prompt_token_ids, *plain(model, r, VOCAB).tokens) for r in wanted}
     reports = []
     for depth in (0, 3):
-        driver = Driver(
-            tiny_models["qwen3_5_moe"],
-            vocab_size=VOCAB,
-            config=EngineConfig(num_draft_tokens=depth),
-        )
-        sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
-        driver.add(request("a", [5, 6, 7], sampling))
-        driver.add(request("b", [5, 6], greedy(15)))
+        config = EngineConfig(num_draft_tokens=depth)
+        forced = OracleProposer(answers, VOCAB, 1.0)
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=forced)
+        for each in wanted:
+            driver.add(each)
         driver.run()
         reports.append([p for o in driver.outputs["a"] for p in o.logprobs])
         assert all(not o.logprobs for o in driver.outputs["b"])

@@ -19,24 +19,16 @@ Rates = Callable[[int, int], Sequence[float]]
 class Machine:
     """Steps that take time and bring tokens.
 
-    The policy is told noisy times and drawn acceptance; `seconds` and `tokens` are what is expected
-    of them, so that the policy is judged without the noise.
-
-    Args:
-        cost: of a step.
-        rates: of each row.
-        noise: spread (sigma of the log) of a step's time.
-        late: share of the steps that take up to ten times as long.
-        first: how many times as long the first step of a shape takes.
-        draft_share: of the cost above depth 0, what is spent on proposing.
+    The policy observes noisy times and drawn acceptance; `seconds` and `tokens` are what is
+    expected of them, so that the policy is judged without the noise.
     """
 
     cost: Cost
     rates: Rates
-    noise: float = 0.03
-    late: float = 0.01
-    first: float = 1.0
-    draft_share: float = 0.4
+    noise: float = 0.03  # spread (sigma of the log) of a step's time
+    late: float = 0.01  # share of the steps that take up to ten times as long
+    first: float = 1.0  # how many times as long the first step of a shape takes
+    draft_share: float = 0.4  # of the cost above depth 0, what is spent on proposing
     seed: int = 0
     seconds: float = 0.0
     tokens: float = 0.0

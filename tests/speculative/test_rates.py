@@ -22,27 +22,23 @@ def test_an_unseen_row_does_what_all_others_do():
     assert expected[0] > 0.9
     assert expected[1] < 0.1
     tokens = RowRates(K).expected_tokens(expected)
-    assert tokens[0] == 1.0
-    assert tokens[1] == pytest.approx(1 + expected[0])
-    assert tokens[2] == pytest.approx(1 + expected[0] * (1 + expected[1]))
+    first, second = expected[:2]
+    assert tokens[:3] == pytest.approx([1.0, 1 + first, 1 + first * (1 + second)])
     assert len(tokens) == K + 1
 
 
 def test_a_position_counts_only_where_those_before_it_were_right():
     row = RowRates(K)
-    for _ in range(300):
-        row.observe(4, 0, cut=False)
-    likely = [0.9] * K
-    for _ in range(300):
-        row.observe(4, 2, cut=False)
-    tokens = row.expected_tokens(likely)
+    for accepted in [0] * 300 + [2] * 300:
+        row.observe(4, accepted, cut=False)
+    tokens = row.expected_tokens([0.9] * K)
     gains = [b - a for a, b in itertools.pairwise(tokens)]
-    assert gains[0] > 0.8
-    assert gains[1] / gains[0] > 0.8
-    assert gains[2] / gains[1] < 0.2
+    rates = [gains[0], *(b / a for a, b in itertools.pairwise(gains))]
+    assert rates[0] > 0.8
+    assert rates[1] > 0.8
+    assert rates[2] < 0.2
     # Behind the one that failed nothing was tried, nor at all at the last.
-    assert gains[3] / gains[2] == pytest.approx(0.9)
-    assert gains[4] / gains[3] == pytest.approx(0.9)
+    assert rates[3:] == pytest.approx([0.9, 0.9])
 
 
 def test_a_row_that_ended_in_its_window_failed_at_nothing():
@@ -57,26 +53,23 @@ def test_a_row_that_ended_in_its_window_failed_at_nothing():
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_it_comes_near_the_true_rate_and_follows_it(rate):
-    draw = random.Random(1)
-    row = RowRates(K)
+    draw, row = random.Random(1), RowRates(K)
     for _ in range(200):
         row.observe(1, 1, cut=False)
     seen = []
-    for number in range(600):
+    for _ in range(600):
         row.observe(1, int(draw.random() < rate), cut=False)
-        if number > 60:
-            seen.append(row.expected_tokens([0.5] * K)[1] - 1)
-    assert sum(seen) / len(seen) == pytest.approx(rate, abs=0.06)
+        seen.append(row.expected_tokens([0.5] * K)[1] - 1)
+    assert sum(seen[60:]) / len(seen[60:]) == pytest.approx(rate, abs=0.06)
 
 
 def test_what_is_long_ago_gives_way_to_the_prior_and_hope_helps_where_little_is_known():
-    row = RowRates(K)
+    row, pool = RowRates(K), [0.8] * K
     for _ in range(50):
         row.observe(1, 0, cut=False)
-    pool = [0.8] * K
     fresh, hoped = row.expected_tokens(pool)[1], row.expected_tokens(pool, 1.0)[1]
     assert fresh < 1.15
-    assert hoped - fresh < 0.06
+    assert 0 < hoped - fresh < 0.06
     for _ in range(2000):
         row.forget(0)
     assert row.expected_tokens(pool)[1] == pytest.approx(1.8, abs=0.01)
