@@ -12,7 +12,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from tests.harness import Driver, request
 from tests.tiny_models import VOCAB
 
-DRAWS = 5_000
+DRAWS = 4_000
 PROMPT = (5, 9, 31)
 TOP_K, TOP_P = 12, 0.95
 

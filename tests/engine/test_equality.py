@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
+from mlx_mtp.sampling.params import SamplingParams
 from tests.engine.cases import (
     EOS,
     FACTORS,
@@ -20,17 +23,13 @@ from tests.engine.cases import (
     make_requests,
     proposer_for,
 )
-from tests.harness import Driver, OracleProposer, Ties, greedy, request
+from tests.harness import Driver, OracleProposer, Ties, greedy, plain, request
 from tests.tiny_models import VOCAB
 
-QUICK = covering(FACTORS)
-WHOLE = [
-    dict(
-        zip(FACTORS, (*case, FACTORS["arrivals"][number % 3], bool(number % 2))),
-    )
-    for number, case in enumerate(itertools.product(*list(FACTORS.values())[:4]))
-]
-CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in WHOLE)]
+CASES = covering(FACTORS)
+for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
+    whole = dict(zip(FACTORS, (*values, FACTORS["arrivals"][number % 3], bool(number % 2))))
+    CASES.append(pytest.param(whole, marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module")
@@ -172,35 +171,22 @@ class Parking(Erratic):
 
 
 @pytest.mark.parametrize(
-    ("policy", "name", "steps", "joins"),
-    [(Erratic(1), "a", 14, 6), (Parking(0), "c", 52, 18)],
-    ids=["erratic", "parked for longer than positions are deferred"],
+    ("policy", "name", "steps", "chunk"),
+    [(Erratic, "a", 14, 512), (Erratic, "a", 14, 16), (Parking, "c", 52, 16), (None, "a", 9, 512)],
 )
-def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, name, steps, joins):
-    """Rows come and go, and positions that were deferred are written in the end."""
+def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, name, steps, chunk):
+    """Rows come and go, and deferred positions are written, also after more than are deferred."""
     model = tiny_models["qwen3_next"]
-    driver = Driver(model, vocab_size=VOCAB, depth=policy)
+    config = EngineConfig(num_draft_tokens=0, prefill_step_size=chunk)
+    depth = None if policy is None else policy(1)
+    driver = Driver(model, vocab_size=VOCAB, config=config, depth=depth)
     driver.add(request("a", range(2, 39), greedy(64, ignore_eos=True)))
     driver.add(request("b", [5], greedy(7, ignore_eos=True)))
     for number in range(steps):
         driver.step()
-        if number == joins:
+        if number == steps // 3:
             driver.add(request("c", [7, 8], greedy(50, ignore_eos=True)))
-    assert driver.reason("b") == "length"
     check_head_cache(driver, model, name)
-
-
-@pytest.mark.parametrize(("depth", "step"), [(0, 16), (3, 16), (1, 1)])
-def test_the_heads_cache_is_complete_at_every_depth_and_chunk_size(tiny_models, depth, step):
-    """One row per trunk position, as if written in one go."""
-    model = tiny_models["qwen3_5"]
-    config = EngineConfig(num_draft_tokens=depth, prefill_step_size=step)
-    driver = Driver(model, vocab_size=VOCAB, config=config)
-    driver.add(request("a", range(2, 39), greedy(20, ignore_eos=True)))
-    driver.add(request("b", [5], greedy(20, ignore_eos=True)))
-    while len(driver.tokens("a")) < 12:
-        driver.step()
-    check_head_cache(driver, model, "a")
 
 
 def test_windows_of_few_rows_are_filled_up(model_of):
@@ -210,3 +196,83 @@ def test_windows_of_few_rows_are_filled_up(model_of):
         assert run >= length
         assert run == length if not 4 <= batch * length < 8 else batch * run >= 8
         assert other.window_length(batch, length) == length
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
+    """An accepted draft after the stop id, or past max_tokens, is never given out."""
+    model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
+    full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
+    names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
+    right = OracleProposer(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
+    config = EngineConfig(num_draft_tokens=5, overlap=overlap)
+    for proposer in (None, right):
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        for cut in cuts:
+            stops = greedy(30, stop_token_ids=(full[cut], 90))
+            driver.add(request(f"stop {cut}", prompt, stops))
+            driver.add(request(f"length {cut}", prompt, greedy(cut)))
+        got = driver.run()
+        for cut in cuts:
+            assert tuple(got[f"stop {cut}"]) == full[: full.index(full[cut]) + 1]
+            assert tuple(got[f"length {cut}"]) == full[:cut]
+        assert [driver.reason(name) for name in names] == [name.split()[0] for name in names]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_caches_stand_still_after_the_end(tiny_models, depth):
+    """The state at the end of an answer is exact: all tokens but the last are in the caches."""
+    model = tiny_models["qwen3_next"]
+    short = request("short", [5, 6, 7], greedy(4, ignore_eos=True))
+    held = [5, 6, 7, *plain(model, short, VOCAB).tokens[:3]]
+    reference = make_prompt_cache(model.model)
+    model.model(mx.array([held]), cache=reference)
+
+    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=depth))
+    driver.add(short)
+    driver.add(request("long", [8, 9], greedy(30, ignore_eos=True)))
+    seen = 0
+    for _ in range(12):
+        driver.step()
+        batch = driver.runner.batches.decoding
+        names = [] if batch is None else [s.request_id for s in batch.sequences]
+        if "short" in names and bool(batch.ended[names.index("short")].item()):
+            row = batch.cache.select(mx.array([names.index("short")]))
+            assert row.offset.tolist() == [len(held)]
+            for ours, theirs in zip(
+                (row[0].history, row[0].state), reference[0].cache, strict=True
+            ):
+                np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4)
+            seen += 1
+    assert seen, "the row left the batch before its end was seen"
+
+
+def test_logprobs_of_accepted_tokens_are_the_true_ones(tiny_models):
+    """Not 0 or 1, and the same with MTP on and off."""
+    model, reports = tiny_models["qwen3_5_moe"], []
+    sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
+    wanted = [request("a", [5, 6, 7], sampling), request("b", [5, 6], greedy(15))]
+    _, proposer = forced(model, wanted)
+    for depth in (0, 3):
+        config = EngineConfig(num_draft_tokens=depth)
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        for each in wanted:
+            driver.add(each)
+        driver.run()
+        reports.append([p for o in driver.outputs["a"] for p in o.logprobs])
+        assert all(not o.logprobs for o in driver.outputs["b"])
+    assert len(reports[0]) == 15
+    for one, other in zip(*reports, strict=True):
+        assert one.logprob < 0.0
+        assert abs(one.logprob - other.logprob) < 1e-4
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        assert one.top[0][1] >= one.logprob
+
+
+def test_the_padding_of_the_vocabulary_is_never_sampled(tiny_models):
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB - 60)
+    for seed in range(6):
+        sampling = SamplingParams(max_tokens=20, temperature=3.0, seed=seed)
+        driver.add(request(f"r{seed}", [5, 6, 7], sampling))
+    for tokens in driver.run().values():
+        assert max(tokens) < VOCAB - 60

@@ -8,13 +8,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import health
-from mlx_mtp.engine.health import (
-    HANG_SECONDS,
-    NEW_KIND_SECONDS,
-    SLOWNESS,
-    START_SECONDS,
-    Heartbeat,
-)
+from mlx_mtp.engine.health import HANG_SECONDS, NEW_KIND_SECONDS, SLOWNESS, START_SECONDS, Heartbeat
 from mlx_mtp.engine.runner import ModelRunner
 from tests.engine.test_engine import Client, client, wait_until
 from tests.engine.test_timing import Clock
@@ -39,11 +33,14 @@ class Beating:
         for _ in range(times):
             self.beat.begin_planning()
             self.beat.begin(kind, "a step")
-            self.clock.now += seconds
-            hung.append(self.beat.hang() is not None)
+            hung.append(self.reason_after(seconds) is not None)
             self.beat.end()
             assert self.beat.hang() is None
         return hung
+
+    def reason_after(self, seconds: float) -> str | None:
+        self.clock.now += seconds
+        return self.beat.hang()
 
 
 @pytest.fixture
@@ -56,13 +53,11 @@ def known() -> Beating:
 
 def test_a_fast_step_that_hangs_is_told_within_five_seconds(known):
     known.beat.begin(DECODE, "a decoding step of 2 rows")
-    known.clock.now += HANG_SECONDS - 0.1
-    assert known.beat.hang() is None
-    known.clock.now += 0.3
+    assert known.reason_after(HANG_SECONDS - 0.1) is None
     message = "in a decoding step of 2 rows for 4.2 s, which may take 4.0 s"
-    assert message in (known.beat.hang() or "")
-    known.beat.end()
-    assert known.beat.hang() is None
+    assert message in (known.reason_after(0.3) or "")
+    known.beat.begin_planning()
+    assert "planning" in (known.reason_after(HANG_SECONDS + 0.1) or "")
 
 
 def test_slow_steps_are_known_by_their_past(known):
@@ -74,8 +69,11 @@ def test_slow_steps_are_known_by_their_past(known):
     assert known.hangs(DECODE, HANG_SECONDS + 0.1) == [True]
 
 
-def test_first_steps_may_compile_kernels():
+def test_the_start_and_first_steps_may_compile_kernels():
     fresh = Beating()
+    fresh.beat.begin_start()
+    assert fresh.reason_after(START_SECONDS - 1) is None
+    assert "in its start" in (fresh.reason_after(2) or "")
     assert fresh.hangs(DECODE, START_SECONDS - 1, times=2) == [False, False]
     assert fresh.hangs(DECODE, NEW_KIND_SECONDS - 1) == [False]
     assert fresh.hangs(PREFILL, START_SECONDS - 1) == [False]
@@ -93,35 +91,19 @@ def test_a_hang_does_not_hide_the_next_one_but_a_slow_machine_is_believed(known)
     assert not any(hung[4:])
 
 
-def test_the_start_has_time_and_planning_has_little():
-    fresh = Beating()
-    fresh.beat.begin_start()
-    fresh.clock.now += START_SECONDS - 1
-    assert fresh.beat.hang() is None
-    fresh.clock.now += 2
-    assert "in its start" in (fresh.beat.hang() or "")
-    fresh.beat.end()
-    fresh.beat.begin_planning()
-    fresh.clock.now += HANG_SECONDS + 0.1
-    assert "planning" in (fresh.beat.hang() or "")
-
-
 def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypatch):
     """A real engine whose known steps suddenly don't end, until they do."""
     monkeypatch.setattr(health, "NEW_KIND_SECONDS", 0.0)
-    config = EngineConfig(num_draft_tokens=2)
-    served: Client = client(config=config, heartbeat=Heartbeat(hang_seconds=0.5))
+    served: Client = client(heartbeat=Heartbeat(hang_seconds=0.5))
     wanted = [request(f"r{i}", [5, 6], greedy(40, ignore_eos=True)) for i in range(3)]
     for each in wanted[:2]:
         served.engine.submit(each)
         served.wait(each.request_id)
     wait_until(lambda: served.engine.hang_reason is None)
-    go_on = threading.Event()
-    original = ModelRunner.run
+    go_on, original = threading.Event(), ModelRunner.run
 
     def hanging(self, plan):
-        if plan.decode:
-            assert go_on.wait(60)
+        assert not plan.decode or go_on.wait(60)
         return original(self, plan)
 
     monkeypatch.setattr(ModelRunner, "run", hanging)
@@ -138,7 +120,8 @@ def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypat
 
 
 def test_the_core_describes_its_steps(tiny_models):
-    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB)
+    config = EngineConfig(num_draft_tokens=2)
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB, config=config)
     begun: list[tuple[tuple[object, ...], str]] = []
     driver.core._heartbeat.begin = lambda kind, name: begun.append((kind, name))
     driver.add(request("a", range(2, 22), greedy(8, ignore_eos=True)))

@@ -161,8 +161,8 @@ def test_a_request_is_dropped_wherever_it_is(how):
 class Watched(FixedDepth):
     """Notes what it is asked and what it observes."""
 
-    def __init__(self) -> None:
-        super().__init__(2)
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__(depth)
         self.asked: list[tuple[list[DraftRow], bool]] = []
         self.seen: list[DecodeStep] = []
 

@@ -56,10 +56,14 @@ def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> DepthControl
     return controller({size: dict(enumerate(table[size])) for size in sizes})
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
-@pytest.mark.parametrize("rates", [GOOD, REAL, MIDDLING, LOW, CLIFF], ids=str)
-def test_within_5_percent_of_the_best_fixed_depth(table, size, rates):
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
+@pytest.mark.parametrize(
+    "shift", [0, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 4))]
+)
+def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     """From nothing: no calibration, no stored table, and a first step that compiles."""
+    table, size = PLACES[number]
+    rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
     machine = Machine(cost_of(table), always(rates), noise=0.05, first=20)
     policy = controller()
     machine.run(policy, size, 800)
@@ -77,9 +81,11 @@ def test_a_spoiled_head_costs_at_most_3_percent(table, size):
     assert policy.choices() == {size: 0}
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
-@pytest.mark.parametrize("same_rows", [True, False], ids=["same", "new"])
-def test_acceptance_that_turns_bad_and_good_again_is_followed(table, size, same_rows):
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
+@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_acceptance_that_turns_bad_and_good_again_is_followed(number, shift):
+    """In the same rows, or with new ones all the time."""
+    (table, size), same_rows = PLACES[number], bool((number + shift) % 2)
     phase = [REAL]
     machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
@@ -99,7 +105,7 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(table, size, same_
             assert choice > 0
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_machine_and_any_head(data):
     slope = data.draw(st.sampled_from([0.05, 0.1, 0.2, 0.4, 0.9]))
@@ -135,13 +141,6 @@ def test_noise_makes_it_neither_wrong_nor_restless():
     assert machine.run(policy, 4, 2000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
 
 
-def test_a_new_batch_size_begins_with_what_the_nearest_one_taught():
-    machine = Machine(cost_of(CPU), always(LOW), noise=0.05)
-    policy = calibrated(CPU, 1, 4)
-    machine.run(policy, 4, 300)
-    assert machine.run(policy, 16, 50) > 0.9 * best_fixed(machine.cost, LOW, 16)[1]
-
-
 def test_batches_that_change_all_the_time():
     def cost(size: int, depth: int) -> float:
         return 0.01 * (1 + 0.1 * size) * (1 + depth * (0.2 + 0.05 * size))
@@ -158,13 +157,6 @@ def test_batches_that_change_all_the_time():
     assert ideal > 0.94 * spent
 
 
-def test_one_measured_cell_is_enough_to_begin_with():
-    machine = Machine(cost_of(GPU), always(REAL), noise=0.05)
-    policy = controller({1: {0: 0.01}})
-    machine.run(policy, 4, 600)
-    assert machine.run(policy, 4, 1000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
-
-
 def test_a_stored_table_spares_the_learning():
     learned, machine = controller(), Machine(cost_of(CPU), always(MIDDLING), noise=0.02)
     machine.run(learned, 16, 3000)
@@ -175,7 +167,7 @@ def test_a_stored_table_spares_the_learning():
 
 def test_a_cost_that_was_misread_once_is_measured_again():
     """The best depth's cost seems far too high at the start."""
-    for table, size in PLACES:
+    for table, size in PLACES[::2]:
         machine = Machine(cost_of(table), always(GOOD), noise=0.05)
         depth, best = best_fixed(machine.cost, GOOD, size)
         misread = dict(enumerate(table[size])) | {depth: 1.4 * table[size][depth]}
@@ -209,15 +201,15 @@ def fixed_rows(*wanted: int | None) -> list[DraftRow]:
     return [DraftRow(fixed) for fixed in wanted]
 
 
-def drive(policy: DepthController, rows: list[DraftRow], accepted: int, steps: int) -> set[int]:
+def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) -> set[int]:
     """Steps in which each row gets so many of its drafts accepted; the depths they had."""
     depths = set()
     for _ in range(steps):
-        depth = policy.depth(rows, steady=True)
+        depth = policy.depth(rows, steady=steady)
         depths.add(depth)
         counts = [(row, row.num_drafts(depth)) for row in rows]
         outcomes = [Outcome(row, n, min(accepted, n), cut=False) for row, n in counts]
-        policy.observe(DecodeStep(len(rows), depth, outcomes, 0.01))
+        policy.observe(DecodeStep(len(rows), depth, outcomes, 0.01 if steady else None))
     return depths
 
 
@@ -230,10 +222,7 @@ def test_requests_with_a_depth_of_their_own_get_it():
     rows = fixed_rows(4, None, 1)
     assert min(drive(policy, rows, 0, 300)) >= 4
     assert [row.num_drafts(6) for row in rows] == [4, 6, 1]
-
-
-def test_rows_that_want_no_drafts_count_against_them():
-    """One of eight would gain; the others only pay."""
+    # One of eight would gain from drafts; the others only pay.
     policy = calibrated({8: tuple(1 + 0.5 * depth for depth in range(K + 1))}, 8)
     drive(policy, fixed_rows(None, *[0] * 7), K, 60)
     assert policy.choices()[8] == 0
@@ -242,14 +231,7 @@ def test_rows_that_want_no_drafts_count_against_them():
 
 
 def test_nothing_is_probed_where_nothing_can_be_measured():
-    policy, rows = controller(), fixed_rows(None, None)
-    depths = set()
-    for _ in range(400):
-        depth = policy.depth(rows, steady=False)
-        depths.add(depth)
-        outcomes = [Outcome(row, depth, min(2, depth), cut=False) for row in rows]
-        policy.observe(DecodeStep(2, depth, outcomes, None))
-    assert len(depths) <= 2
+    assert len(drive(controller(), fixed_rows(None, None), 2, 400, steady=False)) <= 2
 
 
 def test_a_fixed_depth_is_fixed_but_for_requests_with_their_own():
