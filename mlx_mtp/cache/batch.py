@@ -13,14 +13,10 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 
 
 class BatchCache:
-    """The caches of a model's layers for B rows, with one length per row.
+    """The caches of a model's layers for B rows; row b holds `offset[b]` tokens (int32 [B]).
 
     A forward pass is `begin`, the model, `commit`: every layer writes its window, then `commit`
     sets how much of it each row keeps.
-
-    Attributes:
-        layers: one cache per layer, in order.
-        offset: int32 [B], tokens each row holds, on the device.
     """
 
     def __init__(self, layers: list[LayerCache], batch_size: int) -> None:
@@ -28,12 +24,9 @@ class BatchCache:
         self.offset = mx.zeros(batch_size, dtype=mx.int32)
 
     def begin(self, limit: int, lengths: mx.array | None = None) -> None:
-        """Prepare for a window.
+        """Prepare for a window; `limit` is at least every row's length plus the window's.
 
-        Args:
-            limit: at least every row's length plus the window's.
-            lengths: int32 [B], how much of the window each row will keep, if that is known already;
-                None for a verify window.
+        `lengths`, int32 [B], is how much of it each row will keep; None for a verify window.
         """
         for cache in self.layers:
             if isinstance(cache, RaggedKVCache):

@@ -44,8 +44,7 @@ class RaggedKVCache:
     def reserve(self, limit: int) -> None:
         """Make room for `limit` entries a row, and let attention read that many or a few more.
 
-        Must precede every forward pass: a write past the capacity would silently go to the next
-        row.
+        Must precede every forward pass: a write past the capacity would go to the next row.
         """
         self.limit = -(-limit // STRIDE) * STRIDE
         if self.keys is None or self.values is None:
@@ -61,22 +60,13 @@ class RaggedKVCache:
     def load(
         self, keys: Sequence[Sequence[mx.array]], values: Sequence[Sequence[mx.array]]
     ) -> None:
-        """Fill an empty cache, within what is reserved.
-
-        Args:
-            keys, values: each row's first entries, in one or more pieces [heads, T, dim].
-        """
+        """Fill an empty cache with each row's first entries, in pieces [heads, T, dim]."""
         assert self.keys is None and self.values is None
         capacity = rounded_capacity(self.limit)
         self.keys, self.values = _filled(keys, capacity), _filled(values, capacity)
 
     def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
-        """Write T new entries of each row from `start[b]` on.
-
-        Args:
-            keys, values: [B, heads, T, dim].
-            start: int32 [B].
-        """
+        """Write T new entries [B, heads, T, dim] of each row from `start` (int32 [B]) on."""
         if self.keys is None or self.values is None:
             capacity = rounded_capacity(self.limit)
             batch, heads, _, dim = keys.shape
@@ -103,12 +93,8 @@ class RaggedKVCache:
     ) -> mx.array:
         """Which entries each position of a window attends to: bool [B, 1, T, limit].
 
-        Args:
-            length: B*T, new positions of all rows (mlx-lm's models see them as one long row).
-            return_array, window_size: of mlx-lm's interface.
-
-        Raises:
-            ValueError: for a sliding window, which no supported family has.
+        `length` is B*T: mlx-lm's models see all rows as one long row. Raises ValueError for a
+        sliding window, which no supported family has.
         """
         if window_size is not None:
             raise ValueError("RaggedKVCache has no sliding window")

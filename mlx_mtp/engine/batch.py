@@ -22,12 +22,6 @@ class Batch:
     """Rows that run together. A row is one `Sequence`; row i of every array is `sequences[i]`.
 
     Every attribute that is an array has one line per row: `filter` and `join` rely on it.
-
-    Args:
-        sequences: the rows.
-        cache: of the trunk.
-        draft_state: of the proposer; None without one.
-        vocab_size: of the tokenizer.
     """
 
     def __init__(

@@ -65,7 +65,14 @@ def build_engine(
     Raises:
         UsageError: a limit is out of range, or `draft_ids` are wrong or nothing drafts with them.
     """
-    _check_limits(config)
+    wanted = config.num_draft_tokens
+    if wanted != "auto" and (type(wanted) is not int or not 0 <= wanted <= MAX_DRAFT_TOKENS):
+        raise UsageError(
+            f'num_draft_tokens is {wanted!r}; it must be "auto" or 0 to {MAX_DRAFT_TOKENS}.'
+        )
+    for name in ("max_num_seqs", "prefill_step_size"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None if draft_ids is None else _draft_ids(draft_ids, vocab_size)
     own = make_proposer(config.draft_source, model, ids) if proposer is None else None
@@ -211,14 +218,3 @@ def _draft_ids(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | N
     number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
     logger.info("Drafts come from %s tokens.", number)
     return None if is_all else ids
-
-
-def _check_limits(config: EngineConfig) -> None:
-    depth = config.num_draft_tokens
-    if depth != "auto" and (type(depth) is not int or not 0 <= depth <= MAX_DRAFT_TOKENS):
-        raise UsageError(
-            f'num_draft_tokens is {depth!r}; it must be "auto" or 0 to {MAX_DRAFT_TOKENS}.'
-        )
-    for name in ("max_num_seqs", "prefill_step_size"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")

@@ -77,14 +77,14 @@ def calibrate(
     """Measure step costs with requests of fixed depths, for `config.calibration_seconds` at most.
 
     They run through a scheduler and a core of their own, so that the server's counters and its
-    rates of acceptance are not touched.
+    rates of acceptance are not touched. What `costs` already has is measured again in part.
 
     Args:
-        costs: gets what is measured; what it already has is measured again in part.
+        costs: gets what is measured.
         config: the engine's.
         runner: idle, and idle again afterwards.
         stopping: asked after each step; true ends the measurement.
-        clock: seconds; times the steps and the whole.
+        clock: seconds.
     """
     deadline = clock() + config.calibration_seconds
     recorder = _Recorder(costs)
@@ -132,11 +132,7 @@ def _measure(
 class CostKeeper:
     """Loads or measures costs before the first request, and saves them, on the engine's thread.
 
-    Args:
-        costs: those that the depth controller uses and updates.
-        folder: of the file where they are kept between runs, or None.
-        fingerprint: of all that the costs depend on; each has a file of its own.
-        clock: seconds.
+    Each fingerprint has a file of its own in `folder`; None: costs are not kept between runs.
     """
 
     def __init__(
@@ -214,22 +210,13 @@ def load_costs(path: Path, fingerprint: str) -> Seconds:
 
 
 def save_costs(path: Path, fingerprint: str, table: Seconds) -> None:
-    """Replace a file of costs atomically; its folder is made if it is missing.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    content = {
-        "format": _FORMAT,
-        "fingerprint": fingerprint,
-        "saved_at": time.time(),
-        "seconds": table,
-    }
+    """Replace a file of costs atomically; its folder is made if it is missing."""
+    mark = {"format": _FORMAT, "fingerprint": fingerprint, "saved_at": time.time()}
     path.parent.mkdir(parents=True, exist_ok=True)
     # A temporary folder is removed with its content, whatever fails.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
         file = Path(beside) / path.name
-        file.write_text(json.dumps(content))
+        file.write_text(json.dumps(mark | {"seconds": table}))
         os.replace(file, path)
 
 

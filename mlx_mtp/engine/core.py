@@ -18,13 +18,9 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan
 class EngineCore:
     """Scheduler and runner, advanced step by step.
 
-    Args:
-        scheduler: plans the steps.
-        runner: runs them.
-        overlap: read a step's tokens only after the next step is launched, so that the host's work
-            hides behind the device's. Without it the loop is plain, and the reference.
-        clock: seconds, to time steps.
-        heartbeat: gets the kind of each step; None disables monitoring.
+    With `overlap` a step's tokens are read only after the next step is launched, so that the host's
+    work hides behind the device's; without it the loop is plain, and the reference. `heartbeat`
+    gets the kind of each step.
     """
 
     def __init__(
@@ -51,15 +47,12 @@ class EngineCore:
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """How long there is nothing to do unless something new arrives; None: without end.
-
-        While there are requests and none is admitted, all of them wait for the disk.
-        """
+        """How long there is nothing to do unless something new arrives; None: without end."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.seconds_left
+        return self._scheduler.seconds_left  # None is admitted: all wait for the disk.
 
     def add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -71,11 +64,7 @@ class EngineCore:
         return self._scheduler.stats()
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, and read the one before it.
-
-        Without overlap, or when a row's next token depends on its last one through the host (a
-        grammar), or when a launch failed, the launched step is read too.
-        """
+        """Launch the next step, and read the one before it."""
         if self._scheduler.num_waiting:
             self._runner.settle()
         plan = self._scheduler.schedule()
@@ -83,7 +72,8 @@ class EngineCore:
         self._heartbeat.begin(*_kind_and_name(plan, last or plan))
         launched = self._runner.run(plan)
         ready, self._in_flight = self._in_flight, launched
-        # The rows of a launch that failed are gone: the next plan must not count on them.
+        # Not ahead of a row whose next token depends on its last one through the host (a grammar),
+        # nor of a launch that failed: its rows are gone, and the next plan must not count on them.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
@@ -119,9 +109,8 @@ class StepTimer:
     def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
         """Seconds since the last call; None where they are not the cost of a step.
 
-        Args:
-            read: the steps that have just been read.
-            launched: the last that were launched: with look-ahead the next, else the same.
+        `read` are the steps that have just been read, `launched` the last ones that were launched:
+        with look-ahead the next, else the same.
         """
         now, shape = self._clock(), _shape(read)
         seconds = now - self._at
@@ -143,10 +132,7 @@ def _shape(steps: Many[InFlightStep]) -> _Shape | None:
 
 
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
-    """What a step works on, by rough sizes, and in words.
-
-    With look-ahead it launches a plan and waits for the one before it.
-    """
+    """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
     chunks = [p.chunk.rows for p in (plan, last) if p.chunk is not None]
     tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))

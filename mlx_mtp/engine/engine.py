@@ -116,7 +116,7 @@ class Engine:
     def stop(self, timeout: float | None = None) -> bool:
         """End the thread after the current step; requests that are left end with an error.
 
-        The prefixes that wait to be written are written then, for some seconds at most.
+        Prefixes that wait are written then, for some seconds at most.
 
         Args:
             timeout: seconds to wait for the thread; None: as long as it takes.

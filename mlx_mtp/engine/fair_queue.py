@@ -1,4 +1,4 @@
-"""The waiting requests, shared fairly between clients. No arrays, no clock: policy alone.
+"""The waiting requests, shared fairly between clients.
 
 Clients take turns by deficit round robin (Shreedhar and Varghese 1995; credit may go below 0, as in
 fq_codel, so that no look-ahead is needed). A turn lasts until the client has used `QUANTUM` prompt

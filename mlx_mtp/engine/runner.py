@@ -34,13 +34,9 @@ _CLEAR_STEPS = 256
 
 
 class ModelRunner:
-    """Runs planned steps on one model.
+    """Runs planned steps on one model; without a proposer it decodes plainly.
 
-    Args:
-        model: the loaded model.
-        proposer: where drafts come from; None for plain decoding.
-        vocab_size: of the tokenizer; ids at or above it are never sampled.
-        prefixes: the prefix cache; None without one.
+    Token ids at or above `vocab_size`, the tokenizer's, are never sampled.
     """
 
     def __init__(
@@ -171,8 +167,7 @@ class ModelRunner:
     ) -> mx.array:
         """Draw the token at `end` (int32 [B]) of each prompt that ends in this chunk.
 
-        Returns:
-            `following` with these tokens, int32 [B, T].
+        Returns `following`, int32 [B, T], with these tokens.
         """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
@@ -182,7 +177,6 @@ class ModelRunner:
         logits = self._model.logits(batch.last_hidden)
         step.drawn = self._draw(batch, logits, end[:, None], window, finished=~done)
         step.row_errors = batch.guide.errors()
-        batch.ended = batch.ended & done
         known = mx.take_along_axis(following, at_end, axis=1)
         newest = mx.where(done[:, None], step.drawn.tokens, known)
         return mx.put_along_axis(following, at_end, newest, axis=1)
@@ -233,8 +227,7 @@ class ModelRunner:
 
         Args:
             batch: the rows.
-            logits: [B, T, V], after each position of the window.
-            positions: int32 [B, T], of the tokens to draw.
+            logits, positions: [B, T, V] and int32 [B, T], of the tokens to draw.
             window: int32 [B, T], the last token and T-1 drafts.
             finished, num_drafts: see `accept`.
         """

@@ -26,11 +26,7 @@ from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 class Scheduler:
     """Admits requests, forms prefill groups, plans steps, and updates requests from their results.
 
-    Args:
-        config: limits of rows and of a chunk.
-        depth: how many drafts a step proposes.
-        reuse: of cached prefixes; None: every prompt is computed.
-        memory: which rows there is memory for; None: any.
+    Without `reuse` every prompt is computed; without `memory` any rows may run together.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Scheduler:
 
     @property
     def seconds_left(self) -> float:
-        """How long a read from the disk is waited for at most, from now on."""
+        """How long a read from the disk is waited for at most."""
         return 0.0 if self._reuse is None else self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
@@ -111,13 +107,9 @@ class Scheduler:
         self._drop_finished()
         self._admit()
         chunk = self._next_chunk()
-        decode = tuple(s for s in self._running if s.status is Status.DECODING)
+        decode = tuple(self._running)
         if all(s.surely_finished for s in decode):
             decode = ()
-        if chunk:
-            for sequence, start, length in chunk.rows:
-                sequence.num_computed = start + length
-                sequence.begun = True
         live = frozenset(s for s in self._admitted() if not s.finished)
         return StepPlan(chunk, decode, self._num_draft_tokens(chunk, decode), live)
 
@@ -126,9 +118,7 @@ class Scheduler:
     ) -> list[RequestOutput]:
         """Update the requests from steps that have been read, and return what each of them gets.
 
-        Args:
-            steps: in the order of their launch.
-            seconds: cost of the one step; None where it is not known, or there are several.
+        `seconds` is the cost of the one step; None where it is not known, or there are several.
         """
         outputs = []
         for step in steps:
@@ -208,7 +198,7 @@ class Scheduler:
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
-            # A chunk that was planned has been launched since, so the prefix has been copied.
+            # What was planned has been launched since, and so has copied its prefix.
             if sequence.finished or sequence.begun:
                 self._release(sequence)
         self._running = [s for s in self._running if not s.finished]
@@ -243,10 +233,7 @@ class Scheduler:
             self._next_group += 1
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The first that there is memory for; those that wait for their prefix are set aside.
-
-        Nothing overtakes a request that waits only for memory (engine/admission.py).
-        """
+        """The first that there is memory for; those that wait for their prefix are set aside."""
         reuse, memory = self._reuse, self._memory
         self._put_back()
         prefilling = [s for _, members in self._groups for s in members] + group
@@ -255,7 +242,7 @@ class Scheduler:
             if reuse is None or not reuse.held_back(sequence, prefilling):
                 rows = (*self._admitted(), *group, sequence)
                 if memory is not None and not memory.fits(rows):
-                    return None
+                    return None  # Nothing overtakes it (engine/admission.py).
                 # Another prompt may be computing what could not be read after all.
                 if reuse is None or not (
                     reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)
@@ -265,16 +252,12 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
-        """Queue those again that need not wait for a prefix any more.
-
-        They take their client's turns: a burst that shares a prefix must not pass all other clients
-        when its wait is over.
-        """
-        held, self._held = self._held, []
-        ready: list[Sequence] = []
-        for sequence in held:
-            waits = self._reuse is not None and self._reuse.waits(sequence)
-            (self._held if waits else ready).append(sequence)
+        """Queue those again that need not wait for a prefix any more, for their clients' turns."""
+        if self._reuse is None:
+            return
+        waiting = [s for s in self._held if self._reuse.waits(s)]
+        ready = [s for s in self._held if s not in waiting]
+        self._held = waiting
         for sequence in sorted(ready, key=lambda s: s.number or 0, reverse=True):
             self._waiting.put_back(sequence)
 
@@ -293,6 +276,9 @@ class Scheduler:
                 if s.num_computed < s.num_prompt or not s.begun
             )
             if rows:
+                for sequence, start, length in rows:
+                    sequence.num_computed = start + length
+                    sequence.begun = True
                 return PrefillChunk(number, rows)
         return None
 

@@ -1,7 +1,7 @@
 """Where drafts come from: what a source must do, and the list of sources.
 
-A new source is one module with a class that does what `DraftProposer` says and a factory, and one
-line in `SOURCES`. `EngineConfig.draft_source` names the one in use.
+A new source is one module, with a `DraftProposer` and a factory, and one line in `SOURCES`.
+`EngineConfig.draft_source` names the one in use.
 """
 
 from __future__ import annotations

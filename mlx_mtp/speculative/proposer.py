@@ -70,12 +70,7 @@ class HeadState:
 
 
 class MTPProposer:
-    """A `DraftProposer` with the head of a loaded model.
-
-    Args:
-        model: with its head.
-        vocabulary: rows of lm_head to draft from; None for all of them.
-    """
+    """A `DraftProposer` with a model's head; `vocabulary` limits its tokens."""
 
     def __init__(self, model: LoadedModel, vocabulary: DraftHead | None = None) -> None:
         assert model.head is not None
@@ -101,20 +96,17 @@ class MTPProposer:
         limit: int,
         sampler: Drawing,
     ) -> mx.array:
-        """See `DraftProposer`.
-
-        Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
-        are written from the trunk's true hidden states, over what the recursion wrote before.
-        """
-        cache = state.cache
+        cache, none = state.cache, mx.zeros((targets.shape[0], 0), dtype=mx.int32)
         cache.reserve(limit + max(num_draft_tokens - 1, 0))
         if num_draft_tokens == 0 and targets.shape[1] == 1:
             state.defer(hidden, targets, start)
-            return mx.zeros((targets.shape[0], 0), dtype=mx.int32)
+            return none
         state.catch_up()
+        # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
+        # are written from the trunk's true hidden states, over what the recursion wrote before.
         z = self._write(cache, hidden, targets, start)
         if num_draft_tokens == 0:
-            return mx.zeros((targets.shape[0], 0), dtype=mx.int32)
+            return none
         last = mx.maximum(num_kept - 1, 0)
         z = mx.take_along_axis(z, last[:, None, None], axis=1)
         token = mx.take_along_axis(targets, last[:, None], axis=1)

@@ -89,7 +89,7 @@ def make_requests(kind: str) -> list[Request]:
     With grammars there are more: one request for each grammar, and three free ones in their midst.
     """
     generator = np.random.default_rng(11)
-    lengths = (1, 2, 3, 4, 6, 17, 37, 16)
+    lengths = (1, 2, 3, 4, 6, 17, 50, 16)
     specs: list[GrammarSpec | None] = [None] * len(lengths)
     if kind.endswith("grammars"):
         lengths += (3, 9, 18, 4)

@@ -11,8 +11,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.request import Request
-from mlx_mtp.errors import GrammarError, InvalidRequestError, StepError
-from mlx_mtp.sampling.guide import Guide
+from mlx_mtp.errors import GrammarError, InvalidRequestError
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.engine.cases import SPECS, STEP, make_requests
 from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids, text
@@ -45,24 +44,6 @@ def test_answers_end_where_the_grammar_does_and_fit_it(references):
         elif spec.kind == "regex":
             assert re.fullmatch(spec.value, answer.lstrip("\n"))
     assert num_ended >= 4
-
-
-@pytest.mark.parametrize("depth", [0, 4])
-def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, references, depth):
-    model, prompt = tiny_models["qwen3_next"], make_requests(KIND)[0].prompt_token_ids
-    full = references("qwen3_next", KIND)["r0"].tokens
-    driver = drive(model, depth)
-    cuts = range(1, len(full) - 1, 4)
-    for cut in cuts:
-        stops = greedy(len(full), stop_token_ids=(full[cut],))
-        driver.add(request(f"stop {cut}", prompt, stops, compiled(SPECS[0])))
-        driver.add(request(f"length {cut}", prompt, greedy(cut), compiled(SPECS[0])))
-    got = driver.run()
-    for cut in cuts:
-        assert tuple(got[f"stop {cut}"]) == full[: full.index(full[cut]) + 1]
-        assert tuple(got[f"length {cut}"]) == full[:cut]
-        assert driver.reason(f"stop {cut}") == "stop"
-        assert driver.reason(f"length {cut}") == "length"
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -171,25 +152,3 @@ def test_what_the_engine_refuses(tiny_models):
     with pytest.raises(InvalidRequestError) as caught:
         engine.submit(request("a", [5], greedy(3, ignore_eos=True), compiled(SPECS[0])))
     assert caught.value.param == "ignore_eos"
-
-
-def test_a_failure_on_the_device_ends_the_step_and_not_the_engine(
-    tiny_models, references, monkeypatch
-):
-    driver, wanted = drive(tiny_models["qwen3_next"], 2), make_requests(KIND)
-    driver.add(wanted[0])
-    driver.add(wanted[3])
-    for _ in range(3):
-        driver.step()
-    original = Guide.advance
-
-    def broken(self, tokens, num_kept):
-        monkeypatch.setattr(Guide, "advance", original)
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(Guide, "advance", broken)
-    driver.run()
-    for name in ("r0", "r3"):
-        assert isinstance(driver.outputs[name][-1].error, StepError)
-    driver.add(wanted[2])
-    assert tuple(driver.run()["r2"]) == references("qwen3_next", KIND)["r2"].tokens

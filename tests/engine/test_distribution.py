@@ -30,9 +30,8 @@ def exact(logits: np.ndarray) -> np.ndarray:
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
     """P(X > statistic), by Wilson and Hilferty's cube-root normal approximation."""
-    scaled = (statistic / freedom) ** (1 / 3)
-    z = (scaled - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
+    scaled, spread = (statistic / freedom) ** (1 / 3), 2 / (9 * freedom)
+    return 0.5 * math.erfc((scaled - (1 - spread)) / math.sqrt(2 * spread))
 
 
 def test_second_tokens_follow_the_exact_distribution(tiny_models):

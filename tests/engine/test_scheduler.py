@@ -55,13 +55,17 @@ def names(rows) -> list[str]:
 
 
 def chunk_names(plan: StepPlan) -> list[str]:
-    return names(row for row, _, _ in plan.chunk.rows)
+    return [] if plan.chunk is None else names(row for row, _, _ in plan.chunk.rows)
+
+
+def add(policy: Scheduler, **lengths: int) -> None:
+    for name, length in lengths.items():
+        policy.add(sequence(name, length))
 
 
 def test_short_prompts_share_a_chunk_within_its_size_and_long_ones_do_not():
     policy = scheduler(prefill_step_size=16)
-    for name, length in (("a", 4), ("b", 5), ("c", 3), ("d", 9), ("e", 30)):
-        policy.add(sequence(name, length))
+    add(policy, a=4, b=5, c=3, d=9, e=30)
     groups = []
     for _ in range(3):
         plan = policy.schedule()
@@ -72,11 +76,11 @@ def test_short_prompts_share_a_chunk_within_its_size_and_long_ones_do_not():
 
 def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
     policy = scheduler(prefill_step_size=16)
-    policy.add(sequence("first", 4))
+    add(policy, first=4)
     finish_chunk(policy, policy.schedule())
-    policy.add(sequence("long", 160))
+    add(policy, long=160)
     policy.schedule()
-    policy.add(sequence("short", 3))
+    add(policy, short=3)
     planned = []
     for _ in range(4):
         plan = policy.schedule()
@@ -88,8 +92,7 @@ def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
 
 def test_rows_are_bounded_and_the_rest_waits_in_order():
     policy = scheduler(max_num_seqs=2)
-    for name in "abcd":
-        policy.add(sequence(name, 4))
+    add(policy, a=4, b=4, c=4, d=4)
     plan = policy.schedule()
     assert chunk_names(plan) == ["a", "b"]
     assert (policy.num_running, policy.num_waiting) == (2, 2)
@@ -111,8 +114,7 @@ def test_nothing_is_launched_for_rows_that_will_surely_be_finished():
 
 def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
     """Rows with two windows of 3 positions in flight."""
-    for name in names:
-        policy.add(sequence(name, 4))
+    add(policy, **dict.fromkeys(names, 4))
     finish_chunk(policy, policy.schedule())
     rows = policy.schedule().decode
     for row in (*rows, *rows):
@@ -142,10 +144,9 @@ def test_finish_reasons_and_output_after_the_end():
 @pytest.mark.parametrize("how", ["cancel", "fail_all"])
 def test_a_request_is_dropped_wherever_it_is(how):
     policy = scheduler(max_num_seqs=2, prefill_step_size=16)
-    policy.add(sequence("decoding", 4))
+    add(policy, decoding=4)
     finish_chunk(policy, policy.schedule())
-    policy.add(sequence("prefilling", 40))
-    policy.add(sequence("waiting", 4))
+    add(policy, prefilling=40, waiting=4)
     policy.schedule()
     if how == "cancel":
         for name in ("waiting", "prefilling", "decoding", "unknown"):
