@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -16,7 +18,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.health import Heartbeat, RestartBudget
+from mlx_mtp.engine.health import Heartbeat, acquire_restart
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse
@@ -38,7 +40,7 @@ class Engine:
 
     Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
     note into its inbox. If the thread dies, its requests end with an error and another one starts,
-    with a runner of its own on the same model (see `RestartBudget`).
+    with a runner of its own on the same model (see `acquire_restart`).
 
     Args:
         info: of the model.
@@ -70,7 +72,7 @@ class Engine:
         self._depth = depth
         self._keeper = keeper
         self._heartbeat = heartbeat or Heartbeat()
-        self._restarts = RestartBudget()
+        self._restarts: deque[float] = deque()
         self._prefixes = prefixes
         self._memory = memory
         self._store = store
@@ -256,7 +258,7 @@ class Engine:
     def _shut_down(self, scheduler: Scheduler, reason: str) -> bool:
         """End all requests; returns whether the thread is to be restarted."""
         with self._wake:
-            restart = not self._stopping and self._restarts.acquire()
+            restart = not self._stopping and acquire_restart(self._restarts, time.monotonic())
             if restart:
                 logger.warning("The engine is restarted.")
             elif not self._stopping:

@@ -47,21 +47,14 @@ def step_error(error: Exception) -> StepError:
     return StepError(f"The step that this request was in failed: {what}")
 
 
-class RestartBudget:
-    """Limits how often the engine's thread is restarted."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
-
-    def acquire(self) -> bool:
-        """Use one restart; False if there is none left."""
-        now = self._clock()
-        full = len(self._restarts) == MAX_RESTARTS
-        if full and now - self._restarts[0] < RESTART_WINDOW:
-            return False
-        self._restarts.append(now)
-        return True
+def acquire_restart(restarts: deque[float], now: float) -> bool:
+    """Add a restart at `now` to the recent ones; False if there were too many."""
+    while restarts and now - restarts[0] >= RESTART_WINDOW:
+        restarts.popleft()
+    if len(restarts) == MAX_RESTARTS:
+        return False
+    restarts.append(now)
+    return True
 
 
 class _Beat(NamedTuple):

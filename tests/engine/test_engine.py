@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.engine.health import RestartBudget
+from mlx_mtp.engine.health import acquire_restart
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -283,13 +283,9 @@ def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client
     check_stopped(served, "r3", "a bug in the scheduler")
     assert served.engine.stats().num_restarts == 3
     # A minute later it may be restarted again.
-    now = 0.0
-    budget = RestartBudget(lambda: now)
-    assert [budget.acquire() for _ in range(4)] == [True, True, True, False]
-    now = 59.0
-    assert not budget.acquire()
-    now = 60.0
-    assert [budget.acquire() for _ in range(4)] == [True, True, True, False]
+    restarts = deque([0.0, 0.0, 0.0])
+    assert not acquire_restart(restarts, 59.0)
+    assert [acquire_restart(restarts, 60.0) for _ in range(4)] == [True, True, True, False]
 
 
 def test_an_idle_engine_holds_no_rows(client, monkeypatch):
