@@ -72,8 +72,8 @@ class EngineCore:
         self._heartbeat.begin(*_kind_and_name(plan, last or plan))
         launched = self._runner.run(plan)
         ready, self._in_flight = self._in_flight, launched
-        # Not ahead of a row whose next token depends on its last one through the host (a grammar),
-        # nor of a launch that failed: its rows are gone, and the next plan must not count on them.
+        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
+        # a launch failed: its rows are gone, and the next plan must not count on them.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []

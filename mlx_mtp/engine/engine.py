@@ -79,7 +79,7 @@ class Engine:
         # New requests, ids to cancel, and None, which only wakes the thread.
         self._inbox: list[Sequence | str | None] = []
         self._wake = threading.Condition()
-        # Ids of accepted requests whose end has not been delivered, in their order.
+        # Ids of the accepted requests that have not been delivered an end, in their order.
         self._open: dict[str, None] = {}
         if store is not None:
             store.reader.on_done = lambda: self._post(None)
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why it accepts none, and never will again; None while it does."""
+        """Why the engine accepts no requests, and never will again; None while it does."""
         if self._failure is not None:
             return self._failure
         if self._stopping:

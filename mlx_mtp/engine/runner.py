@@ -86,7 +86,7 @@ class ModelRunner:
         return steps
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
-        """Copy the caches of rows whose end was just read; `settle` puts them into the cache."""
+        """Copy the caches of rows that have just ended; `settle` puts them into the cache."""
         running = self.batches.decoding
         if self._prefixes is None or running is None:
             return

@@ -206,7 +206,7 @@ class Scheduler:
         self._groups = deque((number, group) for number, group in groups if group)
 
     def _admit(self) -> None:
-        """Form a group of the first waiting prompts whose padded chunk fits the step size.
+        """Form a group of the first waiting prompts, as long as their padded chunk fits the step.
 
         Only one group forms per step, and short prompts of about one length share a chunk, so that
         little of it is padding. Those that start after a cached prefix have groups of their own.

@@ -43,7 +43,7 @@ class Sequence:
         self.constraint = Constraint(request.grammar) if request.grammar is not None else None
         self.drafting = DraftRow(request.num_draft_tokens)
         self.status = Status.WAITING
-        self.num_computed = 0  # prompt tokens that came from a prefix or whose chunk is launched
+        self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
         self.begun = False  # its first chunk has been planned
         self.output: list[int] = []  # tokens it has emitted
         self.ended = False  # the device ended it: its caches stand still at its answer's end
@@ -59,7 +59,7 @@ class Sequence:
         self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         self.salt = root_key(request.cache_salt or None)
         self.number: int | None = None  # its place in the queue, once it has been considered
-        self.awaited: tuple[Sequence, int] | None = None  # who computes its prefix, and up to where
+        self.awaited: tuple[Sequence, int] | None = None  # what computes its prefix, up to where
         self.reads = False  # its prefix is read from the disk, or waits for its turn there
         self.skips_disk = False  # the disk was too slow, or memory had no room
 

@@ -50,8 +50,7 @@ class ChunkArrays:
     following: np.ndarray  # int32 [B, T], the token after each; 0 where the prompt ends
     lengths: np.ndarray  # int32 [B]
     is_last: np.ndarray  # bool [B], the row's prompt ends in this chunk
-    # 1 where all rows begin with the last token of a cached prefix, whose hidden state is known.
-    before: int
+    before: int  # 1 if the first token is the last of a cached prefix: its hidden state is known
 
     @staticmethod
     def of(chunk: PrefillChunk, before: int) -> ChunkArrays:

@@ -213,7 +213,7 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     for name in ("running", "waiting"):
         assert isinstance(served.outputs[name][-1].error, EngineStoppedError)
         assert "a bug in the scheduler" in str(served.outputs[name][-1].error)
-    # The ends are told first, and then counted.
+    # The ends are delivered first, and then counted.
     wait_until(lambda: served.engine.stats().num_restarts == 1)
     counted = served.engine.stats()
     assert counted.num_requests_running == 0

@@ -92,7 +92,7 @@ def test_a_hang_does_not_hide_the_next_one_but_a_slow_machine_is_believed(known)
 
 
 def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypatch):
-    """A real engine whose known steps suddenly don't end, until they do."""
+    """A real engine with a known step that suddenly doesn't end, until it does."""
     monkeypatch.setattr(health, "NEW_KIND_SECONDS", 0.0)
     served: Client = client(heartbeat=Heartbeat(hang_seconds=0.5))
     wanted = [request(f"r{i}", [5, 6], greedy(40, ignore_eos=True)) for i in range(3)]
