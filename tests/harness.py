@@ -60,20 +60,18 @@ class PlainMask:
     def __init__(self, grammar: Grammar) -> None:
         self.matcher = grammar.matcher.deep_copy() if grammar.matcher else None
         self.words = grammar.num_words
-        self.limit = grammar.budget.max_tokens if grammar.budget else None
-        self.end = grammar.budget.end if grammar.budget else ()
+        self.budget = grammar.budget
         self.tokens: list[int] = []
 
     def mask(self) -> mx.array:
         mask = np.full(4 * self.words, 255, dtype=np.uint8)
         if self.matcher is not None:
             mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8).copy()
-        tokens = tuple(self.tokens)
-        ended = any(tokens[i : i + len(self.end)] == self.end for i in range(len(tokens)))
-        if self.limit is not None and not ended and len(tokens) >= self.limit:
-            assert len(self.end) == 1
-            mask[:] = 0
-            mask[self.end[0] // 8] = 1 << (self.end[0] % 8)
+        if self.budget is not None and len(self.tokens) >= self.budget.max_tokens:
+            (end,) = self.budget.end
+            if end not in self.tokens:
+                mask[:] = 0
+                mask[end // 8] = 1 << (end % 8)
         return mx.array(mask)[None, None]
 
     def consume(self, token: int) -> None:

@@ -179,24 +179,19 @@ def test_the_depth_is_asked_for_rows_that_decode_or_are_about_to():
     depth = Watched()
     policy = Scheduler(EngineConfig(prefill_step_size=16), depth)
     a, b = sequence("a", 20), sequence("b", 30, drafts=5)
+    planned = []
     policy.add(a)
-    plan = policy.schedule()  # the first chunk of a: no window follows
-    assert plan.num_draft_tokens == 0
-    assert depth.asked == []
-    finish_chunk(policy, plan)
-    plan = policy.schedule()  # its prompt ends here
-    assert depth.asked.pop() == ([a.drafting], False)
-    finish_chunk(policy, plan)
-    policy.add(b)
-    plan = policy.schedule()  # a decodes, b's first chunk runs beside it
-    assert depth.asked.pop() == ([a.drafting], False)
-    finish_chunk(policy, plan)
-    plan = policy.schedule()  # b's prompt ends: it will want 5 drafts
-    assert depth.asked.pop() == ([a.drafting, b.drafting], False)
-    assert plan.num_draft_tokens == 5
-    finish_chunk(policy, plan)
-    policy.schedule()
-    assert depth.asked.pop() == ([a.drafting, b.drafting], True)
+    for number in range(5):
+        plan = policy.schedule()
+        planned.append(plan.num_draft_tokens)
+        if plan.chunk is not None:
+            finish_chunk(policy, plan)
+        if number == 1:
+            policy.add(b)
+    # First chunk of a, its end, first chunk of b beside a, its end, and both decode.
+    assert planned == [0, 2, 2, 5, 5]
+    one, both = [a.drafting], [a.drafting, b.drafting]
+    assert depth.asked == [(one, False), (one, False), (both, False), (both, True)]
     assert policy.stats().depths == ((1, 2), (2, 5))
     assert not policy.stats().parked
 
