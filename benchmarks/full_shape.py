@@ -34,7 +34,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.acceptance import Verdict, accept
+from mlx_mtp.speculative.acceptance import AcceptResult, accept
 from mlx_mtp.speculative.depth import FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer
 
@@ -78,7 +78,7 @@ class SyntheticAcceptance:
             yield from mx.random.split(key, 257)[:256]
             key = mx.random.split(key, 2)[1]
 
-    def __call__(self, targets: mx.array, window: mx.array, **limits: mx.array) -> Verdict:
+    def __call__(self, targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
         """As `accept`, over targets of which a share is set to what was drafted."""
         drafts = window[:, 1:]
         if drafts.size:

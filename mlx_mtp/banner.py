@@ -11,7 +11,7 @@ from mlx_mtp.config import ServerConfig
 
 if TYPE_CHECKING:
     from mlx_mtp.backend import BackendInfo
-    from mlx_mtp.engine.info import EngineInfo
+    from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.loaded import LoadedModel
 
 

@@ -142,6 +142,8 @@ class EngineConfig:
         MEMORY,
         default_text="none",
     )
+    # A name in `speculative/draft_sources.py`.
+    draft_source: str = "mtp"
 
 
 @dataclass(frozen=True, slots=True)

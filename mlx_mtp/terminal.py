@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from mlx_mtp.engine.arrivals import read_outputs, start
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.engine.info import EngineInfo
 from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.stats import EngineInfo
 from mlx_mtp.options import ANSWER_TOKENS
 from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.detokenizer import Detokenizer

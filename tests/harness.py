@@ -27,7 +27,8 @@ from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.controller import DepthController
 from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
-from mlx_mtp.speculative.proposer import MTPProposer, Proposer
+from mlx_mtp.speculative.draft_sources import DraftProposer
+from mlx_mtp.speculative.proposer import MTPProposer
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -59,23 +60,21 @@ class PlainMask:
     def __init__(self, grammar: Grammar) -> None:
         self.matcher = grammar.matcher.deep_copy() if grammar.matcher else None
         self.words = grammar.num_words
-        self.limit = grammar.budget.max_tokens if grammar.budget else None
-        self.end = grammar.budget.end if grammar.budget else ()
+        self.budget = grammar.budget
         self.tokens: list[int] = []
 
     def mask(self) -> mx.array:
         mask = np.full(4 * self.words, 255, dtype=np.uint8)
         if self.matcher is not None:
             mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8).copy()
-        said = tuple(self.tokens)
-        ended = any(said[i : i + len(self.end)] == self.end for i in range(len(said)))
-        if self.limit is not None and not ended and len(said) >= self.limit:
-            assert len(self.end) == 1
-            mask[:] = 0
-            mask[self.end[0] // 8] = 1 << (self.end[0] % 8)
+        if self.budget is not None and len(self.tokens) >= self.budget.max_tokens:
+            (end,) = self.budget.end
+            if end not in self.tokens:
+                mask[:] = 0
+                mask[end // 8] = 1 << (end % 8)
         return mx.array(mask)[None, None]
 
-    def take(self, token: int) -> None:
+    def consume(self, token: int) -> None:
         self.tokens.append(token)
         assert self.matcher is None or self.matcher.consume_token(token)
 
@@ -99,7 +98,7 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
         if len(tokens) == wanted.sampling.max_tokens or token in stop_ids:
             return Plain(tuple(tokens), tuple(gaps))
         if masks is not None:
-            masks.take(token)
+            masks.consume(token)
         sampler.count(mx.array([[token]]), mx.array([1]))
         logits = model.model(mx.array([[token]]), cache=cache)
         position += 1
@@ -134,13 +133,10 @@ class Ties:
 
 
 class Driver:
-    """An `EngineCore` stepped by hand.
+    """An `EngineCore` stepped by hand. The model's head drafts unless another proposer is given.
 
-    Args:
-        model: its head drafts unless another proposer is given.
-        stop_ids: ends every request that doesn't ignore it; ends a message in prompts.
-        min_gain: of the prefix cache, which `config.prefix_cache_size` turns on.
-        store: of that on the disk.
+    `stop_ids` end every request that doesn't ignore them, and messages in prompts; `min_gain` is
+    that of the prefix cache, which `config.prefix_cache_size` turns on.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class Driver:
         vocab_size: int | None = None,
         stop_ids: tuple[int, ...] = (),
         config: EngineConfig | None = None,
-        proposer: Proposer | None = None,
+        proposer: DraftProposer | None = None,
         depth: DepthPolicy | None = None,
         min_gain: int = 4,
         store: PrefixStore | None = None,
@@ -199,7 +195,7 @@ class Driver:
                 assert self.has_read.wait(self.core.seconds_to_wait)
             self.has_read.clear()
             self.step()
-        raise AssertionError("the engine did not come to rest")
+        raise AssertionError("the engine did not become idle")
 
     def run_arrivals(
         self, arrivals: Mapping[int, Many[Request]], cancels: Mapping[int, Many[str]] | None = None
@@ -230,8 +226,8 @@ class OracleState:
     def __init__(self, known: mx.array) -> None:
         self.known = known
 
-    def take(self, rows: Many[int]) -> OracleState:
-        return OracleState(self.known[mx.array(list(rows), dtype=mx.int32)])
+    def select(self, rows: mx.array) -> OracleState:
+        return OracleState(self.known[rows])
 
     def extend(self, other: OracleState) -> None:
         self.known = mx.concatenate([self.known, other.known])
@@ -248,7 +244,7 @@ class OracleProposer:
 
     Args:
         answers: prompt and answer by request id.
-        rate: share of positions whose draft is right, by a hash of the position; 0 and 1 are exact.
+        rate: share of positions with a right draft, by a hash of the position; 0 and 1 are exact.
         length: longest prompt and answer.
     """
 
@@ -260,7 +256,7 @@ class OracleProposer:
         self.rate = rate
         self.length = length
 
-    def make_state(self, request_ids: Many[str]) -> OracleState:
+    def make_state(self, request_ids: Many[str], prompts: Many[Many[int]]) -> OracleState:
         table = np.zeros((len(request_ids), self.length), dtype=np.int32)
         for row, name in enumerate(request_ids):
             table[row, : len(self.answers[name])] = self.answers[name]

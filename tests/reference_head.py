@@ -8,34 +8,23 @@ import numpy as np
 
 
 class ReferenceHead:
-    """Runs on published tensors (zero-centred norms, experts one by one or stacked).
+    """Runs on published tensors (zero-centred norms, experts one by one or stacked), by name.
 
-    Args:
-        tensors: by published name.
-        config: the text config.
-        prefix: of the head's names.
-        embed: name of the embedding; `lm_head` is used for the logits unless tied.
+    `prefix` is that of the head's names, `embed` the name of the embedding; the logits are those of
+    `lm_head` unless it is tied.
     """
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: dict[str, Any], prefix: str, embed: str
     ):
-        self.w = {
-            k.removeprefix(prefix): v.astype(np.float64)
-            for k, v in tensors.items()
-            if k.startswith(prefix)
-        }
+        names = [name for name in tensors if name.startswith(prefix)]
+        self.w = {n.removeprefix(prefix): tensors[n].astype(np.float64) for n in names}
         self.c = config
         self.embedding = tensors[embed].astype(np.float64)
         self.lm_head = tensors.get("lm_head.weight", tensors[embed]).astype(np.float64)
 
     def drafts(self, hidden: np.ndarray, tokens: list[int], depth: int) -> list[np.ndarray]:
-        """Logits of `depth` drafts after a prefix.
-
-        Args:
-            hidden: post-norm hidden states of rows 0..n-1, [n, H].
-            tokens: x_1..x_n, the token after each row.
-        """
+        """Logits of `depth` drafts after post-norm hidden states [n, H] and their next tokens."""
         rows = [self.join(h, t) for h, t in zip(hidden, tokens)]
         out = []
         for _ in range(depth):
@@ -53,16 +42,12 @@ class ReferenceHead:
 
     def layer(self, z: np.ndarray) -> np.ndarray:
         x = z + self.attention(self.norm(z, "layers.0.input_layernorm.weight"))
-        return x + np.stack(
-            [self.mlp(r) for r in self.norm(x, "layers.0.post_attention_layernorm.weight")]
-        )
+        rows = self.norm(x, "layers.0.post_attention_layernorm.weight")
+        return x + np.stack([self.mlp(row) for row in rows])
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        return (
-            x
-            / np.sqrt((x * x).mean(-1, keepdims=True) + self.c["rms_norm_eps"])
-            * (1.0 + self.w[name])
-        )
+        scale = np.sqrt((x * x).mean(-1, keepdims=True) + self.c["rms_norm_eps"])
+        return x / scale * (1.0 + self.w[name])
 
     def rope(self, x: np.ndarray) -> np.ndarray:
         rope = self.c.get("rope_parameters", self.c)
@@ -80,9 +65,8 @@ class ReferenceHead:
         doubled = (x @ w["q"].T).reshape(n, heads, 2 * dim)
         q, gate = doubled[..., :dim], doubled[..., dim:]
         q = self.rope(self.norm(q, "layers.0.self_attn.q_norm.weight"))
-        k = self.rope(
-            self.norm((x @ w["k"].T).reshape(n, kv, dim), "layers.0.self_attn.k_norm.weight")
-        )
+        k = (x @ w["k"].T).reshape(n, kv, dim)
+        k = self.rope(self.norm(k, "layers.0.self_attn.k_norm.weight"))
         v = (x @ w["v"].T).reshape(n, kv, dim)
         out = np.zeros((n, heads, dim))
         for h in range(heads):
@@ -95,18 +79,19 @@ class ReferenceHead:
     def mlp(self, x: np.ndarray) -> np.ndarray:
         base = "layers.0.mlp."
         if f"{base}gate.weight" not in self.w:
-            return self.glu(x, *(self.w[f"{base}{n}_proj.weight"] for n in ("gate", "up", "down")))
+            return self.glu(x, *self.projections(base))
         router = self.w[f"{base}gate.weight"] @ x
         p = np.exp(router - router.max())
         p /= p.sum()
         chosen = np.argsort(-p)[: self.c["num_experts_per_tok"]]
         weights = p[chosen] / p[chosen].sum()
         y = sum(w * self.glu(x, *self.expert(int(e))) for w, e in zip(weights, chosen))
-        shared = self.glu(
-            x, *(self.w[f"{base}shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        )
+        shared = self.glu(x, *self.projections(f"{base}shared_expert."))
         gate = 1 / (1 + np.exp(-(self.w[f"{base}shared_expert_gate.weight"] @ x)))
         return y + gate * shared
+
+    def projections(self, base: str) -> list[np.ndarray]:
+        return [self.w[f"{base}{name}_proj.weight"] for name in ("gate", "up", "down")]
 
     def expert(self, index: int) -> list[np.ndarray]:
         base = "layers.0.mlp.experts."
@@ -114,7 +99,7 @@ class ReferenceHead:
             joined = self.w[f"{base}gate_up_proj"][index]
             half = len(joined) // 2
             return [joined[:half], joined[half:], self.w[f"{base}down_proj"][index]]
-        return [self.w[f"{base}{index}.{n}_proj.weight"] for n in ("gate", "up", "down")]
+        return self.projections(f"{base}{index}.")
 
     @staticmethod
     def glu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:

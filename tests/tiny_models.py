@@ -45,25 +45,15 @@ _MOE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint is written.
+    """How a checkpoint is written."""
 
-    Args:
-        family: model_type.
-        stacked_experts: experts as `gate_up_proj` and `down_proj`, not one by one.
-        with_head: with mtp.* tensors.
-        dtype: of the tensors.
-        head_prefix: before the head's names.
-        seed: of the weights.
-        tied: no lm_head of its own.
-    """
-
-    family: str
-    stacked_experts: bool = False
-    with_head: bool = True
+    family: str  # model_type
+    stacked_experts: bool = False  # as `gate_up_proj` and `down_proj`, not one by one
+    with_head: bool = True  # with mtp.* tensors
     dtype: mx.Dtype = mx.float32
     head_prefix: str = "mtp."
     seed: int = 0
-    tied: bool = False
+    tied: bool = False  # no lm_head of its own
 
 
 def text_config(layout: Layout) -> dict[str, Any]:
@@ -87,8 +77,7 @@ def config_json(layout: Layout) -> dict[str, Any]:
 
 def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
     """The checkpoint as float32 NumPy arrays, under the published names."""
-    maker = _Maker(layout)
-    return maker.tensors()
+    return _Maker(layout).tensors()
 
 
 def write_checkpoint(path: Path, layout: Layout) -> dict[str, np.ndarray]:
@@ -145,11 +134,11 @@ class _Maker:
         c = self.config
         size, dim = c["hidden_size"], c["head_dim"]
         self.matrix(f"{prefix}q_proj", 2 * c["num_attention_heads"] * dim, size)
-        self.matrix(f"{prefix}k_proj", c["num_key_value_heads"] * dim, size)
-        self.matrix(f"{prefix}v_proj", c["num_key_value_heads"] * dim, size)
+        for name in "kv":
+            self.matrix(f"{prefix}{name}_proj", c["num_key_value_heads"] * dim, size)
         self.matrix(f"{prefix}o_proj", size, c["num_attention_heads"] * dim)
-        self.norm(f"{prefix}q_norm", dim)
-        self.norm(f"{prefix}k_norm", dim)
+        for name in "qk":
+            self.norm(f"{prefix}{name}_norm", dim)
 
     def gated_delta_net(self, prefix: str) -> None:
         c = self.config

@@ -1,1 +1,1 @@
-"""Caches of rows of different lengths, and how a rejected draft is taken back."""
+"""Caches for rows of different lengths, and prefixes of earlier requests."""

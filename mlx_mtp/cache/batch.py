@@ -13,14 +13,10 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 
 
 class BatchCache:
-    """The caches of a model's layers for B rows, with one length per row.
+    """The caches of a model's layers for B rows; row b holds `offset[b]` tokens (int32 [B]).
 
-    A forward is: `begin`, the model, `commit`. Between `begin` and `commit` every layer has
-    written its window; `commit` says how much of it each row keeps.
-
-    Attributes:
-        layers: one cache per layer, in order.
-        offset: int32 [B], tokens each row holds, on the device.
+    A forward pass is `begin`, the model, `commit`: every layer writes its window, then `commit`
+    sets how much of it each row keeps.
     """
 
     def __init__(self, layers: list[LayerCache], batch_size: int) -> None:
@@ -28,12 +24,9 @@ class BatchCache:
         self.offset = mx.zeros(batch_size, dtype=mx.int32)
 
     def begin(self, limit: int, lengths: mx.array | None = None) -> None:
-        """Prepare for a window.
+        """Prepare for a window; `limit` is at least every row's length plus the window's.
 
-        Args:
-            limit: at least every row's length plus the window's.
-            lengths: int32 [B], how much of the window each row will keep where that is known
-                already; None for a verify window.
+        `lengths`, int32 [B], is how much of it each row will keep; None for a verify window.
         """
         for cache in self.layers:
             if isinstance(cache, RaggedKVCache):
@@ -42,7 +35,7 @@ class BatchCache:
                 cache.coming = lengths
 
     def reserve_more(self, more: int) -> None:
-        """Make room for positions that are run beside the window and never kept."""
+        """Make room for padding positions after the window, which are never kept."""
         for cache in self.layers:
             if isinstance(cache, RaggedKVCache):
                 cache.reserve(cache.limit + more)
@@ -56,21 +49,19 @@ class BatchCache:
             elif cache.coming is None:
                 cache.num_kept = num_kept
 
-    def take(self, rows: mx.array) -> BatchCache:
+    def select(self, rows: mx.array) -> BatchCache:
         """Caches of these rows alone (int32 [B'], in the order given)."""
-        taken = BatchCache([cache.take(rows) for cache in self.layers], rows.shape[0])
-        taken.offset = self.offset[rows]
-        return taken
+        selected = BatchCache([cache.select(rows) for cache in self.layers], rows.shape[0])
+        selected.offset = self.offset[rows]
+        return selected
 
     def extend(self, other: BatchCache) -> None:
-        """Append the other batch's rows."""
         self.offset = mx.concatenate([self.offset, other.offset])
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             assert type(mine) is type(theirs)
             mine.extend(theirs)  # type: ignore[arg-type]
 
     def arrays(self) -> Iterator[mx.array]:
-        """What must be evaluated with a step."""
         yield self.offset
         for cache in self.layers:
             yield from cache.arrays()

@@ -1,8 +1,8 @@
-"""Recurrent and convolution state of one GatedDeltaNet layer, with the window that is pending.
+"""Recurrent and convolution state of one GatedDeltaNet layer, with its pending window.
 
-After a verify the state stays where it was before the window (arrays are immutable: that is the
-snapshot), and the window's inputs are kept until the next call folds the accepted prefix in. A
-rejection so costs no restore and no second forward.
+After a verify the state is still the one before the window (arrays are immutable: that is the
+snapshot), and the window's inputs are kept until the next call folds the accepted prefix into it.
+So a rejection costs no restore and no second forward pass.
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ from mlx_mtp.kernels.gated_delta import fold, fold_and_advance, fold_and_verify
 from mlx_mtp.kernels.inputs import conv_tail, prepare
 from mlx_mtp.kernels.window import Convolution, Pending, Projected
 
-# Longer windows leave only their last inputs behind.
-_LONGEST_HISTORY = 16
+_LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
 
 class GatedDeltaCache:
-    """State of B rows.
-
-    Args:
-        batch_size: B.
-        kernel_size: K, of the convolution.
+    """State of B rows; `kernel_size` is the convolution's K.
 
     Attributes:
         state: float32 [B, Hv, Dv, Dk], before the pending window; None until the first window.
-        pending: what a fold needs of the window not yet folded, or None.
+        pending: inputs of a window that has not been folded, or None.
         history: the convolution's last inputs, K-1 and the P of the last window, [B, K-1+P, C];
             None until the first window.
         num_kept: how much of the last window each row keeps, int32 [B]; None when P is 0.
-        coming: int32 [B], how much of the coming window each row will keep where that is known
-            beforehand (prefill, or one token a row): the state then advances at once and nothing
+        coming: how much of the next window each row will keep, int32 [B], if that is known
+            beforehand (a prefill, or one token a row): the state then advances at once and nothing
             is left pending.
     """
 
@@ -45,18 +40,14 @@ class GatedDeltaCache:
         self.coming: mx.array | None = None
 
     def make_mask(self, length: int) -> None:
-        """mlx-lm asks for a mask of padded positions; the cache handles them itself."""
+        """None: mlx-lm asks for a mask of padding, which the cache handles itself."""
         return
 
     def run(self, projected: Projected, convolution: Convolution) -> mx.array:
-        """Run a window on top of what is kept, and remember what its commit will need.
-
-        Args:
-            projected: of the window's T positions.
-            convolution: the layer's weights.
+        """Run a window of T positions after the kept ones, and keep what its commit needs.
 
         Returns:
-            Outputs [B, T, Hv, Dv]; those of positions that are not kept mean nothing.
+            Outputs [B, T, Hv, Dv], valid for positions that are kept.
         """
         self._begin(projected)
         assert self.state is not None and self.history is not None
@@ -86,7 +77,7 @@ class GatedDeltaCache:
         self.history = mx.zeros(shape, dtype=projected.q.dtype)
 
     def fold(self) -> None:
-        """Take what is kept of the last window into the state, and forget the rest of it."""
+        """Advance the state by the kept part of the last window, and drop the rest."""
         if self.state is not None:
             self.state = fold(self.pending, self.num_kept, self.state)
             self.pending = None
@@ -97,13 +88,13 @@ class GatedDeltaCache:
         self.history = conv_tail(self.history, self.num_kept, self.kernel_size - 1)
         self.num_kept = None
 
-    def take(self, rows: mx.array) -> GatedDeltaCache:
+    def select(self, rows: mx.array) -> GatedDeltaCache:
         """A cache of these rows alone (int32 [B'], in the order given), folded."""
         self.fold()
-        taken = GatedDeltaCache(rows.shape[0], self.kernel_size)
+        selected = GatedDeltaCache(rows.shape[0], self.kernel_size)
         if self.state is not None and self.history is not None:
-            taken.state, taken.history = self.state[rows], self.history[rows]
-        return taken
+            selected.state, selected.history = self.state[rows], self.history[rows]
+        return selected
 
     def extend(self, other: GatedDeltaCache) -> None:
         """Append the other's rows; both are folded first, as their windows may differ in length."""
@@ -118,6 +109,5 @@ class GatedDeltaCache:
         self.history = mx.concatenate([self.history, other.history])
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
         single = [self.state, self.history, self.num_kept]
         return [a for a in (*single, *(self.pending or ())) if a is not None]

@@ -1,4 +1,4 @@
-"""Attention KV for rows of different lengths: left-aligned, a length per row, nothing moved."""
+"""Attention KV for rows of different lengths: left-aligned, a length per row, never moved."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-_GROWTH = 256
-# Attention reads up to a multiple of this, so that buffers of one size serve many steps.
-_STRIDE = 64
+GROWTH = 256  # capacities are multiples of this
+STRIDE = (
+    64  # attention reads up to a multiple of this, so that buffers of one size serve many steps
+)
 
 
 class RaggedKVCache:
-    """Keys and values of one attention layer, each row left-aligned.
+    """Keys and values of one attention layer for B rows, each left-aligned.
 
-    Row b's valid entries are the first `offset[b]`; what lies beyond is scratch that the next
-    window writes over, so a rejection costs nothing. The interface (`offset`, `update_and_fetch`,
-    `make_mask`) is the one mlx-lm's attention modules call.
-
-    Args:
-        batch_size: rows B.
+    Row b's valid entries are the first `offset[b]`; the next window overwrites those after them, so
+    a rejection costs nothing. mlx-lm's attention modules call `offset`, `update_and_fetch` and
+    `make_mask`.
 
     Attributes:
         keys, values: [B, heads, capacity, dim], None until the first write.
         offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads, a multiple of 64; at least the longest row plus the
-            window, so the host must know a bound of every row's length (`reserve`).
+        limit: entries that attention reads, at least the longest row plus the window: the host must
+            know an upper bound of every row's length (`reserve`).
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -37,53 +35,43 @@ class RaggedKVCache:
 
     @property
     def batch_size(self) -> int:
-        """Rows B."""
         return self.offset.shape[0]
 
     @property
     def capacity(self) -> int:
-        """Entries each row has room for."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def reserve(self, limit: int) -> None:
         """Make room for `limit` entries a row, and let attention read that many or a few more.
 
-        A write past the capacity would silently land in the next row, so every forward must be
-        preceded by this.
+        Must precede every forward pass: a write past the capacity would go to the next row.
         """
-        self.limit = -(-limit // _STRIDE) * _STRIDE
+        self.limit = -(-limit // STRIDE) * STRIDE
         if self.keys is None or self.values is None:
             return
         wanted = rounded_capacity(self.limit)
         if self.limit > self.capacity:
             self.keys, self.values = _widen(self.keys, wanted), _widen(self.values, wanted)
-        elif self.capacity >= wanted + 2 * _GROWTH:
-            # A long row has left; the next write makes the smaller buffer. The bound of the rows'
-            # lengths goes up and down by a few windows: less than two steps of growth is kept.
+        elif self.capacity >= wanted + 2 * GROWTH:
+            # A long row has left; the next write makes the smaller buffer. The upper bound of the
+            # rows' lengths changes by a few windows, so less than two steps of growth is kept.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
 
     def load(
         self, keys: Sequence[Sequence[mx.array]], values: Sequence[Sequence[mx.array]]
     ) -> None:
-        """Fill an empty cache, within what is reserved.
-
-        Args:
-            keys, values: of each row its first entries, in pieces [heads, T, dim]; no row has none.
-        """
+        """Fill an empty cache with each row's first entries, in pieces [heads, T, dim]."""
         assert self.keys is None and self.values is None
         capacity = rounded_capacity(self.limit)
         self.keys, self.values = _filled(keys, capacity), _filled(values, capacity)
 
     def write(self, keys: mx.array, values: mx.array, start: mx.array) -> None:
-        """Put T new entries of each row at `start[b]` and after.
-
-        Args:
-            keys, values: [B, heads, T, dim].
-            start: int32 [B].
-        """
+        """Write T new entries [B, heads, T, dim] of each row from `start` (int32 [B]) on."""
         if self.keys is None or self.values is None:
-            self.keys = _empty(keys, self.limit)
-            self.values = _empty(values, self.limit)
+            capacity = rounded_capacity(self.limit)
+            batch, heads, _, dim = keys.shape
+            self.keys = mx.zeros((batch, heads, capacity, dim), dtype=keys.dtype)
+            self.values = mx.zeros((batch, heads, capacity, values.shape[3]), dtype=values.dtype)
         num_new = keys.shape[2]
         assert num_new <= self.limit <= self.capacity, (num_new, self.limit, self.capacity)
         where = (start[:, None] + mx.arange(num_new))[:, None, :, None]
@@ -96,36 +84,31 @@ class RaggedKVCache:
         return self.keys[:, :, : self.limit], self.values[:, :, : self.limit]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write at the rows' ends without moving them, and fetch (mlx-lm's interface)."""
+        """Write a window at the rows' ends, without changing `offset`, and fetch."""
         self.write(keys, values, self.offset)
         return self.fetch()
 
     def make_mask(
         self, length: int, return_array: bool = True, window_size: int | None = None
     ) -> mx.array:
-        """Which entries a window's positions may see: bool [B, 1, T, limit].
+        """Which entries each position of a window attends to: bool [B, 1, T, limit].
 
-        Args:
-            length: B*T, new positions of all rows (mlx-lm's models see them as one long row).
-            return_array, window_size: of mlx-lm's interface.
-
-        Raises:
-            ValueError: for a sliding window, which no supported family has.
+        `length` is B*T: mlx-lm's models see all rows as one long row. Raises ValueError for a
+        sliding window, which no supported family has.
         """
         if window_size is not None:
             raise ValueError("RaggedKVCache has no sliding window")
         return causal_mask(self.offset, length // self.batch_size, self.limit)
 
-    def take(self, rows: mx.array) -> RaggedKVCache:
+    def select(self, rows: mx.array) -> RaggedKVCache:
         """A cache of these rows alone (int32 [B'], in the order given)."""
-        taken = copy.copy(self)
-        taken.offset = self.offset[rows]
+        selected = copy.copy(self)
+        selected.offset = self.offset[rows]
         if self.keys is not None and self.values is not None:
-            taken.keys, taken.values = self.keys[rows], self.values[rows]
-        return taken
+            selected.keys, selected.values = self.keys[rows], self.values[rows]
+        return selected
 
     def extend(self, other: RaggedKVCache) -> None:
-        """Append the other's rows."""
         self.offset = mx.concatenate([self.offset, other.offset])
         capacity = max(self.capacity, other.capacity)
         self.limit = max(self.limit, other.limit)
@@ -133,7 +116,6 @@ class RaggedKVCache:
         self.values = _stack(self.values, other.values, capacity)
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
         return [self.offset] + [a for a in (self.keys, self.values) if a is not None]
 
 
@@ -144,13 +126,8 @@ def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
 
 
 def rounded_capacity(limit: int) -> int:
-    """Entries that a row gets room for when it needs `limit`."""
-    return -(-limit // _GROWTH) * _GROWTH
-
-
-def _empty(like: mx.array, limit: int) -> mx.array:
-    batch, heads, _, dim = like.shape
-    return mx.zeros((batch, heads, rounded_capacity(limit), dim), dtype=like.dtype)
+    """The capacity of rows that need `limit` entries."""
+    return -(-limit // GROWTH) * GROWTH
 
 
 def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
@@ -165,9 +142,7 @@ def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
 
 
 def _widen(array: mx.array, wanted: int) -> mx.array:
-    batch, heads, capacity, dim = array.shape
-    more = mx.zeros((batch, heads, wanted - capacity, dim), dtype=array.dtype)
-    return mx.concatenate([array, more], axis=2)
+    return mx.pad(array, [(0, 0), (0, 0), (0, wanted - array.shape[2]), (0, 0)])
 
 
 def _stack(one: mx.array | None, other: mx.array | None, capacity: int) -> mx.array | None:

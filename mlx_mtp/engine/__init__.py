@@ -1,1 +1,1 @@
-"""Requests in, tokens out: scheduler, runner, thread."""
+"""The engine: scheduler, runner and thread. Requests in, tokens out."""

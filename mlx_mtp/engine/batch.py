@@ -1,9 +1,9 @@
-"""The device's side of a set of rows: caches, last tokens, drafts, limits."""
+"""Rows on the device: one batch's arrays, and all batches by the state of their rows."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
@@ -14,31 +14,14 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.guide import DraftSampler, Guide
 from mlx_mtp.sampling.sampler import Drawing, Sampler
-from mlx_mtp.speculative.acceptance import Verdict
-from mlx_mtp.speculative.proposer import DraftState
+from mlx_mtp.speculative.acceptance import AcceptResult
+from mlx_mtp.speculative.draft_sources import DraftState
 
 
 class Batch:
     """Rows that run together. A row is one `Sequence`; row i of every array is `sequences[i]`.
 
-    Every attribute that is an array has a line for each row: `take` and `join` rely on it.
-
-    Args:
-        sequences: the rows.
-        cache: of the trunk.
-        draft_state: of the proposer; None without one.
-        vocab_size: of the tokenizer.
-
-    Attributes:
-        last: int32 [B], the last token each row emitted, which is not in the caches yet.
-        drafts: int32 [B, k], proposed to follow it.
-        num_drafts: how many of them count, for each row; k for one of them at least.
-        remaining: int32 [B], tokens each row may still emit.
-        ended: bool [B], rows that emit nothing any more; their caches stand still.
-        last_hidden: the trunk's post-norm hidden state of the last position in the caches,
-            [B, 1, H]; H is 0 before the first.
-        stop_ids: int32 [B, S], padded with -1.
-        guide: the constraints of the step that is being launched; false if there are none.
+    Every attribute that is an array has one line per row: `filter` and `join` rely on it.
     """
 
     def __init__(
@@ -55,13 +38,20 @@ class Batch:
         self.sampler = Sampler(
             [s.request.sampling for s in sequences], [s.prompt for s in sequences], vocab_size
         )
+        # int32 [B], the last token each row emitted, which is not in the caches yet.
         self.last = mx.zeros(count, dtype=mx.int32)
+        # int32 [B, k], proposed to follow it, and how many of them count for each row, at most k.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
+        # int32 [B], tokens each row may still emit.
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
+        # bool [B], rows that emit nothing any more; their caches stand still.
         self.ended = mx.zeros(count, dtype=mx.bool_)
+        # [B, 1, H], the trunk's post-norm hidden state of the last position in the caches.
         self.last_hidden = mx.zeros((count, 1, 0))
+        # int32 [B, S], padded with -1.
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
+        # Grammar masks of the step that is being launched; false if there are none.
         self.guide = Guide(())
 
     def __len__(self) -> int:
@@ -74,8 +64,12 @@ class Batch:
         mx.async_eval(logits)  # The host makes the masks meanwhile.
         return self.sampler.draw(logits, positions, window, mask=self.guide.window_mask(window))
 
+    def draft_sampler(self) -> Drawing:
+        """Draws the drafts that follow the tokens of the last `advance`."""
+        return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
+
     def set_drafts(self, drafts: mx.array) -> None:
-        """Take what was proposed, int32 [B, k]; of it a row may want less than all."""
+        """Set the next window's drafts, int32 [B, k]; a row may want fewer than k."""
         self.num_drafts = [s.drafting.num_drafts(drafts.shape[1]) for s in self.sequences]
         self.drafts = drafts[:, : max(self.num_drafts)]
 
@@ -85,15 +79,16 @@ class Batch:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
 
-    def settle(self, verdict: Verdict, targets: mx.array) -> None:
-        """Take over what came of a window: counts, limits and the last token."""
-        self.sampler.count(targets, verdict.num_kept)
-        self.last, self.remaining, self.ended = verdict.last, verdict.remaining, verdict.finished
+    def advance(self, accepted: AcceptResult, targets: mx.array) -> None:
+        """Update counts, limits and last tokens from a window's targets, int32 [B, T]."""
+        self.sampler.count(targets, accepted.num_kept)
+        self.last, self.remaining = accepted.last, accepted.remaining
+        self.ended = accepted.finished
         if self.guide:
-            self.guide.advance(targets, verdict.num_kept)
+            self.guide.advance(targets, accepted.num_kept)
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
-        """Take over the last kept of a window's hidden states [B, T, H] (num_kept: int32 [B])."""
+        """Set `last_hidden` from a window's hidden states [B, T, H] (num_kept: int32 [B])."""
         at_last = mx.maximum(num_kept - 1, 0)[:, None, None]
         newest = mx.take_along_axis(hidden, at_last, axis=1)
         if self.last_hidden.shape[-1]:
@@ -101,40 +96,35 @@ class Batch:
         self.last_hidden = newest
 
     def draft_kv(self) -> RaggedKVCache | None:
-        """What the proposer keeps for each position, complete; None if that is nothing."""
+        """KV of the proposer that a cached prefix must hold; None if there is none."""
         return None if self.draft_state is None else self.draft_state.prefix_kv()
 
-    def make_drafter(self) -> Drawing:
-        """Draws the drafts that follow what was settled."""
-        return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
-
-    def take(self, wanted: Callable[[Sequence], bool]) -> Batch:
+    def filter(self, wanted: Callable[[Sequence], bool]) -> Batch:
         """A batch of the wanted rows; itself when that is all of them."""
         chosen = [i for i, s in enumerate(self.sequences) if wanted(s)]
         if len(chosen) == len(self):
             return self
         rows = mx.array(chosen, dtype=mx.int32)
-        taken = copy.copy(self)
-        taken.sequences = [self.sequences[i] for i in chosen]
-        taken.cache = self.cache.take(rows)
-        taken.sampler = self.sampler.take(chosen)
+        batch = copy.copy(self)
+        batch.sequences = [self.sequences[i] for i in chosen]
+        batch.cache = self.cache.select(rows)
+        batch.sampler = self.sampler.take(chosen)
         if self.draft_state is not None:
-            taken.draft_state = self.draft_state.take(chosen)
+            batch.draft_state = self.draft_state.select(rows)
         for name, array in self._row_arrays().items():
-            setattr(taken, name, array[rows])
-        taken.num_drafts = [self.num_drafts[i] for i in chosen]
-        taken.drafts = taken.drafts[:, : max(taken.num_drafts, default=0)]
-        return taken
+            setattr(batch, name, array[rows])
+        batch.num_drafts = [self.num_drafts[i] for i in chosen]
+        batch.drafts = batch.drafts[:, : max(batch.num_drafts, default=0)]
+        return batch
 
     def join(self, other: Batch) -> None:
-        """Append the other batch's rows."""
         self.sequences += other.sequences
         self.cache.extend(other.cache)
         self.sampler.extend(other.sampler)
         if self.draft_state is not None and other.draft_state is not None:
             self.draft_state.extend(other.draft_state)
-        # Windows are one rectangle, as deep as that of the rows that run already: what comes with
-        # more drafts lets the last of them go, and what comes with fewer has some that don't count.
+        # A window is one rectangle, as deep as that of the rows that run already: a joining row
+        # with more drafts drops the last of them, and one with fewer has some that don't count.
         depth = self.drafts.shape[1]
         missing = max(depth - other.drafts.shape[1], 0)
         drafts = mx.pad(other.drafts[:, :depth], [(0, 0), (0, missing)])
@@ -146,25 +136,82 @@ class Batch:
         for name, array in self._row_arrays().items():
             setattr(self, name, mx.concatenate([array, theirs[name]]))
 
-    def _row_arrays(self) -> dict[str, mx.array]:
-        return {name: v for name, v in vars(self).items() if isinstance(v, mx.array)}
-
     def arrays(self) -> Iterator[mx.array]:
-        """What must be evaluated with a step."""
+        """All arrays that must be evaluated with a step."""
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
         if self.draft_state is not None:
             yield from self.draft_state.arrays()
 
+    def _row_arrays(self) -> dict[str, mx.array]:
+        return {name: v for name, v in vars(self).items() if isinstance(v, mx.array)}
+
+
+class Batches:
+    """All rows on the device: those that prefill, those with a computed prompt, those that run."""
+
+    def __init__(self) -> None:
+        self.prefilling: dict[int, Batch] = {}  # by the group's number
+        # They join the running rows when their first token has been read. Until then they share
+        # nothing with them, so a prefill that fails affects no other request.
+        self.ready: list[Batch] = []
+        self.decoding: Batch | None = None
+
+    def store(self, group: int, batch: Batch, is_last: Many[bool]) -> None:
+        """Keep a group after its chunk; rows with `is_last` are ready."""
+        done = {s for s, last in zip(batch.sequences, is_last, strict=True) if last}
+        if done:
+            self.ready.append(batch.filter(lambda s: s in done))
+        if len(done) < len(batch):
+            self.prefilling[group] = batch.filter(lambda s: s not in done)
+
+    def gather(self, wanted: Many[Sequence]) -> Batch:
+        """The running batch with exactly these rows: others leave it, and ready ones join."""
+        rows = frozenset(wanted)
+        parts = [self.decoding] if self.decoding is not None else []
+        waiting: list[Batch] = []
+        for batch in self.ready:
+            (parts if rows.issuperset(batch.sequences) else waiting).append(batch)
+        kept = [p for p in (part.filter(lambda s: s in rows) for part in parts) if len(p)]
+        self.decoding, self.ready = kept[0], waiting
+        for batch in kept[1:]:
+            self.decoding.join(batch)
+        assert set(self.decoding.sequences) == rows, "the plan and the batches disagree"
+        return self.decoding
+
+    def prune(self, live: Container[Sequence]) -> None:
+        """Drop the rows that are not live; those of the running batch leave it in `gather`."""
+        groups = {n: b.filter(lambda s: s in live) for n, b in self.prefilling.items()}
+        self.prefilling = {n: batch for n, batch in groups.items() if len(batch)}
+        ready = (batch.filter(lambda s: s in live) for batch in self.ready)
+        self.ready = [batch for batch in ready if len(batch)]
+        if self.decoding is not None and not any(s in live for s in self.decoding.sequences):
+            self.decoding = None
+
+    def drop(self, rows: Many[Sequence]) -> list[Sequence]:
+        """Drop every batch that any of these rows is in; returns the rows of those batches."""
+
+        def is_hit(batch: Batch) -> bool:
+            return any(s in rows for s in batch.sequences)
+
+        running = [] if self.decoding is None else [self.decoding]
+        hit = [b for b in (*running, *self.ready, *self.prefilling.values()) if is_hit(b)]
+        if self.decoding in hit:
+            self.decoding = None
+        self.ready = [b for b in self.ready if b not in hit]
+        self.prefilling = {n: b for n, b in self.prefilling.items() if b not in hit}
+        return [s for batch in hit for s in batch.sequences]
+
+    def clear(self) -> None:
+        self.prefilling, self.ready, self.decoding = {}, [], None
+
 
 def _padded(ids: Many[tuple[int, ...]]) -> np.ndarray:
-    out = np.full((len(ids), max(map(len, ids), default=0)), -1, dtype=np.int32)
-    for row, values in enumerate(ids):
-        out[row, : len(values)] = values
-    return out
+    width = max(map(len, ids), default=0)
+    rows = [(*values, *[-1] * (width - len(values))) for values in ids]
+    return np.array(rows, dtype=np.int32).reshape(len(ids), width)
 
 
 def _widen(stop_ids: mx.array, width: int) -> mx.array:
-    missing = width - stop_ids.shape[1]
-    return mx.pad(stop_ids, [(0, 0), (0, missing)], constant_values=-1)
+    return mx.pad(stop_ids, [(0, 0), (0, width - stop_ids.shape[1])], constant_values=-1)

@@ -1,23 +1,40 @@
-"""Measures what a step costs at a few batch sizes and depths, before requests are served."""
+"""Step costs before the first request and between runs: measured, kept in a file, saved.
+
+Costs are measured at a few batch sizes and depths by requests that run through the ordinary path.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
+import os
+import platform
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_mtp import __version__
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.costs import Seconds, StepCosts
 from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
 
 logger = logging.getLogger(__name__)
 
+# (rows, depth), the most useful first: time may run out. Others are inferred from these.
 _CELLS = (
     *((1, depth) for depth in (0, 1, 2, 3)),
     *((4, depth) for depth in (0, 1, 3)),
@@ -25,18 +42,19 @@ _CELLS = (
     *((1, depth) for depth in (4, 6, 8)),
     *((4, depth) for depth in (2, 5, 8)),
 )
-"""(rows, depth), the most telling first: time may run out. The others are inferred from these."""
+# Measured at every start, even if they are known: an earlier run's machine may have been busy.
 _CHECKED = frozenset(_CELLS[:4])
-"""Measured at every start, even if they are known: an earlier run's machine may have been busy."""
 _PROMPT_TOKENS = 8
-_STEPS = 6
-"""Timed steps of a cell; the first compiles kernels and isn't used."""
-_PATIENCE = 40
-"""Steps after which a cell is given up, should they not be timed."""
+_TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
+_MOST_STEPS = 40  # of a cell, timed or not
+_SAVE_SECONDS = 300.0
+_FORMAT = 1
+# Older tables are measured again: drivers and systems change without a new fingerprint.
+_FRESH_SECONDS = 30 * 24 * 3600.0
 
 
 class _Recorder(FixedDepth):
-    """Takes in costs; what random tokens get accepted says nothing about real ones."""
+    """Records costs; the acceptance of random tokens says nothing about real ones."""
 
     def __init__(self, costs: StepCosts) -> None:
         super().__init__(0)
@@ -44,7 +62,6 @@ class _Recorder(FixedDepth):
         self.num_timed = 0
 
     def observe(self, step: DecodeStep) -> None:
-        """See `DepthPolicy`."""
         self._costs.observe(step.batch_size, step.depth, step.seconds)
         self.num_timed += step.seconds is not None
 
@@ -57,16 +74,17 @@ def calibrate(
     stopping: Callable[[], bool],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run requests of fixed depths through a scheduler and a core of their own.
+    """Measure step costs with requests of fixed depths, for `config.calibration_seconds` at most.
 
-    The server's counters and rates of acceptance so stay untouched.
+    They run through a scheduler and a core of their own, so that the server's counters and its
+    rates of acceptance are not touched. What `costs` already has is measured again in part.
 
     Args:
-        costs: takes in what is measured; what it knows already is measured again in part.
-        config: `calibration_seconds` and the limits.
+        costs: gets what is measured.
+        config: the engine's.
         runner: idle, and idle again afterwards.
-        stopping: asked after each step; ends it.
-        clock: seconds; times the steps and the whole.
+        stopping: asked after each step; true ends the measurement.
+        clock: seconds.
     """
     deadline = clock() + config.calibration_seconds
     recorder = _Recorder(costs)
@@ -79,11 +97,9 @@ def calibrate(
     # A size that lacks a depth is measured whole: only what ran side by side can be compared.
     partial = {size for size, depth in _CELLS if depth not in table.get(size, ())}
     for size, depth in _CELLS:
-        if not (size in partial or (size, depth) in _CHECKED):
+        if size > config.max_num_seqs or not (size in partial or (size, depth) in _CHECKED):
             continue
-        if over() or (
-            size <= config.max_num_seqs and not _measure(core, recorder, size, depth, over)
-        ):
+        if over() or not _measure(core, recorder, size, depth, over):
             break
     costs.settle()
 
@@ -91,30 +107,138 @@ def calibrate(
 def _measure(
     core: EngineCore, recorder: _Recorder, size: int, depth: int, over: Callable[[], bool]
 ) -> bool:
-    """One cell; False if a step failed."""
-    sequences = list(_sequences(size, depth))
-    for sequence in sequences:
-        core.add(sequence)
+    """Measure one cell; False if a step failed."""
+    names = [f"calibration-{row}" for row in range(size)]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    for name in names:
+        request = Request(name, (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth)
+        core.add(Sequence(request, (), _MOST_STEPS * (MAX_DRAFT_TOKENS + 1)))
     recorder.num_timed = 0
     healthy = True
-    for _ in range(_PATIENCE):
-        if over() or recorder.num_timed == _STEPS or core.idle:
+    for _ in range(_MOST_STEPS):
+        if over() or recorder.num_timed == _TIMED_STEPS or core.idle:
             break
         healthy = all(output.error is None for output in core.step())
         if not healthy:
             logger.warning("A step failed while step costs were measured")
             break
-    for sequence in sequences:
-        core.cancel(sequence.request_id)
+    for name in names:
+        core.cancel(name)
     while not core.idle:
         core.step()
     return healthy
 
 
-def _sequences(size: int, depth: int) -> Iterator[Sequence]:
-    for row in range(size):
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = Request(
-            f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth
-        )
-        yield Sequence(request, (), _PATIENCE * (MAX_DRAFT_TOKENS + 1))
+class CostKeeper:
+    """Loads or measures costs before the first request, and saves them, on the engine's thread.
+
+    Each fingerprint has a file of its own in `folder`; None: costs are not kept between runs.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        folder: Path | None,
+        fingerprint: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._costs = costs
+        self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._saved_at = clock()
+        self._saved: Seconds = {}
+        self._warned = False
+
+    def begin(
+        self, config: EngineConfig, runner: ModelRunner, *, stopping: Callable[[], bool]
+    ) -> None:
+        """Load what an earlier run measured, and measure what is missing (see `calibrate`)."""
+        if self.path is not None:
+            self._saved = load_costs(self.path, self._fingerprint)
+        if self._saved:
+            self._costs.load(self._saved)
+            logger.debug("Step costs of an earlier run: %s", _described(self._saved))
+        if config.calibration_seconds > 0:
+            began = self._clock()
+            calibrate(self._costs, config, runner, stopping=stopping)
+            logger.info("Step costs measured in %.1f s.", self._clock() - began)
+            logger.debug("Step costs: %s", _described(self._costs.table()))
+            self.save()
+
+    def save_periodically(self) -> None:
+        """To be called after every step."""
+        if self._clock() - self._saved_at > _SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write the costs, if there is anything new; a failure is logged once."""
+        self._saved_at = self._clock()
+        table = self._costs.table()
+        if self.path is None or not table or table == self._saved:
+            return
+        try:
+            save_costs(self.path, self._fingerprint, table)
+            self._saved = table
+        except OSError as error:
+            if not self._warned:
+                logger.warning("Step costs are not kept for the next run: %s", error)
+            self._warned = True
+
+
+def load_costs(path: Path, fingerprint: str) -> Seconds:
+    """What an earlier run saved; empty if there is nothing that can be used."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != _FORMAT or content["fingerprint"] != fingerprint:
+            raise ValueError("it is of another version, model or machine")
+        if not 0 <= time.time() - content["saved_at"] < _FRESH_SECONDS:
+            raise ValueError("it is too old")
+        table: Seconds = {}
+        for size, row in content["seconds"].items():
+            table[int(size)] = {int(depth): float(seconds) for depth, seconds in row.items()}
+            for depth, seconds in table[int(size)].items():
+                if int(size) < 1 or depth < 0 or not 0 < seconds < math.inf:
+                    raise ValueError(f"{size} rows at depth {depth} can't take {seconds} seconds")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # It will be replaced by what this run measures.
+        logger.warning("%s is not used: %s: %s", path, type(error).__name__, error)
+        return {}
+    return table
+
+
+def save_costs(path: Path, fingerprint: str, table: Seconds) -> None:
+    """Replace a file of costs atomically; its folder is made if it is missing."""
+    mark = {"format": _FORMAT, "fingerprint": fingerprint, "saved_at": time.time()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A temporary folder is removed with its content, whatever fails.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
+        file = Path(beside) / path.name
+        file.write_text(json.dumps(mark | {"seconds": table}))
+        os.replace(file, path)
+
+
+def fingerprint(
+    model: LoadedModel, num_draft_ids: int | None = None, draft_source: str = "mtp"
+) -> str:
+    """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device."""
+    parameters = tree_flatten(model.model.parameters())
+    device = mx.device_info()
+    parts = [
+        model.config,
+        [(name, list(value.shape), str(value.dtype)) for name, value in parameters],
+        [str(device.get(name)) for name in ("device_name", "architecture", "memory_size")],
+        [str(mx.default_device()), platform.platform(), os.cpu_count(), metadata.version("mlx")],
+        [__version__, draft_source, num_draft_ids],
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(table: Seconds) -> str:
+    """For the log: milliseconds by rows and depth."""
+    return json.dumps(
+        {n: {k: round(1e3 * s, 2) for k, s in row.items()} for n, row in table.items()}
+    )

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 
-from mlx_mtp.engine.heartbeat import Heartbeat, Kind
-from mlx_mtp.engine.plan import Plan
+from mlx_mtp.engine.health import Heartbeat, Kind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.engine.timing import StepTimer
-from mlx_mtp.engine.window import Launched
-from mlx_mtp.speculative.counters import SpeculationCounters
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 
 class EngineCore:
     """Scheduler and runner, advanced step by step.
 
-    Args:
-        scheduler: says what the next step is.
-        runner: does it.
-        overlap: read a step's tokens only after the next step is launched, so that the host's work
-            hides behind the device's. Without it the loop is plain, and the reference.
-        clock: seconds; steps are timed by it.
-        heartbeat: is told what each step is; None: nobody wants to know.
+    With `overlap` a step's tokens are read only after the next step is launched, so that the host's
+    work hides behind the device's; without it the loop is plain, and the reference. `heartbeat`
+    gets the kind of each step.
     """
 
     def __init__(
@@ -41,102 +35,104 @@ class EngineCore:
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
-        self._in_flight: list[Launched] = []
+        self._in_flight: list[InFlightStep] = []
         self._clock = clock
         self._timer = StepTimer(clock)
         self._heartbeat = heartbeat or Heartbeat()
-        self._last_plan: Plan | None = None
-        self._counters = SpeculationCounters()
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        self._last_plan: StepPlan | None = None
 
     @property
     def idle(self) -> bool:
-        """No request is here and nothing is in flight."""
         return self._scheduler.idle and not self._in_flight
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """For how long there is nothing to do unless something new comes; None: until then.
-
-        While requests are here and none is admitted, all of them wait for the disk.
-        """
+        """How long there is nothing to do unless something new arrives; None: without end."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.seconds_left
+        return self._scheduler.seconds_left  # None is admitted: all wait for the disk.
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request."""
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; unknown ids are ignored."""
         self._scheduler.cancel(request_id)
 
-    def step(self) -> list[RequestOutput]:
-        """Launch the next step, and read the one before it.
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
 
-        Without overlap, or while a row's next token depends on its last one by way of the host
-        (a grammar), or when a launch failed, the step itself is read too.
-        """
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, and read the one before it."""
         if self._scheduler.num_waiting:
             self._runner.settle()
         plan = self._scheduler.schedule()
         last, self._last_plan = self._last_plan, plan
-        self._heartbeat.begin(*_description(plan, last or plan))
+        self._heartbeat.begin(*_kind_and_name(plan, last or plan))
         launched = self._runner.run(plan)
-        # The rows of a launch that failed are gone: the next plan must not count on them.
-        failed = any(window.error is not None for window in launched)
-        look_ahead = self._overlap and not plan.needs_host and not failed
-        return self._update(launched, look_ahead=look_ahead)
+        ready, self._in_flight = self._in_flight, launched
+        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
+        # a launch failed: its rows are gone, and the next plan must not count on them.
+        failed = any(step.error is not None for step in launched)
+        if not self._overlap or plan.needs_host or failed:
+            ready, self._in_flight = [*ready, *launched], []
+        steps = self._runner.read(ready)
+        outputs = self._scheduler.update(steps, self._timer.lap(ready, launched))
+        self._runner.save_ends(steps)
+        if not self._in_flight:
+            self._runner.settle()
+        return outputs
 
     def rest(self) -> None:
-        """There is nothing to do: let go of what the last rows left on the device."""
+        """The engine is idle: free what the last rows left on the device."""
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)
         self._runner.release()
 
-    def stats(self) -> EngineStats:
-        """Counters and gauges now."""
-        spec = self._counters
-        return EngineStats(
-            num_requests_running=self._scheduler.num_running,
-            num_requests_waiting=self._scheduler.num_waiting,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_drafts=spec.num_drafts,
-            num_draft_tokens=spec.num_draft_tokens,
-            num_accepted_tokens=spec.num_accepted_tokens,
-            num_accepted_tokens_per_pos=tuple(spec.num_accepted_tokens_per_pos),
-            depths=tuple(sorted(self._scheduler.depths.items())),
-            parked=self._scheduler.parked,
-            prefix_cache=self._scheduler.prefix_stats(),
-        )
 
-    def _update(self, launched: list[Launched], *, look_ahead: bool) -> list[RequestOutput]:
-        ready, self._in_flight = self._in_flight, launched
-        if not look_ahead:
-            ready, self._in_flight = [*ready, *launched], []
-        results = self._runner.read(ready)
-        outputs = self._scheduler.update(results, self._timer.lap(ready, launched))
-        self._runner.save_ends(self._scheduler.ends(results))
-        if not self._in_flight:
-            self._runner.settle()
-        for result in results:
-            self._counters.observe(result.num_draft_tokens, result.num_accepted_tokens)
-            self._prompt_tokens += result.num_prompt_tokens
-        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
-        return outputs
+class StepTimer:
+    """Times decode steps, and returns only times that are the cost of one.
 
-
-def _description(plan: Plan, last: Plan) -> tuple[Kind, str]:
-    """What a turn works on, by rough sizes, and in words.
-
-    With look-ahead it launches a plan and waits for the one before it.
+    With look-ahead a step runs while the host launches the next one, and the border between two
+    steps can't be seen from the host. So a time counts only where the step, the one read before it
+    and the one launched after it had the same rows, the step and the one after it verified as many
+    drafts as they proposed, and nothing was prefilled beside them.
     """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: _Shape | None = None
+        self._at = 0.0
+
+    def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
+        """Seconds since the last call; None where they are not the cost of a step.
+
+        `read` are the steps that have just been read, `launched` the last ones that were launched:
+        with look-ahead the next, else the same.
+        """
+        now, shape = self._clock(), _shape(read)
+        seconds = now - self._at
+        last, self._last, self._at = self._last, shape, now
+        if shape is None or last is None or shape != _shape(launched):
+            return None
+        rows, num_verified, num_proposed = shape
+        return seconds if rows == last[0] and num_verified == num_proposed else None
+
+
+_Shape = tuple[tuple[Sequence, ...], int, int]
+
+
+def _shape(steps: Many[InFlightStep]) -> _Shape | None:
+    """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
+    if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
+        return None
+    return steps[0].sequences, steps[0].num_positions[0] - 1, steps[0].num_proposed
+
+
+def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
+    """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
     chunks = [p.chunk.rows for p in (plan, last) if p.chunk is not None]
     tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))

@@ -1,13 +1,13 @@
-"""The waiting requests, shared out between clients. No arrays, no clock: policy alone.
+"""The waiting requests, shared fairly between clients.
 
-Clients take turns (deficit round robin, Shreedhar and Varghese 1995; credit may go below 0, as in
-fq_codel, so that one need not look ahead). A turn lasts until the client has used up `QUANTUM`
-tokens of prompt; a long prompt is let in when its turn comes and paid for with the turns after it.
-So a client's next request waits for at most one turn of each other client, however many requests
-those have, and a client alone gets everything.
+Clients take turns by deficit round robin (Shreedhar and Varghese 1995; credit may go below 0, as in
+fq_codel, so that no look-ahead is needed). A turn lasts until the client has used `QUANTUM` prompt
+tokens; a longer prompt is admitted in its turn and paid for with the turns after it. So a client's
+next request waits for at most one turn of each other client, however many requests those have, and
+a client alone gets everything.
 
-A client is a path, the most trusted name first: (key or address, user or agent). Those with the
-same first name share its turns, so that nobody gets more by calling himself many names.
+A client is a path, the most trusted name first: (key or address, user or agent). Clients with the
+same first name share its turns, so that inventing names gains nothing.
 """
 
 from __future__ import annotations
@@ -16,154 +16,123 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-QUANTUM = 1024
-"""What one turn is worth, in tokens."""
-FLAT_COST = 128
-"""What a request costs beside its prompt: it takes a row for an answer of unknown length."""
-
-
-NUM_NAMES = 2
-"""So many parts of a client's path are told apart; those that are missing are empty names."""
+QUANTUM = 1024  # tokens of one turn
+FLAT_COST = 128  # of a request beside its prompt: it takes a row for an answer of unknown length
+NUM_NAMES = 2  # names of a client's path that count; missing ones are empty
 
 
 class Queued(Protocol):
     """What the queue needs to know of a request."""
 
     @property
-    def client(self) -> tuple[str, ...]:
-        """Whose it is; empty: nobody's in particular."""
+    def client(self) -> tuple[str, ...]: ...
 
     @property
-    def num_prompt(self) -> int:
-        """Prompt tokens."""
+    def num_prompt(self) -> int: ...
 
 
 Item = TypeVar("Item", bound=Queued)
 
 
-class _Fifo(Generic[Item]):
-    """One client's requests."""
+class _Lane(Generic[Item]):
+    """The requests of one name: by the next name of their paths, or in order at the last."""
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
-
-    def __len__(self) -> int:
-        return len(self._items)
+        self.credit = QUANTUM
+        self.size = 0
+        self.items: deque[Item] = deque()
+        self.lanes: OrderedDict[str, _Lane[Item]] = OrderedDict()
 
     def __iter__(self) -> Iterator[Item]:
-        return iter(self._items)
+        yield from self.items
+        for lane in self.lanes.values():
+            yield from lane
 
-    def add(self, item: Item) -> None:
-        self._items.append(item)
+    def resize(self, size: int) -> None:
+        self.size = size
+        if not size:
+            self.lanes.clear()
 
-    def peek(self) -> Item:
-        return self._items[0]
-
-    def pop(self) -> Item:
-        return self._items.popleft()
-
-    set_aside = pop
-
-    def put_back(self, item: Item) -> None:
-        self._items.appendleft(item)
+    def next(self) -> _Lane[Item]:
+        """The first lane with credit. Empty ones stay only until their debt is paid."""
+        while True:
+            name, lane = next(iter(self.lanes.items()))
+            if lane.credit <= 0:
+                lane.credit += QUANTUM
+                self.lanes.move_to_end(name)
+            elif lane.size:
+                return lane
+            else:
+                del self.lanes[name]
 
     def keep(self, wanted: frozenset[Item]) -> None:
-        self._items = deque(item for item in self._items if item in wanted)
-
-
-class _Lane(Generic[Item]):
-    """The requests behind one name, and what it may still take of this turn."""
-
-    def __init__(self, depth: int) -> None:
-        self.credit = QUANTUM
-        self.items: FairQueue[Item] | _Fifo[Item]
-        self.items = FairQueue(depth + 1) if depth + 1 < NUM_NAMES else _Fifo()
+        self.items = deque(item for item in self.items if item in wanted)
+        for lane in self.lanes.values():
+            lane.keep(wanted)
+        self.resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
 
 
 class FairQueue(Generic[Item]):
-    """Requests in the order in which they are to be admitted; a client's own in that of arrival.
+    """Requests of clients that take turns; in the order of their arrival within one client."""
 
-    `peek` and the `pop` after it give the same request, whatever is added in between. One that is
-    not wanted yet can be set aside and put back: it costs its client nothing until it is popped.
-
-    Args:
-        depth: which part of a client's path names its lanes.
-    """
-
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
-        self._lanes: OrderedDict[str, _Lane[Item]] = OrderedDict()
-        self._size = 0
+    def __init__(self) -> None:
+        self._root = _Lane[Item]()
 
     def __len__(self) -> int:
-        return self._size
+        return self._root.size
 
     def __iter__(self) -> Iterator[Item]:
-        """All of them, in no particular order."""
-        for lane in self._lanes.values():
-            yield from lane.items
+        return iter(self._root)
 
     def add(self, item: Item) -> None:
         """Put a request at the end of its client's; a new client comes last in the round."""
-        self._lane(item).items.add(item)
-        self._size += 1
+        self._lane(item).append(item)
 
     def put_back(self, item: Item) -> None:
         """Put a request that was set aside before its client's others."""
-        self._lane(item).items.put_back(item)
-        self._size += 1
+        self._lane(item).appendleft(item)
 
     def peek(self) -> Item:
         """The next request; there must be one."""
-        return self._next_lane().items.peek()
+        return self._next_path()[-1].items[0]
 
     def pop(self) -> Item:
-        """Take the next request."""
-        lane = self._next_lane()
-        item = lane.items.pop()
-        lane.credit -= item.num_prompt + FLAT_COST
-        self._took_one()
+        """Remove the next request, at its client's cost."""
+        path = self._next_path()
+        item = _remove_first(path)
+        for lane in path[1:]:
+            lane.credit -= item.num_prompt + FLAT_COST
         return item
 
     def set_aside(self) -> Item:
-        """Take the next request, to be put back."""
-        item = self._next_lane().items.set_aside()
-        self._took_one()
-        return item
+        """Remove the next request at no cost, to be put back."""
+        return _remove_first(self._next_path())
 
     def keep(self, wanted: frozenset[Item]) -> None:
-        """Drop all others."""
-        for lane in self._lanes.values():
-            lane.items.keep(wanted)
-        self._size = sum(len(lane.items) for lane in self._lanes.values())
-        if not self._size:
-            self._lanes.clear()
+        self._root.keep(wanted)
 
     def clear(self) -> None:
-        """Drop all."""
-        self._lanes.clear()
-        self._size = 0
+        self._root = _Lane()
 
-    def _lane(self, item: Item) -> _Lane[Item]:
-        name = item.client[self._depth] if len(item.client) > self._depth else ""
-        if name not in self._lanes:
-            self._lanes[name] = _Lane(self._depth)
-        return self._lanes[name]
+    def _lane(self, item: Item) -> deque[Item]:
+        """Where a request goes; it is counted on the way there."""
+        lane = self._root
+        lane.size += 1
+        for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
+            lane = lane.lanes.setdefault(name, _Lane())
+            lane.size += 1
+        return lane.items
 
-    def _took_one(self) -> None:
-        self._size -= 1
-        if not self._size:
-            self._lanes.clear()
+    def _next_path(self) -> list[_Lane[Item]]:
+        assert len(self), "the queue is empty"
+        path = [self._root]
+        for _ in range(NUM_NAMES):
+            path.append(path[-1].next())
+        return path
 
-    def _next_lane(self) -> _Lane[Item]:
-        """The first with credit. Lanes without requests stay only until their debt is paid."""
-        assert self._size, "the queue is empty"
-        while True:
-            name, lane = next(iter(self._lanes.items()))
-            if len(lane.items) and lane.credit > 0:
-                return lane
-            if lane.credit > 0:
-                del self._lanes[name]
-                continue
-            lane.credit += QUANTUM
-            self._lanes.move_to_end(name)
+
+def _remove_first(path: list[_Lane[Item]]) -> Item:
+    item = path[-1].items.popleft()
+    for lane in path:
+        lane.resize(lane.size - 1)
+    return item

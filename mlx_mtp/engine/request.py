@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: token ids, nothing of HTTP or text."""
+"""Requests and outputs of the engine: token ids, no HTTP and no text."""
 
 from __future__ import annotations
 
@@ -15,35 +15,23 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate.
+    """One sequence to generate."""
 
-    Args:
-        request_id: unique among the requests in the engine.
-        prompt_token_ids: at least one id, each below the tokenizer's vocabulary.
-        sampling: how to sample; validated by `Engine.submit`.
-        num_draft_tokens: drafts per step for this request, 0 to 8; None leaves them to the engine.
-            They change nothing but the speed.
-        grammar: `sampling.grammar`, compiled.
-        client: whose it is, the most trusted name first (see `FairQueue`); empty: nobody's in
-            particular. Waiting requests of different clients take turns.
-        cache_salt: it uses only what requests with the same salt left in the prefix cache.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    request_id: str  # unique among the requests in the engine
+    prompt_token_ids: tuple[int, ...]  # at least one, each below the tokenizer's vocabulary
+    sampling: SamplingParams  # validated by `Engine.submit`
     _: KW_ONLY
-    num_draft_tokens: int | None = None
-    grammar: Grammar | None = None
-    client: tuple[str, ...] = ()
-    cache_salt: str = ""
+    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None leaves them to the engine
+    grammar: Grammar | None = None  # `sampling.grammar`, compiled
+    client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
+    cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
-    """Check what a request says of its drafts.
+    """Check a request's number of drafts.
 
     Raises:
-        InvalidRequestError: it is out of range, or there is nothing to draft with.
+        InvalidRequestError: it is out of range, or there is no source of drafts.
     """
     if wanted is None:
         return
@@ -61,38 +49,26 @@ def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural log) at one position, of the model's unprocessed distribution.
+    """Log-probabilities (natural log) at one position, of the model's unprocessed distribution."""
 
-    Args:
-        logprob: of the token that was taken.
-        top: (token id, logprob) of the most probable tokens, best first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+    logprob: float  # of the token that was drawn
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most probable, best first
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step brought for one request. The last one has a finish reason.
+    """What one request gets of one step.
 
-    Args:
-        token_ids: new tokens, in order. The token that stops the sequence, if one did, is the last.
-        logprobs: one per token when the request asked for them, else empty.
-        finish_reason: None while the sequence goes on. "stop": an end-of-sequence or stop id;
-            "length": max_tokens or the context is used up; "error": see `error`.
-        error: set when finish_reason is "error".
-        num_draft_tokens: drafts verified for this request in this step.
-        num_accepted_tokens: how many of them the model agreed with.
-        num_reused_tokens: with the first tokens, how many of the prompt's came from the prefix
-            cache.
+    The last output of a request has a finish reason: "stop" for an end-of-sequence or stop id,
+    which is then the last of `token_ids`; "length" if max_tokens or the context is used up; "error"
+    with `error`.
     """
 
     request_id: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    token_ids: tuple[int, ...] = ()  # new tokens, in order
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asked for them
     finish_reason: FinishReason | None = None
     error: MlxMtpError | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_reused_tokens: int = 0
+    num_draft_tokens: int = 0  # drafts verified for this request in this step
+    num_accepted_tokens: int = 0  # how many of them were accepted
+    num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output

@@ -1,57 +1,48 @@
 """Runs the model over what the scheduler planned: launches now, reads later.
 
-One decoding step, on the device from end to end:
+One decode step, on the device from end to end:
 
     verify    trunk over [last token, drafts]
     sample    the model's own token after each position
     accept    the drafts up to the first that differs from it, and one token more
     commit    every cache keeps that many of its new rows
-    draft     head over the kept rows, then its own recursion
+    draft     the proposer's drafts for the next window
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.batches import Batches
-from mlx_mtp.engine.chunk import ChunkArrays
-from mlx_mtp.engine.faults import step_error
-from mlx_mtp.engine.plan import Plan, PrefillChunk, RowResult
+from mlx_mtp.engine.batch import Batch, Batches
+from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.window import Launched, row_results
-from mlx_mtp.errors import StepError, StepMemoryError
+from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
+from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.guide import Guide
 from mlx_mtp.speculative.acceptance import accept
-from mlx_mtp.speculative.proposer import Proposer
+from mlx_mtp.speculative.draft_sources import DraftProposer
 
 logger = logging.getLogger(__name__)
 
-_TIDY_STEPS = 256
+_CLEAR_STEPS = 256
 
 
 class ModelRunner:
-    """Runs what the scheduler planned, on one model.
+    """Runs planned steps on one model; without a proposer it decodes plainly.
 
-    Args:
-        model: the loaded model.
-        proposer: where drafts come from; None for plain decoding.
-        vocab_size: of the tokenizer; ids at or above it are never sampled.
-        prefixes: the prefix cache; None: nothing is saved, and no prompt begins with what was.
-
-    Attributes:
-        batches: all rows on the device.
+    Token ids at or above `vocab_size`, the tokenizer's, are never sampled.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        proposer: Proposer | None,
+        proposer: DraftProposer | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
     ) -> None:
@@ -63,52 +54,59 @@ class ModelRunner:
         self._num_steps = 0
         self._failed_last = False
 
-    def run(self, plan: Plan) -> list[Launched]:
-        """Launch a plan. A failure comes back as the result of the rows it hit."""
-        self.batches.forget(plan.live)
-        self._tidy(plan)
+    def run(self, plan: StepPlan) -> list[InFlightStep]:
+        """Launch a plan. A failure is returned as a step that ends its rows with an error."""
+        self.batches.prune(plan.live)
+        self._clear_cache(plan)
+        depth = plan.num_draft_tokens
         launched = []
-        if plan.chunk is not None:
-            chunk, rows = plan.chunk, tuple(s for s, _, _ in plan.chunk.rows)
-            depth = plan.num_draft_tokens
+        if (chunk := plan.chunk) is not None:
+            rows = tuple(s for s, _, _ in chunk.rows)
             launched.append(self._guard(rows, lambda: self._prefill(chunk, depth)))
         if plan.decode:
-            rows = plan.decode
-            launched.append(self._guard(rows, lambda: self._decode(rows, plan.num_draft_tokens)))
+            launched.append(self._guard(plan.decode, lambda: self._decode(plan.decode, depth)))
         return launched
 
-    def read(self, launched: Iterable[Launched]) -> list[RowResult]:
-        """Wait for windows and read what they brought."""
-        results: list[RowResult] = []
-        for window in launched:
+    def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
+        """Wait for steps and read them; a failure on the device ends the rows with an error."""
+        steps = []
+        for step in launched:
+            steps.append(step)
             try:
-                results += row_results(window)
+                step.read()
             except Exception as error:
                 logger.exception("A step failed on the device")
-                results += self._failed(window, error)
+                step.fail(self._as_step_error(error))
+                dropped = self.batches.drop(step.sequences)
+                others = tuple(s for s in dropped if s not in step.sequences)
+                steps.append(_failed(others, step.error))
             else:
                 if self._prefixes is not None:
-                    self._prefixes.commit(window.saves)
-        return results
+                    self._prefixes.commit(step.saves)
+        return steps
 
-    def release(self) -> None:
-        """Let go of all rows, and give freed buffers back: nothing runs, and nobody waits."""
-        self.batches.clear()
-        mx.clear_cache()
-
-    def save_ends(self, ended: Iterable[Sequence]) -> None:
-        """Copy the caches of rows whose end was just read; `settle` takes the copies in."""
-        rows, running = frozenset(ended), self.batches.decoding
-        if self._prefixes is not None and running is not None and rows:
-            self._prefixes.save_ends(running, rows)
+    def save_ends(self, steps: Iterable[InFlightStep]) -> None:
+        """Copy the caches of rows that have just ended; `settle` puts them into the cache."""
+        running = self.batches.decoding
+        if self._prefixes is None or running is None:
+            return
+        rows = (row for step in steps for row in zip(step.sequences, step.finished, step.token_ids))
+        ended = {s for s, finished, tokens in rows if finished and tokens and s.ended}
+        if ended:
+            self._prefixes.save_ends(running, ended)
 
     def settle(self) -> None:
-        """Take in the ends of answers, so that the next lookup finds them."""
+        """Put the copied ends of answers into the prefix cache, for the next lookup."""
         if self._prefixes is not None:
             self._prefixes.settle()
 
-    def _prefill(self, chunk: PrefillChunk, num_draft_tokens: int) -> Launched:
-        """One chunk of prompts; rows whose prompt ends in it get their first token and drafts."""
+    def release(self) -> None:
+        """Drop all rows and return freed buffers: the engine is idle."""
+        self.batches.clear()
+        mx.clear_cache()
+
+    def _prefill(self, chunk: PrefillChunk, num_draft_tokens: int) -> InFlightStep:
+        """One chunk of prompts; rows with a prompt that ends in it get a first token and drafts."""
         sequences = tuple(s for s, _, _ in chunk.rows)
         batch = self.batches.prefilling.pop(chunk.group, None)
         # The rows of a group all begin with a prefix, or none does.
@@ -117,34 +115,38 @@ class ModelRunner:
         limit = max(s.max_cached for s in sequences) + arrays.tokens.shape[1]
         batch = batch or self._new_batch(sequences)
         assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
-        if warm and not self._restore(batch, limit):
-            return Launched((), (), is_prefill=True)
+        if warm and self._prefixes is not None and not self._prefixes.restore(batch, limit):
+            for sequence in sequences:
+                sequence.restart()
+            return InFlightStep((), (), is_prefill=True)
 
         start = batch.cache.offset - arrays.before
         hidden = self._chunk_hidden(batch, arrays, limit)
         num_kept = mx.array(arrays.lengths)
         batch.keep_hidden(hidden, num_kept)
-        targets, launched = self._first_tokens(batch, arrays, start + num_kept)
-        depth = num_draft_tokens if arrays.is_last.any() else 0
-        self._propose(batch, hidden, targets, start, num_kept, depth, limit)
-
-        self._start(batch, launched)
+        step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
+        targets = mx.array(arrays.following)
+        if arrays.is_last.any():
+            targets = self._first_tokens(batch, step, arrays, start + num_kept, targets)
+        else:
+            num_draft_tokens = 0
+        self._finish(
+            batch,
+            step,
+            hidden=hidden,
+            targets=targets,
+            start=start,
+            num_kept=num_kept,
+            num_draft_tokens=num_draft_tokens,
+            limit=limit,
+        )
         if self._prefixes is not None:
-            launched.saves.extend(self._prefixes.save_prompts(batch))
-        self.batches.file(chunk.group, batch, arrays.is_last.tolist())
-        return launched
-
-    def _restore(self, batch: Batch, limit: int) -> bool:
-        """Fill a new batch with its rows' prefixes; if that fails, their prompts start anew."""
-        assert self._prefixes is not None
-        restored = self._prefixes.restore(batch, limit)
-        if not restored:
-            for sequence in batch.sequences:
-                sequence.restart()
-        return restored
+            step.saves.extend(self._prefixes.save_prompts(batch))
+        self.batches.store(chunk.group, batch, arrays.is_last.tolist())
+        return step
 
     def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, limit: int) -> mx.array:
-        """Post-norm hidden states of a chunk, [B, T, H]; nothing runs if they are all known."""
+        """Post-norm hidden states of a chunk, [B, T, H]; nothing runs if all are known."""
         known = batch.last_hidden
         tokens = mx.array(arrays.tokens)[:, arrays.before :]
         if not tokens.shape[1]:
@@ -156,46 +158,30 @@ class ModelRunner:
         return mx.concatenate([known, hidden], axis=1) if arrays.before else hidden
 
     def _first_tokens(
-        self, batch: Batch, arrays: ChunkArrays, end: mx.array
-    ) -> tuple[mx.array, Launched]:
-        """Draw the token after each prompt that ends in this chunk.
+        self,
+        batch: Batch,
+        step: InFlightStep,
+        arrays: ChunkArrays,
+        end: mx.array,
+        following: mx.array,
+    ) -> mx.array:
+        """Draw the token at `end` (int32 [B]) of each prompt that ends in this chunk.
 
-        Args:
-            batch: the chunk's rows, with the hidden state of its last position.
-            arrays: the chunk.
-            end: absolute position after the chunk, int32 [B].
-
-        Returns:
-            The token after each position, int32 [B, T], and what to read later.
+        Returns `following`, int32 [B, T], with these tokens.
         """
-        rows, lengths = tuple(batch.sequences), tuple(arrays.num_computed.tolist())
-        targets = mx.array(arrays.following)
-        batch.guide = Guide(s.constraint if d else None for s, d in zip(rows, arrays.is_last))
-        if not arrays.is_last.any():
-            return targets, Launched(rows, lengths, is_prefill=True)
         done = mx.array(arrays.is_last)
+        rows = zip(batch.sequences, arrays.is_last)
+        batch.guide = Guide(s.constraint if last else None for s, last in rows)
         at_end = mx.array(arrays.lengths - 1)[:, None]
         window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
         logits = self._model.logits(batch.last_hidden)
-        drawn = batch.draw(logits, end[:, None], window)
-        verdict = accept(
-            drawn,
-            window,
-            stop_ids=batch.stop_ids,
-            remaining=batch.remaining,
-            finished=~done,
-        )
-        batch.settle(verdict, drawn)
-        batch.ended = verdict.finished & done
-        known = mx.take_along_axis(targets, at_end, axis=1)
-        following = mx.where(done[:, None], drawn, known)
-        targets = mx.put_along_axis(targets, at_end, following, axis=1)
-        logprobs = batch.sampler.logprobs(logits, drawn)
-        errors = batch.guide.errors()
-        return targets, Launched(rows, lengths, True, drawn, verdict, logprobs, row_errors=errors)
+        step.drawn = self._draw(batch, logits, end[:, None], window, finished=~done)
+        step.row_errors = batch.guide.errors()
+        known = mx.take_along_axis(following, at_end, axis=1)
+        newest = mx.where(done[:, None], step.drawn.tokens, known)
+        return mx.put_along_axis(following, at_end, newest, axis=1)
 
-    def _decode(self, wanted: tuple[Sequence, ...], num_draft_tokens: int) -> Launched:
-        """One step of every running row."""
+    def _decode(self, wanted: tuple[Sequence, ...], num_draft_tokens: int) -> InFlightStep:
         batch = self.batches.gather(wanted)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
         length = window.shape[1]
@@ -208,107 +194,101 @@ class ModelRunner:
         hidden = self._model.hidden(window, batch.cache)
         logits = self._model.logits(hidden)
         batch.guide = Guide(s.constraint for s in batch.sequences)
-        targets = batch.draw(logits, start[:, None] + 1 + mx.arange(length), window)
-        verdict = accept(
-            targets,
-            window,
-            stop_ids=batch.stop_ids,
-            remaining=batch.remaining,
-            finished=batch.ended,
-            num_drafts=batch.draft_limits(),
-        )
-        num_drafts = tuple(batch.num_drafts)
-        batch.cache.commit(verdict.num_kept)
-        batch.settle(verdict, targets)
-        batch.keep_hidden(hidden, verdict.num_kept)
-        self._propose(batch, hidden, targets, start, verdict.num_kept, num_draft_tokens, limit)
-
+        positions = start[:, None] + 1 + mx.arange(length)
+        drawn = self._draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        num_kept = drawn.accepted.num_kept
+        batch.cache.commit(num_kept)
+        batch.keep_hidden(hidden, num_kept)
         rows = tuple(batch.sequences)
-        logprobs = batch.sampler.logprobs(logits, targets)
-        launched = Launched(
-            rows,
-            (length,) * len(rows),
-            tokens=targets,
-            verdict=verdict,
-            logprobs=logprobs,
-            num_drafts=num_drafts,
-            num_proposed=batch.drafts.shape[1],
-            row_errors=batch.guide.errors(),
-        )
-        self._start(batch, launched)
-        return launched
-
-    def _propose(
-        self,
-        batch: Batch,
-        hidden: mx.array,
-        targets: mx.array,
-        start: mx.array,
-        num_kept: mx.array,
-        num_draft_tokens: int,
-        limit: int,
-    ) -> None:
-        if self._proposer is None or batch.draft_state is None:
-            return
-        drafts = self._proposer.propose(
-            batch.draft_state,
+        step = InFlightStep(rows, (length,) * len(rows), num_drafts=batch.num_drafts, drawn=drawn)
+        self._finish(
+            batch,
+            step,
             hidden=hidden,
-            targets=targets,
+            targets=drawn.tokens,
             start=start,
             num_kept=num_kept,
             num_draft_tokens=num_draft_tokens,
             limit=limit,
-            sampler=batch.make_drafter(),
         )
-        batch.set_drafts(drafts)
+        step.row_errors = batch.guide.errors()
+        return step
+
+    def _draw(
+        self,
+        batch: Batch,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        finished: mx.array,
+        num_drafts: mx.array | None = None,
+    ) -> Drawn:
+        """Draw the model's own tokens after a window, and accept its drafts as far as they agree.
+
+        Args:
+            batch: the rows.
+            logits, positions: [B, T, V] and int32 [B, T], of the tokens to draw.
+            window: int32 [B, T], the last token and T-1 drafts.
+            finished, num_drafts: see `accept`.
+        """
+        tokens = batch.draw(logits, positions, window)
+        accepted = accept(
+            tokens,
+            window,
+            stop_ids=batch.stop_ids,
+            remaining=batch.remaining,
+            finished=finished,
+            num_drafts=num_drafts,
+        )
+        batch.advance(accepted, tokens)
+        return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
+
+    def _finish(self, batch: Batch, step: InFlightStep, **window: Any) -> None:
+        """Propose drafts (see `DraftProposer.propose`), and start the device on all of the step."""
+        if self._proposer is not None:
+            sampler = batch.draft_sampler()
+            batch.set_drafts(self._proposer.propose(batch.draft_state, sampler=sampler, **window))
+        step.num_proposed = batch.drafts.shape[1]
+        mx.async_eval(*batch.arrays(), step.drawn or ())
+        for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
+            sequence.launched(num_positions)
 
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
         state = None
         if self._proposer is not None:
-            state = self._proposer.make_state([s.request_id for s in sequences])
+            ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
+            state = self._proposer.make_state(ids, prompts)
         cache = self._model.make_cache(len(sequences))
         return Batch(sequences, cache, state, self._vocab_size)
 
-    def _start(self, batch: Batch, launched: Launched) -> None:
-        """Set the device to work on a window and on the state it leaves."""
-        read_later = (launched.tokens, *(launched.verdict or ()), *(launched.logprobs or ()))
-        mx.async_eval(*batch.arrays(), *(a for a in read_later if a is not None))
-        for sequence, num_positions in zip(launched.sequences, launched.num_positions, strict=True):
-            sequence.launched(num_positions)
-
-    def _tidy(self, plan: Plan) -> None:
-        """Give freed buffers back now and then; mlx keeps them for reuse without a bound."""
+    def _clear_cache(self, plan: StepPlan) -> None:
+        """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        due = plan.empty or plan.chunk is not None or self._num_steps % _TIDY_STEPS == 0
+        due = plan.empty or plan.chunk is not None or self._num_steps % _CLEAR_STEPS == 0
         if due or self._failed_last:
             mx.clear_cache()
         self._failed_last = False
 
-    def _guard(self, rows: tuple[Sequence, ...], launch: Callable[[], Launched]) -> Launched:
+    def _guard(
+        self, rows: tuple[Sequence, ...], launch: Callable[[], InFlightStep]
+    ) -> InFlightStep:
         try:
             return launch()
         except Exception as error:
             logger.exception("A step failed while it was launched")
-            for sequence in rows:
-                sequence.launched(0)
             self.batches.drop(rows)
-            return Launched(rows, (0,) * len(rows), error=self._as_step_error(error))
-
-    def _failed(self, window: Launched, error: Exception) -> list[RowResult]:
-        """Results of a window that failed, and of all rows whose state now depends on it."""
-        others = [s for s in self.batches.drop(window.sequences) if s not in window.sequences]
-        for sequence in others:
-            sequence.launched(0)
-        rows = [*zip(window.sequences, window.num_positions), *((s, 0) for s in others)]
-        told = self._as_step_error(error)
-        return [RowResult(s, n, error=told) for s, n in rows]
+            return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: Exception) -> StepError:
-        """What the requests of a failed step end with."""
-        # Its buffers are free once the error, which holds on to them, has been dealt with.
+        # Its buffers are free once the error, which refers to them, has been handled.
         self._failed_last = True
-        told = step_error(error)
-        if isinstance(told, StepMemoryError) and self._prefixes is not None:
-            # The one thing here that can be done without.
-            self._prefixes.clear()
-        return told
+        reported = step_error(error)
+        if isinstance(reported, StepMemoryError) and self._prefixes is not None:
+            self._prefixes.clear()  # The only memory that can be given up.
+        return reported
+
+
+def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:
+    for sequence in rows:
+        sequence.launched(0)
+    return InFlightStep(rows, (0,) * len(rows), error=error)

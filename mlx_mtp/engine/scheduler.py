@@ -1,8 +1,8 @@
 """Which rows take part in the next step. No arrays, no model: policy alone.
 
 A prompt is cut into chunks at multiples of `prefill_step_size`. Every plan holds at most one chunk
-and one decode step, so a long prompt never stops the running streams for more than one chunk.
-Groups of prompts take turns, so a short prompt need not wait for the end of a long one.
+and one decode step, so a long prompt delays the running streams by one chunk at a time. Groups of
+prompts take turns, so a short prompt need not wait for the end of a long one.
 """
 
 from __future__ import annotations
@@ -13,23 +13,20 @@ from collections.abc import Iterable
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.fair_queue import FairQueue
-from mlx_mtp.engine.plan import Plan, PrefillChunk, RowResult
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.stats import PrefixCacheStats
+from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
+from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.speculative.acceptance import SpeculationCounters
 from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
 
 class Scheduler:
-    """Admits requests, forms prefill groups, and says what the next step is.
+    """Admits requests, forms prefill groups, plans steps, and updates requests from their results.
 
-    Args:
-        config: limits of rows and of a chunk.
-        depth: how many drafts a step proposes.
-        reuse: of prefixes; None: every prompt is computed.
-        memory: which rows there is memory for; None: for any.
+    Without `reuse` every prompt is computed; without `memory` any rows may run together.
     """
 
     def __init__(
@@ -44,106 +41,146 @@ class Scheduler:
         self._reuse = reuse
         self._memory = memory
         self._waiting = FairQueue[Sequence]()
-        # Set aside when their turn came: their prefix is being computed with another's, or read.
+        # Set aside when their turn came: another request computes their prefix, or it is read.
         self._held: list[Sequence] = []
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
         self._next_group = 0
         self._last_size = 0
-
-    @property
-    def depths(self) -> dict[int, int]:
-        """The depth chosen last for each batch size that has run."""
-        return self._depth.choices()
-
-    @property
-    def parked(self) -> bool:
-        """The last step was planned without drafts."""
-        return self._depth.choices().get(self._last_size) == 0
+        self._counters = SpeculationCounters()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests not admitted yet."""
         return len(self._waiting) + len(self._held)
 
     @property
     def num_running(self) -> int:
-        """Rows admitted and not finished."""
         return sum(1 for s in self._admitted() if not s.finished)
 
     @property
     def idle(self) -> bool:
-        """No request is here."""
         return self.num_waiting == 0 and self.num_running == 0
 
     @property
     def seconds_left(self) -> float:
-        """For how long a read from the disk is waited for at most, from now on."""
+        """How long a read from the disk is waited for at most."""
         return 0.0 if self._reuse is None else self._reuse.seconds_left
 
+    def stats(self) -> EngineStats:
+        counters, depths = self._counters, self._depth.choices()
+        return EngineStats(
+            num_requests_running=self.num_running,
+            num_requests_waiting=self.num_waiting,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=counters.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(counters.num_accepted_tokens_per_pos),
+            depths=tuple(sorted(depths.items())),
+            parked=depths.get(self._last_size) == 0,
+            prefix_cache=PrefixCacheStats() if self._reuse is None else self._reuse.stats(),
+        )
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; clients take turns (see `FairQueue`)."""
         self._waiting.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request wherever it stands; unknown ids are ignored."""
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if sequence.request_id == request_id:
                 sequence.status = Status.FINISHED
-        for sequence in (*self._waiting, *self._held):
-            if sequence.finished and self._reuse is not None:
-                self._reuse.release(sequence)
+                self._release(sequence)
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
         self._held = [s for s in self._held if not s.finished]
 
-    def schedule(self) -> Plan:
-        """The next step."""
-        self._forget_finished()
-        self._admit()
-        chunk = self._next_chunk()
-        decode = tuple(s for s in self._running if s.status is Status.DECODING)
-        if all(s.surely_finished for s in decode):
-            decode = ()
-        if chunk:
-            for sequence, start, length in chunk.rows:
-                sequence.num_computed = start + length
-                sequence.begun = True
-        live = frozenset(s for s in self._admitted() if not s.finished)
-        return Plan(chunk, decode, self._num_draft_tokens(chunk, decode), live)
-
-    def update(
-        self, results: Iterable[RowResult], seconds: float | None = None
-    ) -> list[RequestOutput]:
-        """Take in what a step brought, and say what each request gets of it.
-
-        Args:
-            results: of the step's rows.
-            seconds: what the step cost; None where that can't be told.
-        """
-        results = list(results)
-        self._learn(results, seconds)
-        return [output for result in results if (output := self._take(result)) is not None]
-
-    def ends(self, results: Iterable[RowResult]) -> list[Sequence]:
-        """The rows that ended by themselves in a step that `update` took in, to be saved."""
-        if self._reuse is None:
-            return []
-        return [r.sequence for r in results if r.finished and r.token_ids and r.sequence.ended]
-
-    def prefix_stats(self) -> PrefixCacheStats:
-        """Of the prefix cache."""
-        return PrefixCacheStats() if self._reuse is None else self._reuse.stats()
-
     def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
-        """End every request with an error."""
         everyone = (*self._waiting, *self._held, *self._admitted())
-        unfinished = [s for s in everyone if not s.finished]
         self._waiting.clear()
         self._held.clear()
-        if self._reuse is not None:
-            for sequence in everyone:
-                self._reuse.release(sequence)
-        return [_failed(s, error) for s in unfinished]
+        for sequence in everyone:
+            self._release(sequence)
+        return [_failed(s, error) for s in everyone if not s.finished]
+
+    def schedule(self) -> StepPlan:
+        self._drop_finished()
+        self._admit()
+        chunk = self._next_chunk()
+        decode = tuple(self._running)
+        if all(s.surely_finished for s in decode):
+            decode = ()
+        live = frozenset(s for s in self._admitted() if not s.finished)
+        return StepPlan(chunk, decode, self._num_draft_tokens(chunk, decode), live)
+
+    def update(
+        self, steps: Iterable[InFlightStep], seconds: float | None = None
+    ) -> list[RequestOutput]:
+        """Update the requests from steps that have been read, and return what each of them gets.
+
+        `seconds` is the cost of the one step; None where it is not known, or there are several.
+        """
+        outputs = []
+        for step in steps:
+            self._observe(step, seconds)
+            rows = (self._update_row(step, row) for row in range(len(step.sequences)))
+            outputs += [output for output in rows if output is not None]
+        return outputs
+
+    def _observe(self, step: InFlightStep, seconds: float | None) -> None:
+        """Count a step, and report a decode step to the depth policy."""
+        rows = [row for row in range(len(step.sequences)) if step.error_of(row) is None]
+        if step.is_prefill:
+            self._prompt_tokens += sum(step.num_positions[row] for row in rows)
+            return
+        outcomes = []
+        for row in rows:
+            num_drafts, num_accepted = step.num_drafts[row], step.num_accepted[row]
+            self._counters.observe(num_drafts, num_accepted)
+            if step.num_cached[row]:
+                # A row that ends with a recovered token has tried the draft in its place.
+                cut = step.finished[row] and step.num_cached[row] == num_accepted
+                drafting = step.sequences[row].drafting
+                outcomes.append(Outcome(drafting, num_drafts, num_accepted, cut=cut))
+        if rows:
+            depth = step.num_positions[rows[0]] - 1
+            self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds))
+
+    def _update_row(self, step: InFlightStep, row: int) -> RequestOutput | None:
+        sequence, tokens = step.sequences[row], step.token_ids[row]
+        sequence.read(step.num_positions[row], step.num_cached[row])
+        if sequence.finished:
+            return None
+        if (error := step.error_of(row)) is not None:
+            return _failed(sequence, error)
+        if not tokens:
+            return None
+        is_first = not sequence.output
+        sequence.output += tokens
+        self._generation_tokens += len(tokens)
+        if sequence.status is Status.PREFILLING:
+            self._start_decoding(sequence)
+        reason: FinishReason | None = None
+        if step.finished[row]:
+            sequence.status = Status.FINISHED
+            sequence.ended = True
+            reason = "stop" if tokens[-1] in sequence.stop_ids else "length"
+        return RequestOutput(
+            sequence.request_id,
+            tokens,
+            step.logprobs[row],
+            reason,
+            num_draft_tokens=step.num_drafts[row],
+            num_accepted_tokens=step.num_accepted[row],
+            num_reused_tokens=sequence.num_reused if is_first else 0,
+        )
+
+    def _start_decoding(self, sequence: Sequence) -> None:
+        for _, group in self._groups:
+            if sequence in group:
+                group.remove(sequence)
+        sequence.status = Status.DECODING
+        self._running.append(sequence)
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
         """Drafts for the next window of the rows that decode, or will when this step has run."""
@@ -155,66 +192,21 @@ class Scheduler:
         self._last_size = len(rows)
         return self._depth.depth(rows, steady=chunk is None)
 
-    def _learn(self, results: list[RowResult], seconds: float | None) -> None:
-        """Tell the policy of the depth what a decoding step brought."""
-        rows = [r for r in results if not r.is_prefill and r.error is None]
-        if not rows:
-            return
-        outcomes = [_outcome(r) for r in rows if r.num_kept]
-        depth = rows[0].num_positions - 1
-        self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds))
-
-    def _take(self, result: RowResult) -> RequestOutput | None:
-        sequence = result.sequence
-        sequence.read(result.num_positions, result.num_kept)
-        if sequence.finished:
-            return None
-        if result.error is not None:
-            return _failed(sequence, result.error)
-        if not result.token_ids:
-            return None
-        is_first = not sequence.output
-        sequence.output += result.token_ids
-        if sequence.status is Status.PREFILLING:
-            self._promote(sequence)
-        reason: FinishReason | None = None
-        if result.finished:
-            sequence.status = Status.FINISHED
-            sequence.ended = True
-            reason = "stop" if result.token_ids[-1] in sequence.stop_ids else "length"
-        return RequestOutput(
-            sequence.request_id,
-            result.token_ids,
-            result.logprobs,
-            reason,
-            num_draft_tokens=result.num_draft_tokens,
-            num_accepted_tokens=result.num_accepted_tokens,
-            num_reused_tokens=sequence.num_reused if is_first else 0,
-        )
-
-    def _promote(self, sequence: Sequence) -> None:
-        for _, group in self._groups:
-            if sequence in group:
-                group.remove(sequence)
-        sequence.status = Status.DECODING
-        self._running.append(sequence)
-
     def _admitted(self) -> Iterable[Sequence]:
         prefilling = (s for _, group in self._groups for s in group)
         return (*prefilling, *self._running)
 
-    def _forget_finished(self) -> None:
-        if self._reuse is not None:
-            for sequence in self._admitted():
-                # What was planned has been launched since, so its prefix has been used.
-                if sequence.finished or sequence.begun:
-                    self._reuse.release(sequence)
+    def _drop_finished(self) -> None:
+        for sequence in self._admitted():
+            # What was planned has been launched since, and so has copied its prefix.
+            if sequence.finished or sequence.begun:
+                self._release(sequence)
         self._running = [s for s in self._running if not s.finished]
         groups = ((n, [s for s in g if not s.finished]) for n, g in self._groups)
         self._groups = deque((number, group) for number, group in groups if group)
 
     def _admit(self) -> None:
-        """Form a group of the first waiting prompts whose padded chunk fits the step size.
+        """Form a group of the first waiting prompts, as long as their padded chunk fits the step.
 
         Only one group forms per step, and short prompts of about one length share a chunk, so that
         little of it is padding. Those that start after a cached prefix have groups of their own.
@@ -241,19 +233,17 @@ class Scheduler:
             self._next_group += 1
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The first that there is memory for; those that wait for their prefix are set aside.
-
-        None overtakes one that waits for memory alone (engine/admission.py).
-        """
-        reuse = self._reuse
+        """The first that there is memory for; those that wait for their prefix are set aside."""
+        reuse, memory = self._reuse, self._memory
         self._put_back()
         prefilling = [s for _, members in self._groups for s in members] + group
         while len(self._waiting):
             sequence = self._waiting.peek()
             if reuse is None or not reuse.held_back(sequence, prefilling):
-                if not self._has_memory((*self._admitted(), *group, sequence)):
-                    return None
-                # What could not be read after all, another may be computing.
+                rows = (*self._admitted(), *group, sequence)
+                if memory is not None and not memory.fits(rows):
+                    return None  # Nothing overtakes it (engine/admission.py).
+                # Another prompt may be computing what could not be read after all.
                 if reuse is None or not (
                     reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)
                 ):
@@ -262,21 +252,18 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
-        """Let those that need not wait any more take their client's turns again.
-
-        Not all at once when their wait is over: a burst that shares a prefix would then go before
-        every other client.
-        """
-        held, self._held = self._held, []
-        free: list[Sequence] = []
-        for sequence in held:
-            waits = self._reuse is not None and self._reuse.waits(sequence)
-            (self._held if waits else free).append(sequence)
-        for sequence in sorted(free, key=lambda s: s.number or 0, reverse=True):
+        """Queue those again that need not wait for a prefix any more, for their clients' turns."""
+        if self._reuse is None:
+            return
+        waiting = [s for s in self._held if self._reuse.waits(s)]
+        ready = [s for s in self._held if s not in waiting]
+        self._held = waiting
+        for sequence in sorted(ready, key=lambda s: s.number or 0, reverse=True):
             self._waiting.put_back(sequence)
 
-    def _has_memory(self, rows: Iterable[Sequence]) -> bool:
-        return self._memory is None or self._memory.fits(rows)
+    def _release(self, sequence: Sequence) -> None:
+        if self._reuse is not None:
+            self._reuse.release(sequence)
 
     def _next_chunk(self) -> PrefillChunk | None:
         step = self._config.prefill_step_size
@@ -286,18 +273,14 @@ class Scheduler:
             rows = tuple(
                 (s, s.num_computed, s.next_cut(step) - s.num_computed)
                 for s in group
-                if s.num_uncomputed or not s.begun
+                if s.num_computed < s.num_prompt or not s.begun
             )
             if rows:
+                for sequence, start, length in rows:
+                    sequence.num_computed = start + length
+                    sequence.begun = True
                 return PrefillChunk(number, rows)
         return None
-
-
-def _outcome(result: RowResult) -> Outcome:
-    # A row that ends with a recovered token has tried the draft in its place.
-    cut = result.finished and result.num_kept == result.num_accepted_tokens
-    drafts = result.num_draft_tokens, result.num_accepted_tokens
-    return Outcome(result.sequence.drafting, *drafts, cut=cut)
 
 
 def _failed(sequence: Sequence, error: MlxMtpError) -> RequestOutput:

@@ -1,70 +1,64 @@
-"""Counters of the engine, as one immutable snapshot."""
+"""What an engine reports of itself: its fixed properties, and counters as an immutable snapshot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
+
+from mlx_mtp.config import DraftTokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Properties that never change while an engine lives."""
+
+    vocab_size: int  # token ids are below this
+    eos_token_ids: tuple[int, ...]  # they end a sequence unless it ignores them
+    max_model_len: int  # most tokens of prompt and answer together
+    num_draft_tokens: DraftTokens  # per step where a request doesn't say; 0 when MTP is off
+    model_type: str  # as in config.json
+    mtp_enabled: bool  # there is a source of drafts
+    max_num_seqs: int  # rows that are computed at once
+    prefix_cache_size: int = 0  # its limit in bytes; 0: there is none
+    kv_cache_quantization: int | None = None  # bits of the KV in it; None: not quantized
+    prefix_cache_dir: Path | None = None  # None: in memory only
+    prefix_cache_dir_size: int = 0  # limit of the files in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """The prefix cache's totals and gauges; all 0 without one.
+    """Totals and gauges of the prefix cache; all 0 without one."""
 
-    Args:
-        queries: prompt tokens of admitted requests, which were looked up.
-        hits: those that were found and not computed.
-        nbytes: that it takes.
-        num_entries: prefixes in it that a prompt can go on from.
-        num_files: on the disk.
-        file_nbytes: that these take.
-        num_files_written: since the start.
-        num_files_dropped: since the start, as the disk is slow or full, or they are too large.
-    """
-
-    queries: int = 0
-    hits: int = 0
-    nbytes: int = 0
-    num_entries: int = 0
-    num_files: int = 0
-    file_nbytes: int = 0
+    queries: int = 0  # prompt tokens of admitted requests, which were looked up
+    hits: int = 0  # how many of them were found
+    nbytes: int = 0  # in memory
+    num_entries: int = 0  # prefixes that a prompt can continue
+    num_files: int = 0  # on the disk
+    file_nbytes: int = 0  # size of these
     num_files_written: int = 0
-    num_files_dropped: int = 0
+    num_files_dropped: int = 0  # the disk is slow or full, or they are too large
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Totals since the start, and the two gauges.
+    """Totals since the start, and gauges."""
 
-    Args:
-        num_requests_running: rows in a prefill or decode batch.
-        num_requests_waiting: requests not yet admitted.
-        prompt_tokens: prompt tokens computed.
-        generation_tokens: tokens given to requests.
-        num_drafts: verify windows that had at least one draft, counted per row.
-        num_draft_tokens: drafts verified.
-        num_accepted_tokens: drafts that were accepted.
-        num_accepted_tokens_per_pos: the same, by position in the window (from 0).
-        depths: (batch size, drafts per step chosen for it last), for the sizes that have run.
-        parked: the last step was planned without drafts.
-        num_restarts: how often the engine's thread has died and was started again.
-        prefix_cache: of the prefix cache.
-    """
-
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    depths: tuple[tuple[int, int], ...] = ()
-    parked: bool = False
-    num_restarts: int = 0
+    num_requests_running: int = 0  # rows in a prefill or decode batch
+    num_requests_waiting: int = 0  # not yet admitted
+    prompt_tokens: int = 0  # computed
+    generation_tokens: int = 0  # given to requests
+    num_drafts: int = 0  # verify windows that had at least one draft, counted per row
+    num_draft_tokens: int = 0  # drafts verified
+    num_accepted_tokens: int = 0  # drafts accepted
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # by position in the window, from 0
+    depths: tuple[tuple[int, int], ...] = ()  # (batch size, drafts per step chosen for it last)
+    parked: bool = False  # the last step was planned without drafts
+    num_restarts: int = 0  # how often the engine's thread died and was started again
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """These gauges, and the counters of both: an engine that was restarted counts on."""
+        """These gauges with the counters of both: a restarted engine continues to count."""
         pairs = zip_longest(
             self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos, fillvalue=0
         )

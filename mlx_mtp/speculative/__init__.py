@@ -1,1 +1,1 @@
-"""Drafts: where they come from, how many, and which are accepted."""
+"""Speculation: sources of drafts, their acceptance, and how many are proposed."""

@@ -1,29 +1,25 @@
-"""Which of a verify window's tokens each row keeps, decided on the device."""
+"""Which of a verify window's tokens each row keeps, decided on the device; and its counters."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
 
 
-class Verdict(NamedTuple):
-    """What came of a window.
+class AcceptResult(NamedTuple):
+    """What each row keeps of a window.
 
-    Args:
-        num_kept: int32 [B], tokens each row emits: the accepted drafts and one recovered or bonus
-            token, cut at a stop id or at the row's limit; 0 for rows that had finished before.
-        num_accepted: int32 [B], how many of the emitted tokens were drafts.
-        finished: bool [B], the row emits nothing from here on.
-        remaining: int32 [B], tokens each row may still emit.
-        last: int32 [B], the last token each row has emitted.
+    `num_kept` tokens are emitted: the accepted drafts and one recovered or bonus token, cut at a
+    stop id or at the row's limit; none by a row that had finished before.
     """
 
-    num_kept: mx.array
-    num_accepted: mx.array
-    finished: mx.array
-    remaining: mx.array
-    last: mx.array
+    num_kept: mx.array  # int32 [B]
+    num_accepted: mx.array  # int32 [B], how many of the emitted tokens were drafts
+    finished: mx.array  # bool [B], the row emits nothing from here on
+    remaining: mx.array  # int32 [B], tokens each row may still emit
+    last: mx.array  # int32 [B], the last token each row has emitted
 
 
 def accept(
@@ -34,11 +30,11 @@ def accept(
     remaining: mx.array,
     finished: mx.array,
     num_drafts: mx.array | None = None,
-) -> Verdict:
+) -> AcceptResult:
     """Compare drafts with the tokens that the model drew itself.
 
-    Token j of a row is right only if every draft before it was, so a row keeps the drafts up to
-    the first that differs, and the model's own token there.
+    Token j of a row is valid only if every draft before it is accepted, so a row keeps the drafts
+    up to the first that differs, and the model's own token there.
 
     Args:
         targets: int32 [B, T], the token drawn after each position of the window.
@@ -61,10 +57,32 @@ def accept(
     remaining = remaining - num_kept
     at_last = mx.maximum(num_kept - 1, 0)[:, None]
     newest = mx.take_along_axis(targets, at_last, axis=1)[:, 0]
-    return Verdict(
+    return AcceptResult(
         num_kept=num_kept,
         num_accepted=mx.minimum(num_agreed, num_kept),
         finished=finished | stopped | (remaining <= 0),
         remaining=remaining,
         last=mx.where(num_kept > 0, newest, window[:, 0]),
     )
+
+
+@dataclass
+class SpeculationCounters:
+    """Totals since the start (vLLM's names)."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        if num_draft_tokens == 0:
+            return
+        assert 0 <= num_accepted_tokens <= num_draft_tokens
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
+        for position in range(num_accepted_tokens):
+            per_pos[position] += 1

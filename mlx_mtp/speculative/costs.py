@@ -1,8 +1,8 @@
 """What a step costs, by batch size and depth: measured in use, and inferred where it was not.
 
-Only the ratios between the depths of one batch size decide anything. A machine that grows slow or
-hot, and a context that grows, change all depths together, so a depth is compared with the one that
-ran just before it, and what changes during a long stay at one depth is taken to change them all.
+Only the ratios between the depths of one batch size matter. A machine that becomes slow or hot, and
+a context that grows, change all depths together. So a depth is compared with the one that ran just
+before it, and a change during a long stay at one depth is applied to all of them.
 """
 
 from __future__ import annotations
@@ -11,57 +11,41 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-_READING = 8
-"""Steps whose median makes one reading: the low one, for a step is often late and never early."""
-_LEAST = 3
-"""Steps that a reading needs when the depth changes before it is full."""
-_RECENT = 64
-"""Readings further apart than so many steps are not compared: too much may have changed."""
+_READING = 8  # steps of a reading: their low median, for a step is often late and never early
+_LEAST = 3  # steps that a reading needs when the depth changes before it is full
+_RECENT = 64  # readings further apart are not compared: too much may have changed
 _LARGEST_SURPRISE = math.log(2.0)
 _MOST_TRUST = 8.0
-_STORED_TRUST = 1.0
-"""Of a cell from an earlier run."""
-_FORGETTING = 0.998
-"""What a reading leaves of the trust in the other depths of its batch size."""
-_DOUBT = 0.25
-"""Relative error that is possible where nothing was measured."""
-_SLOPE = 0.25
-"""Cost of a draft in plain steps, before anything is known."""
-_LONE = 1.5
-"""Trust below which a cell rests on one comparison, or on none for long."""
-_DONORS = 6
-_NEAR = 1.5
-_NEIGHBOUR_SHARE = 0.5
-"""Of the trust in a cell that a batch size up to 1.5 times off has where it has none itself."""
+_STORED_TRUST = 1.0  # of a cell from an earlier run
+_FORGETTING = 0.998  # factor of a reading on the trust in the other depths of its batch size
+_LONE = 1.5  # below this trust a cell rests on one comparison, or on an old one
+_DOUBT = 0.25  # possible relative error where nothing was measured
+_SLOPE = 0.25  # cost of a draft in plain steps, before anything is known
+_DONORS = 6  # batch sizes that missing costs are inferred from, at most
+_NEAR = 1.5  # a batch size up to this factor away lends its trust to one without measurements,
+_NEIGHBOUR_SHARE = 0.5  # in this share
 
-Seconds = dict[int, dict[int, float]]
-"""By batch size and depth."""
+Seconds = dict[int, dict[int, float]]  # by batch size and depth
 
 
-@dataclass
+@dataclass(slots=True)
 class _Cell:
-    """One batch size at one depth: log seconds, and how many comparisons they rest on."""
+    """One batch size at one depth."""
 
-    log: float
-    trust: float = 1.0
+    log: float  # of its seconds
+    trust: float = 1.0  # the number of comparisons behind it
 
 
-@dataclass
-class _Reading:
-    """The last reading of a batch size."""
-
+class _Reading(NamedTuple):
     depth: int
     log: float
     step: int
 
 
 class StepCosts:
-    """The table.
-
-    Args:
-        max_depth: K; depths are 0 to K.
-    """
+    """The table of costs, for depths 0 to `max_depth`."""
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
@@ -74,12 +58,7 @@ class StepCosts:
         self._inferred: dict[int, list[float]] = {}
 
     def observe(self, batch_size: int, depth: int, seconds: float | None) -> None:
-        """Take in the time of one step that verified and proposed `depth` drafts a row.
-
-        Args:
-            batch_size, depth: of its window.
-            seconds: None where its cost can't be told.
-        """
+        """Count a step that verified and proposed `depth` drafts a row; its cost may be unknown."""
         self._num_steps += 1
         if seconds is None:
             return
@@ -95,8 +74,14 @@ class StepCosts:
         if len(self._samples) == _READING:
             self._read()
 
+    def settle(self) -> None:
+        """Make a reading of the steps since the last one, if they are enough."""
+        if len(self._samples) >= _LEAST:
+            self._read()
+        self._samples.clear()
+
     def relative(self, batch_size: int) -> list[float]:
-        """The cost of a step at each depth from 0 to K, over that of a plain step."""
+        """The cost of a step at each depth from 0 to K, relative to a plain step."""
         if batch_size not in self._inferred:
             self._inferred[batch_size] = self._infer(batch_size)
         return self._inferred[batch_size]
@@ -111,34 +96,23 @@ class StepCosts:
         return _DOUBT / (1.0 + trust)
 
     def unconfirmed(self, batch_size: int) -> list[int]:
-        """Depths that were measured, but not twice: a single reading may be a mishap."""
+        """Depths that were measured, but not twice: a single reading may be wrong."""
         row = self._rows.get(batch_size, {})
         return [depth for depth, cell in row.items() if cell.trust < _LONE]
 
     def table(self) -> Seconds:
-        """What was measured."""
         return {
             size: {depth: math.exp(cell.log) for depth, cell in sorted(row.items())}
             for size, row in sorted(self._rows.items())
         }
 
     def load(self, table: Mapping[int, Mapping[int, float]]) -> None:
-        """Begin with what an earlier run measured.
-
-        Args:
-            table: as `table` gave it, all positive; depths above K are left out.
-        """
+        """Start with a `table` of an earlier run; too large depths are left out."""
         for size, row in table.items():
             depths = [depth for depth in row if depth <= self.max_depth]
             if depths:
                 self._rows[size] = {k: _Cell(math.log(row[k]), _STORED_TRUST) for k in depths}
         self._inferred.clear()
-
-    def settle(self) -> None:
-        """Make a reading of the steps since the last one, if they are enough."""
-        if len(self._samples) >= _LEAST:
-            self._read()
-        self._samples.clear()
 
     def _read(self) -> None:
         assert self._at is not None
@@ -156,14 +130,14 @@ class StepCosts:
                 ratios = self.relative(size)
                 expected = row[last.depth].log + math.log(ratios[depth] / ratios[last.depth])
                 row[depth] = _Cell(expected, trust=0.0)
-            _compare(row, depth, row[last.depth].log + log - last.log, last.depth)
+            _compare(row[depth], row[last.depth], log - last.log)
         for other, cell in row.items():
             cell.trust *= 1.0 if other == depth else _FORGETTING
         self._last[size] = _Reading(depth, log, self._num_steps)
         self._inferred.clear()
 
     def _infer(self, batch_size: int) -> list[float]:
-        """The measured cells laid over the shape of the nearest sizes, theirs over farther ones."""
+        """The shape of the nearest sizes, farthest first, each laid over the one before."""
         sizes = sorted(self._rows, key=lambda size: abs(math.log(size / batch_size)))[:_DONORS]
         shape = [math.log(1.0 + _SLOPE * depth) for depth in range(self.max_depth + 1)]
         for size in reversed(sizes):
@@ -172,24 +146,24 @@ class StepCosts:
 
 
 def _shift(row: dict[int, _Cell], depth: int, log: float) -> None:
-    """All depths of a size have changed by what this one has changed by."""
+    """Change all depths of a size by what this one has changed by."""
     cell = row.setdefault(depth, _Cell(log))
     change = log - cell.log
     for each in row.values():
         each.log += change
 
 
-def _compare(row: dict[int, _Cell], depth: int, log: float, other: int) -> None:
-    """A depth was measured just after another: the one that less is known of gives way."""
-    cell = row[depth]
-    moved, sign = (cell, 1.0) if cell.trust <= row[other].trust else (row[other], -1.0)
-    surprise = min(max(log - cell.log, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
+def _compare(cell: _Cell, other: _Cell, ratio: float) -> None:
+    """Update the less certain of two cells by their measured (log) ratio."""
+    surprise = other.log + ratio - cell.log
+    surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
+    moved, sign = (cell, 1.0) if cell.trust <= other.trust else (other, -1.0)
     moved.log += sign * surprise / (1.0 + moved.trust)
     moved.trust = min(moved.trust + 1.0, _MOST_TRUST)
 
 
 def _lay_over(shape: list[float], row: Mapping[int, _Cell]) -> list[float]:
-    """The measured depths as they are; the others off the shape as their neighbours are."""
+    """The measured depths as they are; between them the shape, shifted as its neighbours are."""
     known = sorted(row)
     off = {depth: row[depth].log - shape[depth] for depth in known}
     laid = []

@@ -1,4 +1,4 @@
-"""How many drafts a step proposes: what a policy is asked and told, and the fixed one."""
+"""How many drafts a step proposes: the interface of a depth policy, and the fixed one."""
 
 from __future__ import annotations
 
@@ -11,100 +11,73 @@ from mlx_mtp.speculative.rates import RowRates
 
 
 @dataclass(eq=False, slots=True)
-class Row:
-    """What a policy knows of one row.
+class DraftRow:
+    """What a depth policy knows of one row."""
 
-    Args:
-        fixed: the drafts a step that its request asked for; None leaves them to the policy.
-        rates: how often its drafts were accepted.
-    """
-
-    fixed: int | None = None
+    fixed: int | None = None  # the drafts per step that its request asked for
     rates: RowRates = field(default_factory=lambda: RowRates(MAX_DRAFT_TOKENS))
 
     def num_drafts(self, depth: int) -> int:
         """How many of a window's drafts count for this row.
 
-        A window is one rectangle, so drafts below the deepest row's cost nothing more: a row takes
-        them all unless its request wants fewer. Capping a row that is rarely right would win
-        nothing.
+        A window is one rectangle, so a row's drafts up to the depth of the deepest row cost nothing
+        more: a row uses them all unless its request wants fewer.
         """
         return depth if self.fixed is None else min(self.fixed, depth)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one row's window.
+    """What one row's window brought."""
 
-    Args:
-        row: whose.
-        num_drafts: drafts that counted.
-        num_accepted: how many of them were accepted.
-        cut: the row ended in this window, so the draft after these was not tried.
-    """
-
-    row: Row
-    num_drafts: int
+    row: DraftRow
+    num_drafts: int  # that counted
     num_accepted: int
-    cut: bool
+    cut: bool  # the row ended in this window, so the draft after these was not tried
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decoding step that has been read.
-
-    Args:
-        batch_size: rows of its window.
-        depth: drafts of its window.
-        outcomes: of the rows that had not ended before.
-        seconds: its cost; None where it can't be told (a prompt's chunk ran in it, rows came or
-            went, or it verified another depth than it proposed).
-    """
+    """A decode step that has been read."""
 
     batch_size: int
-    depth: int
-    outcomes: Sequence[Outcome]
-    seconds: float | None
+    depth: int  # drafts of its window
+    outcomes: Sequence[Outcome]  # of the rows that had not ended before
+    seconds: float | None  # its cost, where that is known (see `StepTimer`)
 
 
 class DepthPolicy(Protocol):
     """Chooses the depth of each step."""
 
-    def depth(self, rows: Sequence[Row], *, steady: bool) -> int:
+    def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         """How many drafts to propose for the next window of these rows, 0 or more.
 
         Args:
             rows: one or more.
-            steady: the step decodes and does nothing else, so that its cost can be measured.
+            steady: the step only decodes, so that its cost can be measured.
         """
 
     def observe(self, step: DecodeStep) -> None:
-        """A step has been read, one or two steps after it was planned."""
+        """Learn from a step, one or two steps after it was planned."""
 
     def choices(self) -> dict[int, int]:
         """The depth chosen last for each batch size that has run, probes left out."""
 
 
 class FixedDepth:
-    """The same depth always, but where a request asks for another.
-
-    Args:
-        num_draft_tokens: k.
-    """
+    """A `DepthPolicy` of one depth k, except where a request asks for another."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
         self._choices: dict[int, int] = {}
 
-    def depth(self, rows: Sequence[Row], *, steady: bool) -> int:
-        """See `DepthPolicy`."""
+    def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         depth = max(self._num_draft_tokens if r.fixed is None else r.fixed for r in rows)
         self._choices[len(rows)] = depth
         return depth
 
     def observe(self, step: DecodeStep) -> None:
-        """See `DepthPolicy`: nothing is learned."""
+        pass
 
     def choices(self) -> dict[int, int]:
-        """See `DepthPolicy`."""
         return self._choices

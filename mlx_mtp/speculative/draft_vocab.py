@@ -1,4 +1,4 @@
-"""The tokens that drafts may be: checks of a reduced draft vocabulary. No arrays here."""
+"""A reduced draft vocabulary: the only tokens that may be drafted. No arrays here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from mlx_mtp.errors import UsageError
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
-    """Ids in ascending order, each once and in range.
-
-    Args:
-        ids: in any order.
-        vocab_size: of the tokenizer; ids at or above it are never drawn, so never to be drafted.
-        source: what to call them in errors.
+    """Ids in ascending order; `source` names them in errors.
 
     Raises:
-        UsageError: there are none, or one is out of range or there twice.
+        UsageError: there are none, or one is out of range or occurs twice.
     """
     found: set[int] = set()
     for token in ids:

@@ -1,9 +1,9 @@
-"""Where drafts come from. The MTP head is one source; others can follow."""
+"""Drafts of the model's own multi-token-prediction head."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -13,139 +13,64 @@ from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.sampler import Drawing
 
-_MOST_LATE = 16
-"""Positions that the head's KV may be behind by while nothing is drafted."""
+logger = logging.getLogger(__name__)
 
+_MOST_DEFERRED = 16
+"""Positions that the head's KV may be behind while nothing is drafted."""
 
-class DraftState(Protocol):
-    """What a proposer keeps for the rows of one batch."""
-
-    def take(self, rows: Sequence[int]) -> DraftState:
-        """State of these rows alone, in the order given."""
-
-    def extend(self, other: DraftState) -> None:
-        """Append the other's rows."""
-
-    def prefix_kv(self) -> RaggedKVCache | None:
-        """KV that a cached prefix must hold besides the trunk's; None if there is none.
-
-        Row p is that of the hidden state at p and the token at p+1 (`cache/prefix_state.py`). That
-        of a new state may be filled.
-        """
-
-    def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
-
-
-class Proposer(Protocol):
-    """Drafts tokens for the rows of a batch."""
-
-    def make_state(self, request_ids: Sequence[str]) -> DraftState:
-        """State for rows that have not begun."""
-
-    def propose(
-        self,
-        state: DraftState,
-        *,
-        hidden: mx.array,
-        targets: mx.array,
-        start: mx.array,
-        num_kept: mx.array,
-        num_draft_tokens: int,
-        limit: int,
-        sampler: Drawing,
-    ) -> mx.array:
-        """Take in a window that was just computed, and draft what follows its kept part.
-
-        Args:
-            state: of these rows.
-            hidden: the trunk's post-norm hidden states of the window, [B, T, H].
-            targets: the token after each of the window's positions, int32 [B, T].
-            start: absolute position of the window's first token, int32 [B].
-            num_kept: how many of the window's positions are valid, int32 [B].
-            num_draft_tokens: k, how many to draft; 0 to take in the window alone.
-            limit: a bound of every row's length after the window.
-            sampler: draws the drafts with the noise that will draw the tokens themselves.
-
-        Returns:
-            int32 [B, k].
-        """
+Write = Callable[[RaggedKVCache, mx.array, mx.array, mx.array], object]
+"""Writes positions: (cache, hidden [B, T, H], targets int32 [B, T], start int32 [B])."""
 
 
 class HeadState:
-    """The head's own KV of the rows of a batch, and the positions it has yet to take in.
+    """The head's own KV of the rows of a batch, and the positions that are not written yet.
 
-    While nothing is drafted a step brings one position a row, and no one reads the head's KV. They
-    are kept and written together, so that a head that is not used costs next to nothing.
-
-    Args:
-        cache: the head's KV.
-        write: writes positions of all rows: (cache, hidden [B, T, H], targets int32 [B, T],
-            start int32 [B]).
+    While nothing is drafted a step adds one position a row, and the head's KV is not read. These
+    positions are deferred and written together, so that a parked head costs almost nothing.
     """
 
-    def __init__(
-        self,
-        cache: RaggedKVCache,
-        write: Callable[[RaggedKVCache, mx.array, mx.array, mx.array], object],
-    ) -> None:
+    def __init__(self, cache: RaggedKVCache, write: Write) -> None:
         self.cache = cache
         self._write = write
-        self._late: list[tuple[mx.array, mx.array]] = []
+        self._deferred: list[tuple[mx.array, mx.array]] = []
         self._start: mx.array | None = None
 
-    def put_off(self, hidden: mx.array, targets: mx.array, start: mx.array) -> None:
-        """Keep one position of each row for later; a row that has ended brings what is not read.
-
-        Args:
-            hidden: [B, 1, H].
-            targets: int32 [B, 1].
-            start: int32 [B].
-        """
+    def defer(self, hidden: mx.array, targets: mx.array, start: mx.array) -> None:
+        """Keep one position a row for later: hidden [B, 1, H], targets int32 [B, 1], start [B]."""
         if self._start is None:
             self._start = start
-        self._late.append((hidden, targets))
-        if len(self._late) == _MOST_LATE:
+        self._deferred.append((hidden, targets))
+        if len(self._deferred) == _MOST_DEFERRED:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Write what was put off. The cache must have room for it (`reserve`)."""
+        """Write the deferred positions. The cache must have room for them (`reserve`)."""
         if self._start is None:
             return
-        hidden, targets = (mx.concatenate(list(each), axis=1) for each in zip(*self._late))
+        hidden, targets = (mx.concatenate(list(each), axis=1) for each in zip(*self._deferred))
         self._write(self.cache, hidden, targets, self._start)
-        self._late, self._start = [], None
+        self._deferred, self._start = [], None
 
-    def take(self, rows: Sequence[int]) -> HeadState:
-        """See `DraftState`."""
+    def select(self, rows: mx.array) -> HeadState:
         self.catch_up()
-        return HeadState(self.cache.take(mx.array(list(rows), dtype=mx.int32)), self._write)
+        return HeadState(self.cache.select(rows), self._write)
 
-    def extend(self, other: DraftState) -> None:
-        """See `DraftState`."""
-        assert isinstance(other, HeadState)
+    def extend(self, other: HeadState) -> None:
         self.catch_up()
         other.catch_up()
         self.cache.extend(other.cache)
 
     def prefix_kv(self) -> RaggedKVCache:
-        """See `DraftState`."""
         self.catch_up()
         return self.cache
 
     def arrays(self) -> list[mx.array]:
-        """See `DraftState`."""
-        late = [a for position in self._late for a in position]
-        return [*self.cache.arrays(), *late, *([] if self._start is None else [self._start])]
+        deferred = [a for position in self._deferred for a in position]
+        return [*self.cache.arrays(), *deferred, *([] if self._start is None else [self._start])]
 
 
 class MTPProposer:
-    """Drafts with the model's own head.
-
-    Args:
-        model: a loaded model that has a head.
-        vocabulary: rows of lm_head to draft from; None for all of them.
-    """
+    """A `DraftProposer` with a model's head; `vocabulary` limits its tokens."""
 
     def __init__(self, model: LoadedModel, vocabulary: DraftHead | None = None) -> None:
         assert model.head is not None
@@ -154,13 +79,14 @@ class MTPProposer:
         self._lm_head = None if vocabulary is None else vocabulary.layer
         self._ids = None if vocabulary is None else vocabulary.ids
 
-    def make_state(self, request_ids: Sequence[str]) -> HeadState:
-        """See `Proposer`."""
+    def make_state(
+        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]] = ()
+    ) -> HeadState:
         return HeadState(RaggedKVCache(len(request_ids)), self._write)
 
     def propose(
         self,
-        state: DraftState,
+        state: HeadState,
         *,
         hidden: mx.array,
         targets: mx.array,
@@ -170,21 +96,17 @@ class MTPProposer:
         limit: int,
         sampler: Drawing,
     ) -> mx.array:
-        """See `Proposer`.
-
-        Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
-        are written from the trunk's true hidden states, over what a recursion guessed before.
-        """
-        assert isinstance(state, HeadState)
-        cache = state.cache
+        cache, none = state.cache, mx.zeros((targets.shape[0], 0), dtype=mx.int32)
         cache.reserve(limit + max(num_draft_tokens - 1, 0))
         if num_draft_tokens == 0 and targets.shape[1] == 1:
-            state.put_off(hidden, targets, start)
-            return mx.zeros((targets.shape[0], 0), dtype=mx.int32)
+            state.defer(hidden, targets, start)
+            return none
         state.catch_up()
+        # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
+        # are written from the trunk's true hidden states, over what the recursion wrote before.
         z = self._write(cache, hidden, targets, start)
         if num_draft_tokens == 0:
-            return mx.zeros((targets.shape[0], 0), dtype=mx.int32)
+            return none
         last = mx.maximum(num_kept - 1, 0)
         z = mx.take_along_axis(z, last[:, None, None], axis=1)
         token = mx.take_along_axis(targets, last[:, None], axis=1)
@@ -193,7 +115,7 @@ class MTPProposer:
     def _write(
         self, cache: RaggedKVCache, hidden: mx.array, targets: mx.array, start: mx.array
     ) -> mx.array:
-        """Take positions into the head's KV; returns their `MTPHead.join`, [B, T, H]."""
+        """Write positions to the head's KV; returns their `MTPHead.join`, [B, T, H]."""
         z = self._head.join(self._model.embed(targets), hidden)
         self._head.write(z, cache, start)
         return z
@@ -220,3 +142,14 @@ class MTPProposer:
             position = position + 1
             z = self._head.join(self._model.embed(drafts[-1]), m)
             self._head.write(z, cache, position)
+
+
+def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPProposer | None:
+    """The "mtp" source (see `SOURCES`); None for a model that was loaded without its head."""
+    if model.head is None:
+        return None
+    if draft_ids is None:
+        return MTPProposer(model)
+    vocabulary = DraftHead(model, draft_ids)
+    logger.info("The copy of lm_head's rows to draft with takes %.1f MB.", vocabulary.nbytes / 1e6)
+    return MTPProposer(model, vocabulary)

@@ -1,27 +1,20 @@
-"""How often drafts are accepted, by position: of one row, and of all rows that ever were.
+"""How often drafts are accepted, by position in the window: of one row, and of all rows.
 
 A position counts only where the drafts before it were accepted, so the rates are conditional, and
-their running product is the chance that a window is accepted so far.
+their running product is the chance that a window is accepted up to there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_FIRST_RATE = 0.8
-"""Of the first draft, before anything was seen."""
-_FIRST_TRIALS = 4.0
-"""What that is worth at the start; it is forgotten as real trials are."""
-_LAST_TRIALS = 0.5
-"""What it is worth when all trials are forgotten."""
-_DECLINE = 0.95
-"""What a position is expected to have of the rate of the one before it."""
-_NEIGHBOUR_TRIALS = 2.0
-"""What that is worth."""
-_FORGOTTEN = 1e-3
-"""Trials that aren't worth to be counted down any more."""
-_POOL_TRIALS = 3.0
-"""What all other rows are worth in the estimate of one."""
+_FIRST_RATE = 0.8  # prior of the first position
+_FIRST_TRIALS = 4.0  # its weight in trials at the start, forgotten as real trials are
+_LAST_TRIALS = 0.5  # its weight when all trials are forgotten
+_DECLINE = 0.95  # prior of another position, relative to the rate of the one before it
+_NEIGHBOUR_TRIALS = 2.0  # its weight
+_POOL_TRIALS = 3.0  # weight of the rate of all rows in that of one row
+_FORGOTTEN = 1e-3  # fewer trials are not decayed any more
 
 
 class Rates:
@@ -29,8 +22,8 @@ class Rates:
 
     Args:
         num_positions: K, positions of a window.
-        memory: what one trial of a position leaves of the older ones.
-        forgetting: what a step in which a position isn't tried leaves of its trials.
+        memory: factor on a position's counts for each trial of it.
+        forgetting: factor on a position's counts for each step in which it isn't tried.
     """
 
     def __init__(self, num_positions: int, *, memory: float, forgetting: float) -> None:
@@ -40,16 +33,7 @@ class Rates:
         self._passed = [0.0] * num_positions
 
     def observe(self, num_drafts: int, num_accepted: int, *, cut: bool) -> int:
-        """Count one window.
-
-        Args:
-            num_drafts: how many drafts it had, 0 to K.
-            num_accepted: how many of them were accepted.
-            cut: the row ended in it, so that the draft after these was not tried.
-
-        Returns:
-            How many positions were tried.
-        """
+        """Count one window (see `Outcome`); returns how many positions were tried."""
         num_tried = min(num_accepted + (not cut), num_drafts)
         for i in range(num_tried):
             self._tried[i] = self._tried[i] * self._memory + 1.0
@@ -57,10 +41,10 @@ class Rates:
         return num_tried
 
     def forget(self, start: int) -> None:
-        """A step has passed in which the positions from `start` on were not tried."""
+        """Decay the positions from `start` on, which a step has not tried."""
         for i in range(start, len(self._tried)):
             if self._tried[i] < _FORGOTTEN:
-                return  # so is what lies deeper: it is tried only where this one is
+                return  # And so are deeper ones: they are tried only where this one is.
             self._tried[i] *= self._forgetting
             self._passed[i] *= self._forgetting
 
@@ -71,18 +55,14 @@ class Rates:
 
 
 class PooledRates(Rates):
-    """Of all rows together: what a row is expected to do before it has shown it."""
+    """Rates of all rows together, the prior of each row."""
 
     def __init__(self, num_positions: int) -> None:
         super().__init__(num_positions, memory=0.98, forgetting=0.999)
         self._tried[0], self._passed[0] = _FIRST_TRIALS, _FIRST_TRIALS * _FIRST_RATE
 
     def expected(self, hope: float = 0.0) -> list[float]:
-        """The rate of each position; one hardly tried is a little below the one before it.
-
-        Args:
-            hope: successes to add, so that what was tried little looks better than it may be.
-        """
+        """The rate of each position; with `hope` successes more, an upper estimate of it."""
         rates = [self._rate(0, _FIRST_RATE, _LAST_TRIALS, hope)]
         for position in range(1, len(self._tried)):
             rates.append(self._rate(position, _DECLINE * rates[-1], _NEIGHBOUR_TRIALS, hope))
@@ -90,16 +70,16 @@ class PooledRates(Rates):
 
 
 class RowRates(Rates):
-    """Of one row."""
+    """Rates of one row."""
 
     def __init__(self, num_positions: int) -> None:
         super().__init__(num_positions, memory=0.95, forgetting=0.995)
 
     def expected_tokens(self, pool: Sequence[float], hope: float = 0.0) -> list[float]:
-        """Tokens that a step with 0, 1, .. K drafts brings: [1, 1 + p1, 1 + p1 + p1 p2, ..].
+        """Tokens of a step with 0, 1, .. K drafts: [1, 1 + p1, 1 + p1 + p1 p2, ..].
 
         Args:
-            pool: `PooledRates.expected`, which counts where the row has shown little.
+            pool: `PooledRates.expected`, the prior.
             hope: as there.
         """
         tokens = [1.0]

@@ -18,6 +18,11 @@ def normal(random, *shape):
     return mx.array(random.standard_normal(shape).astype(np.float32))
 
 
+def convolution(random) -> Convolution:
+    shapes = (CHANNELS, KERNEL, 1), (HK * RATIO,), (HK * RATIO,)
+    return Convolution(*(normal(random, *shape) for shape in shapes))
+
+
 class Rows:
     """A batch's cache, and each row run alone, token by token, through a cache of its own."""
 
@@ -29,13 +34,8 @@ class Rows:
     def window(self, length: int, *, known: bool) -> None:
         """One window, each row keeping a random part of it, and the same tokens one by one."""
         count = len(self.alone)
-        projected = Projected(
-            normal(self.random, count, length, HK, DK),
-            normal(self.random, count, length, HK, DK),
-            normal(self.random, count, length, HK, RATIO, DV),
-            normal(self.random, count, length, HK, RATIO),
-            normal(self.random, count, length, HK, RATIO),
-        )
+        shapes = (HK, DK), (HK, DK), (HK, RATIO, DV), (HK, RATIO), (HK, RATIO)
+        projected = Projected(*(normal(self.random, count, length, *shape) for shape in shapes))
         kept = mx.array(self.random.integers(0, length + 1, count).astype(np.int32))
         self.cache.coming = kept if known else None
         outputs = self.cache.run(projected, self.weights)
@@ -50,7 +50,7 @@ class Rows:
 
     def leave(self, gone: int) -> None:
         keep = [i for i in range(len(self.alone)) if i != gone]
-        self.cache = self.cache.take(mx.array(keep))
+        self.cache = self.cache.select(mx.array(keep))
         self.alone = [self.alone[i] for i in keep]
 
     def join(self, other: Rows) -> None:
@@ -89,9 +89,7 @@ def close(ours, true) -> None:
 )
 def test_batch_equals_rows_alone(seed, steps):
     random = np.random.default_rng(seed)
-    weights = Convolution(
-        normal(random, CHANNELS, KERNEL, 1), normal(random, HK * RATIO), normal(random, HK * RATIO)
-    )
+    weights = convolution(random)
     rows = Rows(random, weights, 2)
     rows.window(3, known=False)
     for kind, length in steps:
@@ -109,9 +107,6 @@ def test_batch_equals_rows_alone(seed, steps):
 
 def test_a_long_prompt_leaves_no_long_history():
     random = np.random.default_rng(0)
-    weights = Convolution(
-        normal(random, CHANNELS, KERNEL, 1), normal(random, HK * RATIO), normal(random, HK * RATIO)
-    )
-    rows = Rows(random, weights, 2)
+    rows = Rows(random, convolution(random), 2)
     rows.window(100, known=True)
     assert rows.cache.history.shape == (2, KERNEL - 1, CHANNELS)

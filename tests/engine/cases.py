@@ -1,14 +1,22 @@
-"""The requests that equality is tested with, and synthetic acceptance of their drafts."""
+"""Requests that equality is tested with, synthetic acceptance of their drafts, and depths."""
 
 from __future__ import annotations
+
+import json
+import random
+from itertools import combinations
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.engine.request import Request
+from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.speculative.depth import DecodeStep, DraftRow
 from mlx_mtp.speculative.proposer import MTPProposer
+from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, greedy, request
 from tests.tiny_models import VOCAB
 
@@ -22,39 +30,125 @@ SAMPLED = (
     SamplingParams(max_tokens=9, temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5),
     SamplingParams(max_tokens=22, temperature=1.0, seed=7, choice=1, logit_bias=((5, 4.0),)),
 )
+PERSON = {
+    "type": "object",
+    "properties": {
+        "ab": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer"},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["ab", "n", "ok"],
+    "additionalProperties": False,
+}
+LIST = {"type": "array", "items": {"enum": ["ab", "abab", 12, True]}, "minItems": 2, "maxItems": 5}
+SPECS = (
+    GrammarSpec("json_schema", json.dumps(PERSON)),
+    GrammarSpec("json_schema", json.dumps(LIST)),
+    GrammarSpec("json_object"),
+    GrammarSpec("regex", "(ab)+[0-9]{2,6}(x|yz)*"),
+    GrammarSpec("choice", json.dumps(["ab", "abab12", "true", "tru"])),
+    GrammarSpec("lark", 'start: <tool_call> "a"+ %json {"type": "integer"} <tool_call>'),
+    GrammarSpec("regex", "[0-9]{3}", free_until="</think>"),
+    GrammarSpec("json_schema", json.dumps(LIST), free_until="</think>", free_tokens=7),
+    GrammarSpec("free", free_until="</think>", free_tokens=5),
+)
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "few rows"),
+    "depth": (0, 1, 2, 3, 5, "erratic", "auto"),
+    "drafts": ("head", "half", "reject", "mixed", "force"),
+    "requests": ("greedy", "sampled", "greedy grammars", "sampled grammars"),
+    "arrivals": ("alone", "staggered", "cancelled"),
+    "overlap": (True, False),
+}
 
 
-def make_requests(sampled: bool) -> list[Request]:
-    """Eight prompts, from one token to several chunks; a length of k + 1 for every k among them."""
-    random = np.random.default_rng(11)
-    lengths = (1, 2, 3, 4, 6, 17, 37, 16)
+def covering(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Few cases in which any two values of different factors meet."""
+    left = {
+        frozenset([(a, x), (b, y)]): None
+        for a, b in combinations(factors, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+    cases = []
+    while left:
+        case = dict(sorted(next(iter(left)), key=str))
+        for name, values in factors.items():
+            if name not in case:
+                met = [sum(frozenset([(name, v), o]) in left for o in case.items()) for v in values]
+                case[name] = values[met.index(max(met))]
+        for pair in combinations(case.items(), 2):
+            left.pop(frozenset(pair), None)
+        cases.append({name: case[name] for name in factors})
+    return cases
+
+
+def make_requests(kind: str) -> list[Request]:
+    """Prompts from one token to several chunks; a length of k + 1 for every k among them.
+
+    With grammars there are more: one request for each grammar, and three free ones in their midst.
+    """
+    generator = np.random.default_rng(11)
+    lengths = (1, 2, 3, 4, 6, 17, 50, 16)
+    specs: list[GrammarSpec | None] = [None] * len(lengths)
+    if kind.endswith("grammars"):
+        lengths += (3, 9, 18, 4)
+        specs = [SPECS[i - i // 4] if i % 4 != 3 else None for i in range(len(lengths))]
     requests = []
-    for index, length in enumerate(lengths):
-        sampling = SAMPLED[index % 5] if sampled else greedy(6 + 3 * index)
-        requests.append(request(f"r{index}", random.integers(2, VOCAB, length), sampling))
+    for index, (length, spec) in enumerate(zip(lengths, specs, strict=True)):
+        prompt = generator.integers(4, VOCAB, length)
+        sampling = greedy(6 + 3 * (index % 8) if spec is None else 24)
+        if kind.startswith("sampled"):
+            sampling = SAMPLED[index % len(SAMPLED)]
+        grammar = None if spec is None else compiled(spec)
+        requests.append(request(f"r{index}", prompt, sampling, grammar))
     return requests
 
 
-def proposer_for(acceptance: str, references: dict[str, Plain], requests: list[Request]):
-    """None: the model's own head."""
-    if acceptance == "head":
-        return None
+def proposer_for(
+    drafts: str, model: LoadedModel, references: dict[str, Plain], requests: list[Request]
+):
+    """The model's own head, over all tokens or half of them, or drafts of a known acceptance."""
+    if drafts == "head":
+        return MTPProposer(model)
+    if drafts == "half":
+        return MTPProposer(model, DraftHead(model, range(EOS, VOCAB, 2)))
     answers = {
         r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in requests
     }
-    rate = {"reject": 0.0, "force": 1.0, "mixed": 0.6}[acceptance]
-    return OracleProposer(answers, VOCAB, rate)
+    return OracleProposer(answers, VOCAB, {"reject": 0.0, "force": 1.0, "mixed": 0.6}[drafts])
+
+
+class Erratic:
+    """A depth policy: another depth at every step, often none, whatever the rows want."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.planned: list[int] = []
+        self.steps: list[DecodeStep] = []
+
+    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
+        assert rows
+        self.planned.append(self.choose(steady))
+        return self.planned[-1]
+
+    def choose(self, steady: bool) -> int:
+        return self.random.choice((0, 0, 0, 1, 2, 3, 5, 8))
+
+    def observe(self, step: DecodeStep) -> None:
+        self.steps.append(step)
+
+    def choices(self) -> dict[int, int]:
+        return {}
 
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     """The head's KV of a running row is as if written in one go; the driver is run to its end."""
     batch = driver.runner.batches.decoding
-    batch.draft_state.catch_up()
+    ours = batch.draft_state.prefix_kv()
     row = [s.request_id for s in batch.sequences].index(name)
     held = int(batch.cache.offset[row].item())
-    keys, values = (
-        np.array(a) for a in (batch.draft_state.cache.keys, batch.draft_state.cache.values)
-    )
+    keys, values = np.array(ours.keys), np.array(ours.values)
     driver.run()
     prompt = next(s.prompt for s in batch.sequences if s.request_id == name)
     text = [*prompt, *driver.tokens(name)][: held + 1]
@@ -70,7 +164,7 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
         limit=held,
         sampler=batch.sampler,
     )
-    state.catch_up()
-    for ours, reference in ((keys, state.cache.keys), (values, state.cache.values)):
-        ours, reference = ours[row, :, :held], np.array(reference[0, :, :held])
-        np.testing.assert_allclose(ours, reference, atol=1e-3)
+    reference = state.prefix_kv()
+    for mine, theirs in ((keys, reference.keys), (values, reference.values)):
+        theirs = np.array(theirs[0, :, :held])
+        np.testing.assert_allclose(mine[row, :, :held], theirs, atol=1e-3)

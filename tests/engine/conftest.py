@@ -15,12 +15,10 @@ from tests.tiny_models import VOCAB
 
 @pytest.fixture(scope="session")
 def references(tiny_models: dict[str, LoadedModel]):
-    """Plain decoding of every prompt, computed once per family."""
-
     @cache
-    def of(family: str, sampled: bool) -> dict[str, Plain]:
+    def of(family: str, kind: str) -> dict[str, Plain]:
         model = tiny_models[family]
-        return {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in make_requests(sampled)}
+        return {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in make_requests(kind)}
 
     return of
 

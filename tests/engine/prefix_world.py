@@ -5,11 +5,11 @@ from __future__ import annotations
 from mlx_mtp.cache.prefix_tree import Fetch, PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.admission import Admission
-from mlx_mtp.engine.plan import Plan, RowResult
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.depth import FixedDepth
@@ -62,15 +62,15 @@ class World:
         self.computed.clear()
         self.admitted.clear()
 
-    def step(self, fail: bool = False) -> Plan:
+    def step(self, fail: bool = False) -> StepPlan:
         plan = self.policy.schedule()
-        results = []
+        steps = []
         for row, start, length in plan.chunk.rows if plan.chunk else ():
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
             row.launched(length)
             if fail:
-                results.append(RowResult(row, length, error=StepError("broken")))
+                steps.append(InFlightStep((row,), (length,), error=StepError("broken")))
                 continue
             self.computed[row.request_id] = self.computed.get(row.request_id, 0) + length
             end = start + length
@@ -79,13 +79,14 @@ class World:
                     put(self.tree, row.prompt[:end], row.salt)
                 row.saved(end)
             tokens = (7,) if end == row.num_prompt else ()
-            results.append(
-                RowResult(row, length, length, tokens, num_prompt_tokens=length, is_prefill=True)
-            )
+            steps.append(InFlightStep((row,), (length,), is_prefill=True, token_ids=[tokens]))
         for row in plan.decode:
             row.launched(1)
-            results.append(RowResult(row, 1, 1, (7,), finished=row.num_output + 1 >= 2))
-        self.policy.update(results)
+            finished = [row.num_output + 1 >= 2]
+            steps.append(
+                InFlightStep((row,), (1,), num_cached=[1], token_ids=[(7,)], finished=finished)
+            )
+        self.policy.update(steps)
         return plan
 
     def run(self, limit: int = 2000) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -12,18 +13,19 @@ import time
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import cost_keeper
+from mlx_mtp.engine import calibration
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import calibrate
-from mlx_mtp.engine.cost_keeper import CostKeeper, fingerprint
+from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint, load_costs, save_costs
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.cost_store import CostStore
 from mlx_mtp.speculative.costs import StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer
+from tests.engine.test_engine import Client
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
 
 K = 8
+TABLE = {1: {0: 0.01, 3: 0.02}, 16: {0: 0.05}}
+MARK = "a" * 64
 
 
 @pytest.fixture
@@ -32,15 +34,16 @@ def runner(tiny_models) -> ModelRunner:
     return ModelRunner(model, MTPProposer(model), VOCAB)
 
 
-def never() -> bool:
-    return False
+def measure(runner: ModelRunner, known=None, stopping=lambda: False, **settings) -> StepCosts:
+    costs = StepCosts(K)
+    costs.load(known or {})
+    config = EngineConfig(**({"calibration_seconds": 3600.0} | settings))
+    calibrate(costs, config, runner, stopping=stopping)
+    return costs
 
 
 def test_it_measures_sizes_near_1_and_leaves_the_runner_idle(runner):
-    costs = StepCosts(K)
-    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
-    calibrate(costs, config, runner, stopping=never)
-    table = costs.table()
+    table = measure(runner, prefill_step_size=64).table()
     assert set(table) == {1, 2, 4}
     assert {0, 1, 2, 3, 4, 6, 8} == set(table[1])
     assert {0, 1, 3} <= set(table[2])
@@ -51,11 +54,8 @@ def test_it_measures_sizes_near_1_and_leaves_the_runner_idle(runner):
 
 def test_what_an_earlier_run_measured_is_checked_in_part(runner):
     known = {1: dict.fromkeys((0, 2, 3, 4, 6, 8), 1.0) | {1: 1000.0}, 4: {0: 1.0, 1: 1.0}}
-    costs = StepCosts(K)
-    costs.load(known)
-    before = costs.relative(1)[1]
-    calibrate(costs, EngineConfig(calibration_seconds=3600.0), runner, stopping=never)
-    assert costs.relative(1)[1] < 0.8 * before
+    costs = measure(runner, known)
+    assert costs.relative(1)[1] < 800.0
     table = costs.table()
     # One row is known but checked, four rows lack depths, and of two nothing is known.
     assert table[1][8] == pytest.approx(table[1][6])
@@ -66,30 +66,23 @@ def test_what_an_earlier_run_measured_is_checked_in_part(runner):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_its_time_is_bounded(runner, overlap):
     """By a clock that moves a tenth of a second each time it is read."""
-    ticks = itertools.count()
-    costs = StepCosts(K)
+    ticks, costs = itertools.count(), StepCosts(K)
     config = EngineConfig(calibration_seconds=8.0, overlap=overlap)
-    calibrate(costs, config, runner, stopping=never, clock=lambda: 0.1 * next(ticks))
-    spent = 0.1 * next(ticks)
-    assert 8.0 < spent < 12.0
+    never = {"stopping": lambda: False}
+    calibrate(costs, config, runner, clock=lambda: 0.1 * next(ticks), **never)
+    assert 8.0 < 0.1 * next(ticks) < 12.0
     assert list(costs.table()) == [1]
     assert 0 in costs.table()[1]
 
 
 def test_it_keeps_to_the_most_rows_and_stops_when_asked(runner):
-    costs = StepCosts(K)
-    config = EngineConfig(calibration_seconds=3600.0, max_num_seqs=1)
-    calibrate(costs, config, runner, stopping=never)
-    assert set(costs.table()) == {1}
+    assert set(measure(runner, max_num_seqs=1).table()) == {1}
     asked = itertools.count()
-    stopped = StepCosts(K)
-    calibrate(stopped, config, runner, stopping=lambda: next(asked) > 3)
-    assert stopped.table() == {}
+    assert measure(runner, stopping=lambda: next(asked) > 3).table() == {}
 
 
 def test_a_failing_step_ends_it_with_a_warning(runner, monkeypatch, caplog):
-    calls = itertools.count()
-    original = MTPProposer.propose
+    calls, original = itertools.count(), MTPProposer.propose
 
     def failing(self, *parts, **more):
         if next(calls) == 30:
@@ -97,92 +90,69 @@ def test_a_failing_step_ends_it_with_a_warning(runner, monkeypatch, caplog):
         return original(self, *parts, **more)
 
     monkeypatch.setattr(MTPProposer, "propose", failing)
-    costs = StepCosts(K)
-    calibrate(costs, EngineConfig(calibration_seconds=3600.0), runner, stopping=never)
+    assert set(measure(runner).table()) == {1}
     assert "failed while step costs were measured" in caplog.text
-    assert set(costs.table()) == {1}
 
 
-class Served:
-    """An engine with the costs kept in a folder."""
+@pytest.fixture
+def serve(tiny_models, tmp_path):
+    """Starts an engine with its costs in a folder, answers a request, and stops it."""
 
-    def __init__(self, model, folder, **settings) -> None:
+    def answer(count: int = 30, family: str = "qwen3_5", folder=tmp_path, **settings):
+        model = tiny_models[family]
         config = EngineConfig(**({"prefill_step_size": 64} | settings))
-        self.engine = build_engine(model, config, VOCAB, (), cache_dir=folder)
-        self.tokens: dict[str, list[int]] = {}
-        self.ended: set[str] = set()
-        self.changed = threading.Condition()
-        self.engine.start(self._deliver)
+        client = Client(build_engine(model, config, VOCAB, (), cache_dir=folder))
+        wanted = request("r", [5, 6, 7], greedy(count, ignore_eos=True))
+        client.engine.submit(wanted)
+        client.wait("r")
+        assert tuple(client.tokens("r")) == plain(model, wanted, VOCAB).tokens
+        client.engine.stop()
+        return client.engine.stats()
 
-    def _deliver(self, outputs) -> None:
-        with self.changed:
-            for output in outputs:
-                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-                if output.finish_reason:
-                    self.ended.add(output.request_id)
-            self.changed.notify_all()
-
-    def answer(self, wanted) -> tuple[int, ...]:
-        self.engine.submit(wanted)
-        with self.changed:
-            assert self.changed.wait_for(lambda: wanted.request_id in self.ended, timeout=60)
-        return tuple(self.tokens[wanted.request_id])
+    return answer
 
 
-def test_an_engine_measures_and_counts_nothing_of_it(tiny_models, tmp_path, caplog):
+def test_an_engine_measures_and_counts_nothing_of_it(serve, tmp_path, caplog):
     caplog.set_level("DEBUG", "mlx_mtp")
-    model = tiny_models["qwen3_next"]
-    wanted = request("r", [5, 6, 7], greedy(25, ignore_eos=True))
-    expected = plain(model, wanted, VOCAB).tokens
     for number in range(2):
         caplog.clear()
-        served = Served(model, tmp_path, calibration_seconds=2.0)
-        assert served.answer(wanted) == expected
-        stats = served.engine.stats()
+        stats = serve(25, "qwen3_next", calibration_seconds=0.5)
         assert (stats.prompt_tokens, stats.generation_tokens) == (3, 25)
         assert stats.num_draft_tokens < 8 * 25
-        served.engine.stop()
-        told = [(r.levelname, r.getMessage()) for r in caplog.records]
+        logged = [(r.levelname, r.getMessage()) for r in caplog.records]
         # The tables are for those who look for them.
-        (info,) = [text for level, text in told if level == "INFO" and "Step costs" in text]
+        (info,) = [text for level, text in logged if level == "INFO" and "Step costs" in text]
         assert re.fullmatch(r"Step costs measured in [\d.]+ s\.", info)
-        tables = [text for level, text in told if level == "DEBUG" and "1 row {0: " in text]
+        tables = [text for level, text in logged if level == "DEBUG" and "Step costs" in text]
         assert len(tables) == 1 + number
         assert tables[0].startswith("Step costs of an earlier run: ") == (number == 1)
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["seconds"]["1"]
 
 
-def test_without_time_for_it_costs_are_learned_in_use_and_kept(tiny_models, tmp_path):
-    model = tiny_models["qwen3_5"]
-    served = Served(model, tmp_path)
-    served.answer(request("r", [5, 6, 7], greedy(60, ignore_eos=True)))
-    assert list(tmp_path.iterdir()) == []
-    served.engine.stop()
+def test_without_time_for_it_costs_are_learned_in_use_and_kept(serve, tiny_models, tmp_path):
+    serve(60)
     (file,) = tmp_path.iterdir()
-    table = CostStore(tmp_path, fingerprint(model)).load()
-    assert list(table) == [1]
     assert file.name.startswith("step-costs-")
+    assert list(load_costs(file, fingerprint(tiny_models["qwen3_5"]))) == [1]
 
 
-def test_a_fixed_depth_measures_and_keeps_nothing(tiny_models, tmp_path):
-    served = Served(tiny_models["qwen3_5"], tmp_path, num_draft_tokens=2, calibration_seconds=9.0)
-    served.answer(request("r", [5, 6, 7], greedy(30, ignore_eos=True)))
-    served.engine.stop()
+def test_a_fixed_depth_measures_and_keeps_nothing(serve, tmp_path):
+    serve(num_draft_tokens=2, calibration_seconds=9.0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_and_a_damaged_file_hurt_nobody(tiny_models, tmp_path):
-    model = tiny_models["qwen3_5"]
-    wanted = request("r", [5, 6, 7], greedy(30, ignore_eos=True))
+def test_a_folder_that_cannot_be_written_and_a_damaged_file_hurt_nobody(serve, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    store = CostStore(tmp_path, fingerprint(model))
-    store.path.write_text("{")
-    for folder in (tmp_path / "file" / "folder", tmp_path):
-        served = Served(model, folder)
-        assert served.answer(wanted) == plain(model, wanted, VOCAB).tokens
-        served.engine.stop()
-    assert store.load()
+    serve(folder=tmp_path / "file" / "folder")
+    assert "Step costs are not kept" in caplog.text
+    serve()
+    (kept,) = (path for path in tmp_path.iterdir() if path.name != "file")
+    good = kept.read_text()
+    kept.write_text("{")
+    serve()
+    assert str(kept) in caplog.text
+    assert json.loads(kept.read_text()).keys() == json.loads(good).keys()
 
 
 def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeypatch):
@@ -194,34 +164,76 @@ def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeyp
         while not stopping():
             time.sleep(0.01)
 
-    monkeypatch.setattr(cost_keeper, "calibrate", endless)
-    served = Served(tiny_models["qwen3_next"], tmp_path, calibration_seconds=1.0)
+    monkeypatch.setattr(calibration, "calibrate", endless)
+    config = EngineConfig(calibration_seconds=1.0)
+    engine = build_engine(tiny_models["qwen3_next"], config, VOCAB, (), cache_dir=tmp_path)
+    engine.start(lambda outputs: None)
     assert begun.wait(30)
-    assert served.engine.stop(timeout=30)
+    assert engine.stop(timeout=30)
 
 
 def test_costs_are_saved_now_and_then(tmp_path):
-    now = [0.0]
-    costs, store = StepCosts(K), CostStore(tmp_path, "a" * 64)
-    keeper = CostKeeper(costs, store, clock=lambda: now[0])
+    now, costs = [0.0], StepCosts(K)
+    keeper = CostKeeper(costs, tmp_path, MARK, clock=lambda: now[0])
     for _ in range(20):
         costs.observe(1, 0, 0.01)
-    keeper.save_now_and_then()
-    assert store.load() == {}
+    keeper.save_periodically()
+    assert load_costs(keeper.path, MARK) == {}
     now[0] = 1000.0
-    keeper.save_now_and_then()
-    assert store.load() == costs.table()
+    keeper.save_periodically()
+    assert load_costs(keeper.path, MARK) == costs.table()
     # Nothing new: the file is left alone.
-    store.path.unlink()
+    keeper.path.unlink()
     now[0] = 2000.0
-    keeper.save_now_and_then()
-    assert store.load() == {}
+    keeper.save_periodically()
+    assert load_costs(keeper.path, MARK) == {}
 
 
 def test_the_fingerprint_knows_the_model_from_others(tiny_models):
-    prints = {family: fingerprint(model) for family, model in tiny_models.items()}
-    assert len(set(prints.values())) == len(prints)
     model = tiny_models["qwen3_5"]
-    assert fingerprint(model) == prints["qwen3_5"]
     changed = dataclasses.replace(model, config=model.config | {"quantization": {"bits": 4}})
-    assert fingerprint(changed) != prints["qwen3_5"]
+    models = [*tiny_models.values(), changed]
+    assert len({fingerprint(each) for each in models}) == len(models)
+    assert fingerprint(model) == fingerprint(model)
+
+
+def test_what_is_saved_comes_back_and_leaves_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "not" / "there" / "yet" / "costs.json"
+    assert load_costs(path, MARK) == {}
+    save_costs(path, MARK, TABLE)
+    assert load_costs(path, MARK) == TABLE
+    assert load_costs(path, "b" * 64) == {}
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration.os, "replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            save_costs(path, MARK, {1: {0: 9.0}})
+    assert load_costs(path, MARK) == TABLE
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_that_is_damaged_or_foreign_is_ignored_and_replaced(tmp_path, caplog):
+    path = tmp_path / "costs.json"
+    save_costs(path, MARK, TABLE)
+    good = path.read_text()
+    damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
+    fields = {
+        "format": [0],
+        "fingerprint": ["c" * 64],
+        "saved_at": ["yesterday", 0.0, 1e12],
+        "seconds": [[], {"1": 3}, {"one": {"0": 1.0}}, {"0": {"0": 1.0}}, {"1": {"-1": 1.0}}],
+    }
+    for seconds in (0.0, float("nan"), float("inf"), "fast"):
+        fields["seconds"].append({"1": {"0": seconds}})
+    for field, values in fields.items():
+        damaged += [json.dumps(json.loads(good) | {field: value}) for value in values]
+    for content in (*(text.encode() for text in damaged), b"\xff\xfe\x00"):
+        path.write_bytes(content)
+        caplog.clear()
+        assert load_costs(path, MARK) == {}, content[:80]
+        assert str(path) in caplog.text
+    save_costs(path, MARK, TABLE)
+    assert load_costs(path, MARK) == TABLE

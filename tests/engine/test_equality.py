@@ -1,15 +1,35 @@
-"""The same tokens with MTP on or off, alone or in a batch: every family, depth and acceptance."""
+"""The same tokens with MTP on or off, alone or in a batch, however the drafts come and go."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
-from tests.engine.cases import EOS, STEP, make_requests, proposer_for
-from tests.harness import Driver, Ties
-from tests.tiny_models import FAMILIES, VOCAB
+from mlx_mtp.sampling.params import SamplingParams
+from tests.engine.cases import (
+    EOS,
+    FACTORS,
+    STEP,
+    Erratic,
+    check_head_cache,
+    covering,
+    make_requests,
+    proposer_for,
+)
+from tests.harness import Driver, OracleProposer, Ties, greedy, plain, request
+from tests.tiny_models import VOCAB
+
+CASES = covering(FACTORS)
+for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
+    whole = dict(zip(FACTORS, (*values, FACTORS["arrivals"][number % 3], bool(number % 2))))
+    CASES.append(pytest.param(whole, marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module")
@@ -20,92 +40,242 @@ def ties():
     found.report("random models")
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("acceptance", ["head", "reject", "mixed", "force"])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_alone_and_staggered_batches_equal_plain_decoding(
-    tiny_models, references, ties, family, depth, acceptance, sampled
-):
-    model, reference = tiny_models[family], references(family, sampled)
-    requests = make_requests(sampled)
-    random = np.random.default_rng(depth + 10 * sampled)
-    size = int(random.integers(2, 9))
-
-    def driver() -> Driver:
-        return Driver(
-            model,
-            vocab_size=VOCAB,
-            stop_ids=(EOS,),
-            config=EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP),
-            proposer=proposer_for(acceptance, reference, requests),
-        )
-
-    alone = driver()
-    alone.add(requests[6])
-    got = alone.run()
-    ties.check(f"{family} k={depth} {acceptance} alone", got["r6"], reference["r6"])
-
-    batch = driver()
-    chosen = random.permutation(len(requests))[:size]
-    arrivals: dict[int, list[Request]] = {}
-    for index in chosen:
-        arrivals.setdefault(int(random.integers(0, 12)), []).append(requests[index])
-    got = batch.run_arrivals(arrivals)
-    for name, tokens in got.items():
-        ties.check(
-            f"{family} k={depth} {acceptance} batch of {size} {name}", tokens, reference[name]
-        )
-    check_counters(batch, depth, acceptance)
+@pytest.fixture
+def model_of(tiny_models):
+    """A family's model; "few rows" is one that takes itself for a quantized one on CUDA."""
+    few = dataclasses.replace(tiny_models["qwen3_5"], slow_few_rows=True)
+    return {**tiny_models, "few rows": few}
 
 
-def check_counters(driver: Driver, depth: int, acceptance: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_tokens_equal_plain_decoding(model_of, references, ties, case):
+    family = case["model"] if case["model"] != "few rows" else "qwen3_5"
+    model, reference = model_of[case["model"]], references(family, case["requests"])
+    requests = make_requests(case["requests"])
+    erratic = Erratic(seed=len(case["drafts"])) if case["depth"] == "erratic" else None
+    driver = Driver(
+        model,
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(
+            num_draft_tokens=0 if erratic else case["depth"],
+            prefill_step_size=STEP,
+            overlap=case["overlap"],
+        ),
+        proposer=proposer_for(case["drafts"], model, reference, requests),
+        depth=erratic,
+    )
+    if erratic:
+        wanted = itertools.cycle((None, 0, None, 1, None, 2, None, 4))
+        requests = [dataclasses.replace(r, num_draft_tokens=n) for r, n in zip(requests, wanted)]
+    gone: list[str] = []
+    if case["arrivals"] == "alone":
+        for each in (requests[6], requests[1]):
+            driver.add(each)
+            driver.run()
+    else:
+        random = np.random.default_rng(len(str(case)))
+        arrivals: dict[int, list[Request]] = {}
+        for index in random.permutation(len(requests))[: random.integers(3, 9)]:
+            arrivals.setdefault(int(random.integers(0, 12)), []).append(requests[index])
+        if case["arrivals"] == "cancelled":
+            gone = [each.request_id for arriving in arrivals.values() for each in arriving[:1]]
+        driver.run_arrivals(arrivals, {int(random.integers(1, 16)): [name] for name in gone[:3]})
+    for name, outputs in driver.outputs.items():
+        tokens = driver.tokens(name)
+        if not outputs or outputs[-1].finish_reason is None:
+            assert name in gone
+            assert tuple(tokens) == reference[name].tokens[: len(tokens)]
+        else:
+            ties.check(f"{case} {name}", tokens, reference[name])
+    check_counters(driver, case)
+
+
+def check_counters(driver: Driver, case: dict) -> None:
     """Forced drafts are all accepted up to the end of an answer, spoiled ones never."""
-    stats = driver.core.stats()
-    if depth == 0:
-        assert stats.num_drafts == 0
-        return
-    assert stats.num_draft_tokens == depth * stats.num_drafts
+    stats, depth = driver.core.stats(), case["depth"]
+    outputs = [o for outs in driver.outputs.values() for o in outs]
+    assert stats.num_draft_tokens >= sum(o.num_draft_tokens for o in outputs)
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
-    if acceptance == "reject":
+    if case["drafts"] == "reject":
         assert stats.num_accepted_tokens == 0
-    if acceptance == "force":
-        # Every window but a request's last, which its end may cut, is accepted whole.
-        cut = len(driver.outputs) * depth
-        assert stats.num_accepted_tokens >= stats.num_draft_tokens - cut
+    if isinstance(depth, int):
+        assert stats.num_draft_tokens == depth * stats.num_drafts
+        assert (depth == 0) == (stats.num_drafts == 0)
+        if case["drafts"] == "force":
+            # Every window but a request's last, which its end may cut, is accepted whole.
+            cut = len(driver.outputs) * depth
+            assert stats.num_accepted_tokens >= stats.num_draft_tokens - cut
+
+
+def forced(model, requests) -> tuple[dict[str, list[int]], OracleProposer]:
+    """Plain answers, and drafts that are always right."""
+    alone = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=0))
+    for each in requests:
+        alone.add(dataclasses.replace(each, num_draft_tokens=None))
+    plain = alone.run()
+    answers = {r.request_id: (*r.prompt_token_ids, *plain[r.request_id]) for r in requests}
+    return plain, OracleProposer(answers, VOCAB, 1.0, length=512)
+
+
+def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
+    """Every draft would be right, so what a row gets of a step is what it asked for, plus one."""
+    model = tiny_models["qwen3_5"]
+    requests = [
+        dataclasses.replace(
+            request(f"r{number}", [5 + number, 9], greedy(25, ignore_eos=True)),
+            num_draft_tokens=drafts,
+        )
+        for number, drafts in enumerate((None, 0, 1, 3, None))
+    ]
+    plain, proposer = forced(model, requests)
+    config = EngineConfig(num_draft_tokens=2)
+    driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+    for each in requests:
+        driver.add(each)
+    assert driver.run() == plain
+    # While the row that wants 3 is there, the others that don't mind take 3 too.
+    for number, depth in enumerate((3, 0, 1, 3, 3)):
+        outputs = driver.outputs[f"r{number}"][1:-1]
+        counted = outputs if number in (1, 2, 3) else outputs[:3]
+        assert {o.num_draft_tokens for o in counted} == {depth}
+        assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
+        assert all(len(o.token_ids) == o.num_draft_tokens + 1 for o in outputs)
+    stats, outputs = driver.core.stats(), [o for outs in driver.outputs.values() for o in outs]
+    assert stats.num_draft_tokens == sum(o.num_draft_tokens for o in outputs)
+    assert stats.num_accepted_tokens == sum(o.num_accepted_tokens for o in outputs)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("cancel_at", [1, 3, 6, 9])
-def test_cancelled_neighbours_leave_the_others_alone(
-    tiny_models, references, ties, cancel_at, overlap
-):
-    requests, reference = make_requests(False), references("qwen3_next", False)
-    driver = Driver(
-        tiny_models["qwen3_next"],
-        vocab_size=VOCAB,
-        stop_ids=(EOS,),
-        config=EngineConfig(num_draft_tokens=3, prefill_step_size=STEP, overlap=overlap),
-        proposer=proposer_for("mixed", reference, requests),
-    )
-    got = driver.run_arrivals(
-        {0: requests[:4], 2: requests[4:]}, {cancel_at: ["r2", "r6"], cancel_at + 1: ["r0"]}
-    )
-    for name in ("r1", "r3", "r4", "r5", "r7"):
-        ties.check(f"beside cancelled at {cancel_at} {name}", got[name], reference[name])
-    for name in ("r0", "r2", "r6"):
-        assert tuple(got[name]) == reference[name].tokens[: len(got[name])]
+def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_models, overlap):
+    """The window is that of the rows that run; what is missing in a joining row doesn't count."""
+
+    class Scripted(Erratic):
+        def choose(self, steady: bool) -> int:
+            return 4 if steady else 2
+
+    model, policy = tiny_models["qwen3_next"], Scripted(0)
+    # Long enough that what attention reads and what is allocated have to grow.
+    requests = [request(f"r{i}", [5 + i] * 40, greedy(40, ignore_eos=True)) for i in range(2)]
+    requests.append(request("r2", [5] * 230, greedy(40, ignore_eos=True)))
+    plain, proposer = forced(model, requests)
+    config = EngineConfig(overlap=overlap)
+    driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer, depth=policy)
+    assert driver.run_arrivals({0: requests[:1], 5: requests[1:]}) == plain
+    outputs = [o for outs in driver.outputs.values() for o in outs[1:-1]]
+    assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
+    assert {o.num_draft_tokens for o in outputs} >= {2, 4}
+    assert {step.depth for step in policy.steps} == {2, 4}
 
 
-def test_the_plain_loop_and_the_overlapped_one_agree(tiny_models, references, ties):
-    reference = references("qwen3_5", True)
-    for overlap in (False, True):
-        driver = Driver(
-            tiny_models["qwen3_5"],
-            vocab_size=VOCAB,
-            stop_ids=(EOS,),
-            config=EngineConfig(num_draft_tokens=2, prefill_step_size=STEP, overlap=overlap),
-        )
-        got = driver.run_arrivals({0: make_requests(True)[:5], 3: make_requests(True)[5:]})
-        for name, tokens in got.items():
-            ties.check(f"overlap={overlap} {name}", tokens, reference[name])
+class Parking(Erratic):
+    def choose(self, steady: bool) -> int:
+        return 0 if len(self.planned) > 4 else 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "steps", "chunk"),
+    [(Erratic, "a", 14, 512), (Erratic, "a", 14, 16), (Parking, "c", 52, 16), (None, "a", 9, 512)],
+)
+def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, name, steps, chunk):
+    """Rows come and go, and deferred positions are written, also after more than are deferred."""
+    model = tiny_models["qwen3_next"]
+    config = EngineConfig(num_draft_tokens=0, prefill_step_size=chunk)
+    depth = None if policy is None else policy(1)
+    driver = Driver(model, vocab_size=VOCAB, config=config, depth=depth)
+    driver.add(request("a", range(2, 39), greedy(64, ignore_eos=True)))
+    driver.add(request("b", [5], greedy(7, ignore_eos=True)))
+    for number in range(steps):
+        driver.step()
+        if number == steps // 3:
+            driver.add(request("c", [7, 8], greedy(50, ignore_eos=True)))
+    check_head_cache(driver, model, name)
+
+
+def test_windows_of_few_rows_are_filled_up(model_of):
+    few, other = model_of["few rows"], model_of["qwen3_5"]
+    lengths = {(b, t): few.window_length(b, t) for b in range(1, 9) for t in range(1, 9)}
+    for (batch, length), run in lengths.items():
+        assert run >= length
+        assert run == length if not 4 <= batch * length < 8 else batch * run >= 8
+        assert other.window_length(batch, length) == length
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
+    """An accepted draft after the stop id, or past max_tokens, is never given out."""
+    model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
+    full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
+    names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
+    right = OracleProposer(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
+    config = EngineConfig(num_draft_tokens=5, overlap=overlap)
+    for proposer in (None, right):
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        for cut in cuts:
+            stops = greedy(30, stop_token_ids=(full[cut], 90))
+            driver.add(request(f"stop {cut}", prompt, stops))
+            driver.add(request(f"length {cut}", prompt, greedy(cut)))
+        got = driver.run()
+        for cut in cuts:
+            assert tuple(got[f"stop {cut}"]) == full[: full.index(full[cut]) + 1]
+            assert tuple(got[f"length {cut}"]) == full[:cut]
+        assert [driver.reason(name) for name in names] == [name.split()[0] for name in names]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_caches_stand_still_after_the_end(tiny_models, depth):
+    """The state at the end of an answer is exact: all tokens but the last are in the caches."""
+    model = tiny_models["qwen3_next"]
+    short = request("short", [5, 6, 7], greedy(4, ignore_eos=True))
+    held = [5, 6, 7, *plain(model, short, VOCAB).tokens[:3]]
+    reference = make_prompt_cache(model.model)
+    model.model(mx.array([held]), cache=reference)
+
+    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=depth))
+    driver.add(short)
+    driver.add(request("long", [8, 9], greedy(30, ignore_eos=True)))
+    seen = 0
+    for _ in range(12):
+        driver.step()
+        batch = driver.runner.batches.decoding
+        names = [] if batch is None else [s.request_id for s in batch.sequences]
+        if "short" in names and bool(batch.ended[names.index("short")].item()):
+            row = batch.cache.select(mx.array([names.index("short")]))
+            assert row.offset.tolist() == [len(held)]
+            for ours, theirs in zip(
+                (row[0].history, row[0].state), reference[0].cache, strict=True
+            ):
+                np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4)
+            seen += 1
+    assert seen, "the row left the batch before its end was seen"
+
+
+def test_logprobs_of_accepted_tokens_are_the_true_ones(tiny_models):
+    """Not 0 or 1, and the same with MTP on and off."""
+    model, reports = tiny_models["qwen3_5_moe"], []
+    sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
+    wanted = [request("a", [5, 6, 7], sampling), request("b", [5, 6], greedy(15))]
+    _, proposer = forced(model, wanted)
+    for depth in (0, 3):
+        config = EngineConfig(num_draft_tokens=depth)
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        for each in wanted:
+            driver.add(each)
+        driver.run()
+        reports.append([p for o in driver.outputs["a"] for p in o.logprobs])
+        assert all(not o.logprobs for o in driver.outputs["b"])
+    assert len(reports[0]) == 15
+    for one, other in zip(*reports, strict=True):
+        assert one.logprob < 0.0
+        assert abs(one.logprob - other.logprob) < 1e-4
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        assert one.top[0][1] >= one.logprob
+
+
+def test_the_padding_of_the_vocabulary_is_never_sampled(tiny_models):
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB - 60)
+    for seed in range(6):
+        sampling = SamplingParams(max_tokens=20, temperature=3.0, seed=seed)
+        driver.add(request(f"r{seed}", [5, 6, 7], sampling))
+    for tokens in driver.run().values():
+        assert max(tokens) < VOCAB - 60

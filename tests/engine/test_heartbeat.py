@@ -7,18 +7,12 @@ import threading
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import heartbeat as module
-from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.heartbeat import (
-    HANG_SECONDS,
-    NEW_KIND_SECONDS,
-    SLOWNESS,
-    START_SECONDS,
-    Heartbeat,
-)
+from mlx_mtp.engine import health
+from mlx_mtp.engine.health import HANG_SECONDS, NEW_KIND_SECONDS, SLOWNESS, START_SECONDS, Heartbeat
 from mlx_mtp.engine.runner import ModelRunner
 from tests.engine.test_engine import Client, client, wait_until
-from tests.harness import greedy, plain, request
+from tests.engine.test_timing import Clock
+from tests.harness import Driver, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 __all__ = ["client"]
@@ -26,143 +20,113 @@ DECODE = ("decode", 0, 1, 2)
 PREFILL = ("prefill", 9, 1, 2)
 
 
-class Clock:
+class Beating:
+    """A heartbeat with a clock that steps move."""
+
     def __init__(self) -> None:
-        self.now = 0.0
+        self.clock = Clock()
+        self.beat = Heartbeat(clock=self.clock)
 
-    def __call__(self) -> float:
-        return self.now
+    def hangs(self, kind: tuple[object, ...], seconds: float, times: int = 1) -> list[bool]:
+        """Steps that take so long; whether each was called a hang at its end."""
+        hung = []
+        for _ in range(times):
+            self.beat.begin_planning()
+            self.beat.begin(kind, "a step")
+            hung.append(self.reason_after(seconds) is not None)
+            self.beat.end()
+            assert self.beat.hang() is None
+        return hung
+
+    def reason_after(self, seconds: float) -> str | None:
+        self.clock.now += seconds
+        return self.beat.hang()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def known() -> Beating:
+    """Four fast decode steps have run."""
+    beating = Beating()
+    assert not any(beating.hangs(DECODE, 0.02, times=4))
+    return beating
 
 
-@pytest.fixture
-def beat(clock: Clock) -> Heartbeat:
-    return Heartbeat(clock=clock)
+def test_a_fast_step_that_hangs_is_told_within_five_seconds(known):
+    known.beat.begin(DECODE, "a decoding step of 2 rows")
+    assert known.reason_after(HANG_SECONDS - 0.1) is None
+    message = "in a decoding step of 2 rows for 4.2 s, which may take 4.0 s"
+    assert message in (known.reason_after(0.3) or "")
+    known.beat.begin_planning()
+    assert "planning" in (known.reason_after(HANG_SECONDS + 0.1) or "")
 
 
-def step(beat: Heartbeat, clock: Clock, kind: tuple[object, ...], seconds: float) -> bool:
-    """One step; whether it was called a hang at its end."""
-    beat.turn()
-    beat.begin(kind, "a step")
-    clock.now += seconds
-    hung = beat.hang() is not None
-    beat.end()
-    assert beat.hang() is None
-    return hung
-
-
-def test_a_fast_step_that_hangs_is_told_within_five_seconds(beat: Heartbeat, clock: Clock) -> None:
-    for _ in range(4):
-        assert not step(beat, clock, DECODE, 0.02)
-    beat.begin(DECODE, "a decoding step of 2 rows")
-    clock.now += HANG_SECONDS - 0.1
-    assert beat.hang() is None
-    clock.now += 0.3
-    assert "in a decoding step of 2 rows for 4.2 s, which may take 4.0 s" in (beat.hang() or "")
-    beat.end()
-    assert beat.hang() is None
-
-
-def test_slow_steps_are_known_by_their_past(beat: Heartbeat, clock: Clock) -> None:
+def test_slow_steps_are_known_by_their_past(known):
     """A prefill chunk of 20 s on a CPU, and one that takes five times as long further on."""
-    for _ in range(4):
-        assert not step(beat, clock, PREFILL, 20.0)
-    assert not step(beat, clock, PREFILL, 100.0)
-    assert step(beat, clock, PREFILL, SLOWNESS * 100.0 + 1)
+    assert not any(known.hangs(PREFILL, 20.0, times=4))
+    assert known.hangs(PREFILL, 100.0) == [False]
+    assert known.hangs(PREFILL, SLOWNESS * 100.0 + 1) == [True]
     # What chunks take says nothing of decoding.
-    for _ in range(4):
-        assert not step(beat, clock, DECODE, 0.02)
-    assert step(beat, clock, DECODE, HANG_SECONDS + 0.1)
+    assert known.hangs(DECODE, HANG_SECONDS + 0.1) == [True]
 
 
-def test_first_steps_may_compile_kernels(beat: Heartbeat, clock: Clock) -> None:
-    assert not step(beat, clock, DECODE, START_SECONDS - 1)
-    assert not step(beat, clock, DECODE, START_SECONDS - 1)
-    assert not step(beat, clock, DECODE, NEW_KIND_SECONDS - 1)
-    assert not step(beat, clock, PREFILL, START_SECONDS - 1)
-    for _ in range(200):
-        step(beat, clock, DECODE, 0.02)
-    assert step(beat, clock, DECODE, HANG_SECONDS + 0.1)
-    other = (*DECODE[:2], 4, 2)
-    assert not step(beat, clock, other, NEW_KIND_SECONDS - 1)
-    assert step(beat, clock, ("decode", 0, 5, 2), NEW_KIND_SECONDS + 1)
+def test_the_start_and_first_steps_may_compile_kernels():
+    fresh = Beating()
+    fresh.beat.begin_start()
+    assert fresh.reason_after(START_SECONDS - 1) is None
+    assert "in its start" in (fresh.reason_after(2) or "")
+    assert fresh.hangs(DECODE, START_SECONDS - 1, times=2) == [False, False]
+    assert fresh.hangs(DECODE, NEW_KIND_SECONDS - 1) == [False]
+    assert fresh.hangs(PREFILL, START_SECONDS - 1) == [False]
+    fresh.hangs(DECODE, 0.02, times=200)
+    assert fresh.hangs(DECODE, HANG_SECONDS + 0.1) == [True]
+    assert fresh.hangs((*DECODE[:2], 4, 2), NEW_KIND_SECONDS - 1) == [False]
+    assert fresh.hangs(("decode", 0, 5, 2), NEW_KIND_SECONDS + 1) == [True]
 
 
-def test_a_hang_does_not_hide_the_next_one(beat: Heartbeat, clock: Clock) -> None:
-    for _ in range(4):
-        step(beat, clock, DECODE, 0.02)
-    assert step(beat, clock, DECODE, 3600.0)
-    assert step(beat, clock, DECODE, 2 * HANG_SECONDS + 0.1)
+def test_a_hang_does_not_hide_the_next_one_but_a_slow_machine_is_believed(known):
+    assert known.hangs(DECODE, 3600.0) == [True]
+    assert known.hangs(DECODE, 2 * HANG_SECONDS + 0.1) == [True]
+    hung = known.hangs(DECODE, 60.0, times=10)
+    assert hung[0]
+    assert not any(hung[4:])
 
 
-def test_a_machine_that_became_slow_is_believed_after_a_few_steps(
-    beat: Heartbeat, clock: Clock
-) -> None:
-    for _ in range(4):
-        step(beat, clock, DECODE, 0.02)
-    told = [step(beat, clock, DECODE, 60.0) for _ in range(10)]
-    assert told[0]
-    assert not any(told[4:])
-
-
-def test_the_start_has_time_and_planning_has_little(beat: Heartbeat, clock: Clock) -> None:
-    beat.begin_start()
-    clock.now += START_SECONDS - 1
-    assert beat.hang() is None
-    clock.now += 2
-    assert "in its start" in (beat.hang() or "")
-    beat.end()
-    beat.turn()
-    clock.now += HANG_SECONDS + 0.1
-    assert "planning" in (beat.hang() or "")
-
-
-def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypatch) -> None:
-    """A real engine whose known steps suddenly don't end, until they do."""
-    monkeypatch.setattr(module, "NEW_KIND_SECONDS", 0.0)
-    config = EngineConfig(num_draft_tokens=2)
-    served: Client = client(config=config, heartbeat=Heartbeat(hang_seconds=1.0))
-    model = tiny_models["qwen3_next"]
+def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypatch):
+    """A real engine with a known step that suddenly doesn't end, until it does."""
+    monkeypatch.setattr(health, "NEW_KIND_SECONDS", 0.0)
+    served: Client = client(heartbeat=Heartbeat(hang_seconds=0.5))
     wanted = [request(f"r{i}", [5, 6], greedy(40, ignore_eos=True)) for i in range(3)]
     for each in wanted[:2]:
         served.engine.submit(each)
         served.wait(each.request_id)
     wait_until(lambda: served.engine.hang_reason is None)
-
-    go_on = threading.Event()
-    original = ModelRunner.run
+    go_on, original = threading.Event(), ModelRunner.run
 
     def hanging(self, plan):
-        if plan.decode:
-            assert go_on.wait(60)
+        assert not plan.decode or go_on.wait(60)
         return original(self, plan)
 
     monkeypatch.setattr(ModelRunner, "run", hanging)
     served.engine.submit(wanted[2])
     # On a busy machine the prefill before it may be called a hang too.
     wait_until(lambda: "a decoding step of 1 row" in (served.engine.hang_reason or ""))
-    # It may recover, so what it has waits; whether to ask it for more is the server's affair.
+    # It may recover, so its requests wait; whether to submit more is the server's decision.
     assert served.engine.healthy
     go_on.set()
     served.wait("r2")
     wait_until(lambda: served.engine.hang_reason is None)
-    assert tuple(served.tokens("r2")) == plain(model, wanted[2], VOCAB).tokens
+    expected = plain(tiny_models["qwen3_next"], wanted[2], VOCAB).tokens
+    assert tuple(served.tokens("r2")) == expected
 
 
-def test_the_core_says_what_it_does(tiny_models) -> None:
-    from tests.harness import Driver
-
-    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB)
-    told: list[tuple[tuple[object, ...], str]] = []
-    driver.core._heartbeat.begin = lambda kind, name: told.append((kind, name))
+def test_the_core_describes_its_steps(tiny_models):
+    config = EngineConfig(num_draft_tokens=2)
+    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB, config=config)
+    begun: list[tuple[tuple[object, ...], str]] = []
+    driver.core._heartbeat.begin = lambda kind, name: begun.append((kind, name))
     driver.add(request("a", range(2, 22), greedy(8, ignore_eos=True)))
     driver.run()
-    assert isinstance(driver.core, EngineCore)
-    assert told[0] == (("prefill", 5, 0, 2), "a prefill chunk of 20 tokens")
-    # With look-ahead a chunk is waited for in the turn after it.
-    assert told[1][0][0] == "prefill"
-    assert (("decode", 0, 1, 2), "a decoding step of 1 row") in told
+    assert begun[0] == (("prefill", 5, 0, 2), "a prefill chunk of 20 tokens")
+    # With look-ahead a chunk is waited for in the step after it.
+    assert begun[1][0][0] == "prefill"
+    assert (("decode", 0, 1, 2), "a decoding step of 1 row") in begun

@@ -12,7 +12,7 @@ from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine import prefix as prefix_module
-from mlx_mtp.engine import runner as runner_module
+from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.cache.prefixes import FINGERPRINT, nodes
 from tests.engine.cases import EOS, SAMPLED, check_head_cache
@@ -226,7 +226,7 @@ def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch, where):
     """Nor does the chunk behind it, which is planned and launched before that is read."""
     model = tiny_models["qwen3_5"]
     warm = driver(model, 2, min_gain=20)  # nothing is saved after the first chunk
-    owner, name = (runner_module, "row_results") if where == "read" else (type(model), "hidden")
+    owner, name = (InFlightStep, "read") if where == "read" else (type(model), "hidden")
     original, calls = getattr(owner, name), []
 
     def failing(*parts):

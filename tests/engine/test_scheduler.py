@@ -1,18 +1,19 @@
-"""The policy, with no model: chunks, turns, admission, and rows that end in every way."""
+"""The scheduler without a model: chunks, turns, admission, and rows that end in every way."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.plan import Plan, RowResult
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Row
+from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
 
 
 def sequence(
@@ -28,84 +29,77 @@ def scheduler(**limits: int) -> Scheduler:
     return Scheduler(EngineConfig(**limits), FixedDepth(2))
 
 
-def finish_chunk(policy: Scheduler, plan: Plan) -> list[RequestOutput]:
+def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
     """What a runner would report of a plan's chunk: a first token where a prompt ends."""
     assert plan.chunk is not None
-    results = []
-    for row, start, length in plan.chunk.rows:
+    rows, _, lengths = zip(*plan.chunk.rows, strict=True)
+    for row, length in zip(rows, lengths):
         row.launched(length)
-        tokens = (7,) if start + length == row.num_prompt else ()
-        results.append(
-            RowResult(row, length, length, tokens, num_prompt_tokens=length, is_prefill=True)
-        )
-    return policy.update(results)
+    ends = [row.num_prompt == at + n for row, at, n in plan.chunk.rows]
+    tokens = [(7,) if end else () for end in ends]
+    return policy.update([InFlightStep(rows, lengths, is_prefill=True, token_ids=tokens)])
 
 
-def finish_decode(policy: Scheduler, plan: Plan, *, stop: bool) -> list[RequestOutput]:
+def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[RequestOutput]:
     """What a runner would report of a plan's rows: a token each, the last where they must end."""
-    results = []
-    for row in plan.decode:
+    rows, count = plan.decode, len(plan.decode)
+    for row in rows:
         row.launched(3)
-        finished = stop or row.num_output + 1 == row.max_new_tokens
-        results.append(RowResult(row, 3, num_kept=1, token_ids=(7,), finished=finished))
-    return policy.update(results)
+    finished = [stop or row.num_output + 1 == row.max_new_tokens for row in rows]
+    kept = {"num_cached": [1] * count, "token_ids": [(7,)] * count}
+    return policy.update([InFlightStep(rows, (3,) * count, finished=finished, **kept)])
 
 
-def test_chunks_end_at_multiples_of_the_step_size():
-    policy = scheduler(prefill_step_size=16)
-    policy.add(sequence("a", 37))
-    spans = []
-    for _ in range(3):
-        plan = policy.schedule()
-        spans += [(start, length) for _, start, length in plan.chunk.rows]
-        outputs = finish_chunk(policy, plan)
-    assert spans == [(0, 16), (16, 16), (32, 5)]
-    assert [o.token_ids for o in outputs] == [(7,)]
-    plan = policy.schedule()
-    assert plan.chunk is None
-    assert [s.request_id for s in plan.decode] == ["a"]
+def names(rows) -> list[str]:
+    return [row.request_id for row in rows]
+
+
+def chunk_names(plan: StepPlan) -> list[str]:
+    return [] if plan.chunk is None else names(row for row, _, _ in plan.chunk.rows)
+
+
+def add(policy: Scheduler, **lengths: int) -> None:
+    for name, length in lengths.items():
+        policy.add(sequence(name, length))
 
 
 def test_short_prompts_share_a_chunk_within_its_size_and_long_ones_do_not():
     policy = scheduler(prefill_step_size=16)
-    for name, length in (("a", 4), ("b", 5), ("c", 3), ("d", 9), ("e", 30)):
-        policy.add(sequence(name, length))
+    add(policy, a=4, b=5, c=3, d=9, e=30)
     groups = []
     for _ in range(3):
         plan = policy.schedule()
-        groups.append([s.request_id for s, _, _ in plan.chunk.rows])
+        groups.append(chunk_names(plan))
         finish_chunk(policy, plan)
     assert groups == [["a", "b", "c"], ["d"], ["e"]]
 
 
 def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
     policy = scheduler(prefill_step_size=16)
-    policy.add(sequence("first", 4))
+    add(policy, first=4)
     finish_chunk(policy, policy.schedule())
-    policy.add(sequence("long", 160))
+    add(policy, long=160)
     policy.schedule()
-    policy.add(sequence("short", 3))
-    names = []
+    add(policy, short=3)
+    planned = []
     for _ in range(4):
         plan = policy.schedule()
-        assert [s.request_id for s in plan.decode][:1] == ["first"]
-        names += [s.request_id for s, _, _ in plan.chunk.rows]
-    assert "short" in names[:2]
-    assert names.count("long") >= 2
+        assert names(plan.decode)[:1] == ["first"]
+        planned += chunk_names(plan)
+    assert "short" in planned[:2]
+    assert planned.count("long") >= 2
 
 
 def test_rows_are_bounded_and_the_rest_waits_in_order():
     policy = scheduler(max_num_seqs=2)
-    for name in "abcd":
-        policy.add(sequence(name, 4))
+    add(policy, a=4, b=4, c=4, d=4)
     plan = policy.schedule()
-    assert [s.request_id for s, _, _ in plan.chunk.rows] == ["a", "b"]
+    assert chunk_names(plan) == ["a", "b"]
     assert (policy.num_running, policy.num_waiting) == (2, 2)
     finish_chunk(policy, plan)
     assert policy.schedule().chunk is None
     policy.cancel("a")
-    plan = policy.schedule()
-    assert [s.request_id for s, _, _ in plan.chunk.rows] == ["c"]
+    assert chunk_names(policy.schedule()) == ["c"]
 
 
 def test_nothing_is_launched_for_rows_that_will_surely_be_finished():
@@ -118,135 +112,124 @@ def test_nothing_is_launched_for_rows_that_will_surely_be_finished():
     assert policy.schedule().decode == ()
 
 
+def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
+    """Rows with two windows of 3 positions in flight."""
+    add(policy, **dict.fromkeys(names, 4))
+    finish_chunk(policy, policy.schedule())
+    rows = policy.schedule().decode
+    for row in (*rows, *rows):
+        row.launched(3)
+    return rows
+
+
 def test_finish_reasons_and_output_after_the_end():
     policy = scheduler()
-    for name in "abc":
-        policy.add(sequence(name, 4))
-    plan = policy.schedule()
-    finish_chunk(policy, plan)
-    plan = policy.schedule()
-    a, b, c = plan.decode
-    for row in plan.decode:
-        row.launched(3)
-        row.launched(3)
-    outputs = policy.update(
-        [
-            RowResult(a, 3, num_kept=2, token_ids=(5, 1), finished=True),
-            RowResult(b, 3, num_kept=2, token_ids=(5, 6), finished=True),
-            RowResult(c, 3, error=StepError("broken")),
-        ]
+    rows = decoding(policy, "abc")
+    first = InFlightStep(
+        rows,
+        (3, 3, 3),
+        num_cached=[2, 2, 0],
+        token_ids=[(5, 1), (5, 6), ()],
+        finished=[True, True, False],
+        row_errors={2: StepError("broken")},
     )
-    assert [o.finish_reason for o in outputs] == ["stop", "length", "error"]
-    late = [RowResult(row, 3, num_kept=1, token_ids=(9,)) for row in (a, b, c)]
-    assert policy.update(late) == []
+    assert [o.finish_reason for o in policy.update([first])] == ["stop", "length", "error"]
+    late = InFlightStep(rows, (3, 3, 3), num_cached=[1, 1, 1], token_ids=[(9,)] * 3)
+    assert policy.update([late]) == []
     assert policy.idle
     assert policy.schedule().live == frozenset()
+    assert policy.stats().generation_tokens == 3 + 4
 
 
-def test_cancel_reaches_a_request_wherever_it_stands():
+@pytest.mark.parametrize("how", ["cancel", "fail_all"])
+def test_a_request_is_dropped_wherever_it_is(how):
     policy = scheduler(max_num_seqs=2, prefill_step_size=16)
-    policy.add(sequence("decoding", 4))
+    add(policy, decoding=4)
     finish_chunk(policy, policy.schedule())
-    policy.add(sequence("prefilling", 40))
-    policy.add(sequence("waiting", 4))
+    add(policy, prefilling=40, waiting=4)
     policy.schedule()
-    for name in ("waiting", "prefilling", "decoding", "unknown"):
-        policy.cancel(name)
+    if how == "cancel":
+        for name in ("waiting", "prefilling", "decoding", "unknown"):
+            policy.cancel(name)
+    else:
+        outputs = policy.fail_all(StepError("down"))
+        assert sorted(o.request_id for o in outputs) == ["decoding", "prefilling", "waiting"]
+        assert all(o.finish_reason == "error" for o in outputs)
     assert policy.idle
     assert policy.schedule().empty
 
 
-def test_fail_all_ends_each_request_once():
-    policy = scheduler(max_num_seqs=2, prefill_step_size=16)
-    policy.add(sequence("a", 4))
-    finish_chunk(policy, policy.schedule())
-    policy.add(sequence("b", 40))
-    policy.add(sequence("c", 4))
-    policy.schedule()
-    outputs = policy.fail_all(StepError("down"))
-    assert sorted(o.request_id for o in outputs) == ["a", "b", "c"]
-    assert all(o.finish_reason == "error" for o in outputs)
-    assert policy.idle
-
-
 class Watched(FixedDepth):
-    """Notes what it is asked and told."""
+    """Notes what it is asked and what it observes."""
 
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.asked: list[tuple[list[Row], bool]] = []
-        self.told: list[DecodeStep] = []
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__(depth)
+        self.asked: list[tuple[list[DraftRow], bool]] = []
+        self.seen: list[DecodeStep] = []
 
-    def depth(self, rows: list[Row], *, steady: bool) -> int:
+    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
         self.asked.append((rows, steady))
         return super().depth(rows, steady=steady)
 
     def observe(self, step: DecodeStep) -> None:
-        self.told.append(step)
+        self.seen.append(step)
 
 
 def test_the_depth_is_asked_for_rows_that_decode_or_are_about_to():
     depth = Watched()
     policy = Scheduler(EngineConfig(prefill_step_size=16), depth)
     a, b = sequence("a", 20), sequence("b", 30, drafts=5)
+    planned = []
     policy.add(a)
-    plan = policy.schedule()  # the first chunk of a: no window follows
-    assert plan.num_draft_tokens == 0
-    assert depth.asked == []
-    finish_chunk(policy, plan)
-    plan = policy.schedule()  # its prompt ends here
-    assert depth.asked.pop() == ([a.drafting], False)
-    finish_chunk(policy, plan)
-    policy.add(b)
-    plan = policy.schedule()  # a decodes, b's first chunk runs beside it
-    assert depth.asked.pop() == ([a.drafting], False)
-    finish_chunk(policy, plan)
-    plan = policy.schedule()  # b's prompt ends: it will want 5 drafts
-    assert depth.asked.pop() == ([a.drafting, b.drafting], False)
-    assert plan.num_draft_tokens == 5
-    finish_chunk(policy, plan)
-    policy.schedule()
-    assert depth.asked.pop() == ([a.drafting, b.drafting], True)
-    assert policy.depths == {1: 2, 2: 5}
-    assert not policy.parked
+    for number in range(5):
+        plan = policy.schedule()
+        planned.append(plan.num_draft_tokens)
+        if plan.chunk is not None:
+            finish_chunk(policy, plan)
+        if number == 1:
+            policy.add(b)
+    # First chunk of a, its end, first chunk of b beside a, its end, and both decode.
+    assert planned == [0, 2, 2, 5, 5]
+    one, both = [a.drafting], [a.drafting, b.drafting]
+    assert depth.asked == [(one, False), (one, False), (both, False), (both, True)]
+    assert policy.stats().depths == ((1, 2), (2, 5))
+    assert not policy.stats().parked
 
 
-def test_the_policy_learns_of_decoding_steps_alone():
+def test_the_policy_learns_of_decode_steps_alone():
     depth = Watched()
     policy = Scheduler(EngineConfig(), depth)
-    for name in "abcd":
-        policy.add(sequence(name, 4))
-    finish_chunk(policy, policy.schedule())
-    assert depth.told == []
-    a, b, c, d = policy.schedule().decode
-    for row in (a, b, c, d):
-        row.launched(3)
-        row.launched(3)
-    results = [
-        RowResult(a, 3, 2, (5, 6), num_draft_tokens=2, num_accepted_tokens=1),
-        # One ends with a draft, the other with what replaced a draft, which so was tried.
-        RowResult(b, 3, 1, (1,), finished=True, num_draft_tokens=2, num_accepted_tokens=1),
-        RowResult(c, 3, error=StepError("broken")),
-        RowResult(d, 3, 2, (5, 1), finished=True, num_draft_tokens=2, num_accepted_tokens=1),
-    ]
-    policy.update(results, seconds=0.5)
-    (told,) = depth.told
-    # The size of the window counts for the cost; of what failed nothing is known.
-    assert (told.batch_size, told.depth, told.seconds) == (3, 2, 0.5)
-    seen = [(o.row, o.num_drafts, o.num_accepted, o.cut) for o in told.outcomes]
-    assert seen == [
-        (a.drafting, 2, 1, False),
-        (b.drafting, 2, 1, True),
-        (d.drafting, 2, 1, False),
-    ]
+    rows = a, b, _, d = decoding(policy, "abcd")
+    assert depth.seen == []
+    # b ends with a draft, d with what replaced a draft, which so was tried.
+    first = InFlightStep(
+        rows,
+        (3, 3, 3, 3),
+        num_drafts=[2, 2, 0, 2],
+        num_cached=[2, 1, 0, 2],
+        num_accepted=[1, 1, 0, 1],
+        token_ids=[(5, 6), (1,), (), (5, 1)],
+        finished=[False, True, False, True],
+        row_errors={2: StepError("broken")},
+    )
     # A row that had ended before brings nothing, but its window was computed.
-    policy.update([RowResult(a, 3, 1, (5,)), RowResult(b, 3)])
-    assert depth.told[-1].batch_size == 2
-    assert [o.row for o in depth.told[-1].outcomes] == [a.drafting]
-    assert depth.told[-1].seconds is None
+    second = InFlightStep((a, b), (3, 3), num_cached=[1, 0], token_ids=[(5,), ()])
+    policy.update([first], seconds=0.5)
+    policy.update([second])
+    one, other = depth.seen
+    # The size of the window counts for the cost; of what failed nothing is known.
+    assert (one.batch_size, one.depth, one.seconds) == (3, 2, 0.5)
+    outcomes = [(a.drafting, 2, 1, False), (b.drafting, 2, 1, True), (d.drafting, 2, 1, False)]
+    assert one.outcomes == [Outcome(*each) for each in outcomes]
+    assert (other.batch_size, other.depth, other.seconds) == (2, 2, None)
+    assert [o.row for o in other.outcomes] == [a.drafting]
+    stats = policy.stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
+    assert stats.num_accepted_tokens_per_pos == (3, 0)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     prompts=st.lists(st.integers(1, 70), min_size=1, max_size=12),
     step=st.sampled_from([1, 4, 16, 64]),
@@ -271,6 +254,7 @@ def test_every_prompt_token_is_computed_once_and_every_request_ends(prompts, ste
             assert len(plan.chunk.rows) == 1 or longest * len(plan.chunk.rows) <= step
             for row, start, length in plan.chunk.rows:
                 assert start // step == (start + length - 1) // step
+                assert (start + length) % step == 0 or start + length == row.num_prompt
                 computed[row.request_id] += range(start, start + length)
             outputs += finish_chunk(policy, plan)
         if plan.decode:

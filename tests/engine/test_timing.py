@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.timing import StepTimer
-from mlx_mtp.engine.window import Launched
+from mlx_mtp.engine.core import EngineCore, StepTimer
+from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.errors import StepError
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
-from tests.engine.test_scheduler import sequence
+from tests.engine.test_scheduler import Watched, sequence
 from tests.harness import Driver, greedy, request
 from tests.tiny_models import VOCAB
 
@@ -25,23 +23,22 @@ class Clock:
         return self.now
 
 
-def decode(window: int, proposed: int, rows=ROWS, **more) -> list[Launched]:
-    return [Launched(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
+def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
+    return [InFlightStep(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
 
 
-def prefill() -> list[Launched]:
-    return [Launched(ROWS[:1], (9,), is_prefill=True)]
+PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
 
 
-def laps(*steps: list[Launched], overlap: bool = True) -> list[float | None]:
-    """Each step takes one second longer than the one before it; what is told of each."""
+def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
+    """Each step takes one second longer than the one before it; the time that counts of each."""
     clock = Clock()
-    timer, told = StepTimer(clock), []
+    timer, times = StepTimer(clock), []
     for number, read in enumerate(steps):
         clock.now += number
         following = steps[number + 1] if number + 1 < len(steps) else []
-        told.append(timer.lap(read, following if overlap else read))
-    return told
+        times.append(timer.lap(read, following if overlap else read))
+    return times
 
 
 def test_steps_in_an_unbroken_row_are_timed():
@@ -49,54 +46,39 @@ def test_steps_in_an_unbroken_row_are_timed():
     # Nothing comes before the first, nor behind the last.
     assert laps(*steady) == [None, 1, 2, 3, None]
     assert laps(*steady, overlap=False) == [None, 1, 2, 3, 4]
+    change = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
+    assert laps(*change) == [None, 1, None, None, 4, 5, None]
+    assert laps(*change, overlap=False) == [None, 1, 2, None, 4, 5, 6]
 
 
-def test_a_change_of_depth_is_not_timed_nor_what_stands_beside_it():
-    steps = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
-    assert laps(*steps) == [None, 1, None, None, 4, 5, None]
-    assert laps(*steps, overlap=False) == [None, 1, 2, None, 4, 5, 6]
+BREAKS = {
+    "idle": [],
+    "prefill": PREFILL,
+    "chunk": [*PREFILL, *decode(2, 2)],
+    "left": decode(2, 2, rows=ROWS[:1]),
+    "joined": decode(2, 2, rows=(*ROWS, sequence("c", 4))),
+    "moved": decode(2, 2, rows=ROWS[::-1]),
+    "failed": decode(2, 2, error=StepError("broken")),
+    "deeper": decode(2, 3),
+    "cut": decode(1, 2),
+}
 
 
-@pytest.mark.parametrize(
-    "between",
-    [
-        [],
-        prefill(),
-        [*prefill(), *decode(2, 2)],
-        decode(2, 2, rows=ROWS[:1]),
-        decode(2, 2, rows=(*ROWS, sequence("c", 4))),
-        decode(2, 2, rows=ROWS[::-1]),
-        decode(2, 2, error=StepError("broken")),
-        decode(2, 3),
-        decode(1, 2),
-    ],
-    ids=["idle", "prefill", "chunk", "left", "joined", "moved", "failed", "deeper", "cut"],
-)
-def test_what_breaks_the_row(between):
-    before, after = [decode(2, 2)] * 3, [decode(2, 2)] * 4
-    told = laps(*before, between, *after)
-    assert told[3] is None
-    assert told[2] is None  # the step behind it was another one
-    assert told[-2] is not None
-    alone = laps(*before, between, *after, overlap=False)
-    assert alone[3] is None
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_breaks_the_row(name):
+    steps = [*[decode(2, 2)] * 3, BREAKS[name], *[decode(2, 2)] * 4]
+    times, alone = laps(*steps), laps(*steps, overlap=False)
+    assert times[3] is alone[3] is None
+    assert times[2] is None  # the step behind it was another one
     assert alone[2] is not None
-
-
-class Recorder(FixedDepth):
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
-        self.steps: list[DecodeStep] = []
-
-    def observe(self, step: DecodeStep) -> None:
-        self.steps.append(step)
+    assert times[-2] is not None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_policy_is_told_of_every_decoding_step(tiny_models, overlap, depth):
+def test_the_policy_observes_every_decode_step(tiny_models, overlap, depth):
     """Times by the injected clock, rows, windows, and what was accepted of them."""
-    policy, clock = Recorder(depth), Clock()
+    policy, clock = Watched(depth), Clock()
     config = EngineConfig(num_draft_tokens=depth, overlap=overlap)
     driver = Driver(tiny_models["qwen3_5"], vocab_size=VOCAB, config=config, depth=policy)
     driver.core = EngineCore(driver.scheduler, driver.runner, overlap=overlap, clock=clock)
@@ -105,18 +87,14 @@ def test_the_policy_is_told_of_every_decoding_step(tiny_models, overlap, depth):
     while not driver.core.idle:
         clock.now += 0.25
         driver.step()
-    assert {step.depth for step in policy.steps} <= {0, depth}
-    timed = [step for step in policy.steps if step.seconds is not None]
-    assert {step.seconds for step in timed} == {0.25}
-    assert {step.depth for step in timed} == {depth}
+    timed = [step for step in policy.seen if step.seconds is not None]
+    assert {(step.seconds, step.depth) for step in timed} == {(0.25, depth)}
     assert {step.batch_size for step in timed} == {1, 2}
     # The first step of two rows, the change to one row, the ends: few are not timed.
-    assert len(timed) >= len(policy.steps) - 8
+    assert len(timed) >= len(policy.seen) - 8
     stats = driver.core.stats()
-    outcomes = [outcome for step in policy.steps for outcome in step.outcomes]
+    outcomes = [outcome for step in policy.seen for outcome in step.outcomes]
     assert sum(o.num_drafts for o in outcomes) == stats.num_draft_tokens
     assert sum(o.num_accepted for o in outcomes) == stats.num_accepted_tokens
-    # No draft of theirs is left untried: of random weights none is right.
-    assert not any(o.cut for o in outcomes)
     assert stats.depths == ((1, depth), (2, depth))
     assert stats.parked is (depth == 0)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome, Row
+from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, DraftRow, Outcome
 
 Cost = Callable[[int, int], float]
 """(batch size, depth) -> seconds of a step that verifies and proposes that many drafts."""
@@ -19,24 +19,16 @@ Rates = Callable[[int, int], Sequence[float]]
 class Machine:
     """Steps that take time and bring tokens.
 
-    The policy is told noisy times and drawn acceptance; `seconds` and `tokens` are what is expected
-    of them, so that the policy is judged without the noise.
-
-    Args:
-        cost: of a step.
-        rates: of each row.
-        noise: spread (sigma of the log) of a step's time.
-        late: share of the steps that take up to ten times as long.
-        first: how many times as long the first step of a shape takes.
-        draft_share: of the cost above depth 0, what is spent on proposing.
+    The policy observes noisy times and drawn acceptance; `seconds` and `tokens` are what is
+    expected of them, so that the policy is judged without the noise.
     """
 
     cost: Cost
     rates: Rates
-    noise: float = 0.03
-    late: float = 0.01
-    first: float = 1.0
-    draft_share: float = 0.4
+    noise: float = 0.03  # spread (sigma of the log) of a step's time
+    late: float = 0.01  # share of the steps that take up to ten times as long
+    first: float = 1.0  # how many times as long the first step of a shape takes
+    draft_share: float = 0.4  # of the cost above depth 0, what is spent on proposing
     seed: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
@@ -47,9 +39,11 @@ class Machine:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
-    def run(self, policy: DepthPolicy, size: int, num_steps: int, rows: list[Row] | None = None):
+    def run(
+        self, policy: DepthPolicy, size: int, num_steps: int, rows: list[DraftRow] | None = None
+    ):
         """Steps of one unchanging batch; returns tokens per second."""
-        rows = rows or [Row() for _ in range(size)]
+        rows = rows or [DraftRow() for _ in range(size)]
         began, before = self.seconds, self.tokens
         window = policy.depth(rows, steady=False)
         last: int | None = None
@@ -65,7 +59,7 @@ class Machine:
             policy.observe(step)
         return (self.tokens - before) / (self.seconds - began)
 
-    def _step(self, rows: list[Row], window: int, proposed: int, *, clean: bool) -> DecodeStep:
+    def _step(self, rows: list[DraftRow], window: int, proposed: int, *, clean: bool) -> DecodeStep:
         size = len(rows)
         plain = self.cost(size, 0)
         verify = plain + (1 - self.draft_share) * (self.cost(size, window) - plain)

@@ -1,4 +1,4 @@
-"""The device's verdict equals a loop over rows and tokens."""
+"""The device's acceptance equals a loop over rows and tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.acceptance import accept
-from mlx_mtp.speculative.counters import SpeculationCounters
+from mlx_mtp.speculative.acceptance import SpeculationCounters, accept
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):
@@ -28,49 +27,38 @@ def reference(targets, window, stop_ids, remaining, finished, num_drafts):
     return len(emitted), num_accepted, done, left, emitted[-1]
 
 
-token = st.integers(0, 4)
-
-
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), length=st.integers(1, 6), batch=st.integers(1, 4))
 def test_equals_a_loop(data, length, batch):
-    cells = st.lists(token, min_size=length, max_size=length)
-    targets = [data.draw(cells) for _ in range(batch)]
+    def draw(cell, size=length):
+        return [data.draw(st.lists(cell, min_size=size, max_size=size)) for _ in range(batch)]
+
+    token, width = st.integers(0, 4), data.draw(st.integers(0, 2))
+    targets, firsts = draw(token), draw(token, 1)
     # Drafts that often agree, so that long prefixes are seen too.
-    window = []
-    for target in targets:
-        flips = data.draw(st.lists(st.integers(0, 3), min_size=length, max_size=length))
-        drafts = [t if f else (t + 1) % 5 for t, f in zip(target, flips)]
-        window.append([data.draw(token), *drafts[:-1]])
-    stops = [data.draw(st.lists(token, max_size=2)) for _ in range(batch)]
-    remaining = [data.draw(st.integers(1, 8)) for _ in range(batch)]
-    finished = [data.draw(st.booleans()) for _ in range(batch)]
+    window = [
+        [first, *((t if flip else (t + 1) % 5) for t, flip in zip(target[:-1], flips))]
+        for (first,), target, flips in zip(firsts, targets, draw(st.integers(0, 3)))
+    ]
+    stops = draw(st.integers(-1, 4), width)
+    remaining = [cell for (cell,) in draw(st.integers(1, 8), 1)]
+    finished = [cell for (cell,) in draw(st.booleans(), 1)]
     limited = data.draw(st.booleans())
-    limits = [data.draw(st.integers(0, length - 1)) if limited else length for _ in range(batch)]
-    width = max(map(len, stops))
-    verdict = accept(
+    limits = [cell if limited else length for (cell,) in draw(st.integers(0, length - 1), 1)]
+    accepted = accept(
         mx.array(targets),
         mx.array(window),
-        stop_ids=mx.array([[*s, *[-1] * (width - len(s))] for s in stops], dtype=mx.int32).reshape(
-            batch, width
-        ),
+        stop_ids=mx.array(stops, dtype=mx.int32).reshape(batch, width),
         remaining=mx.array(remaining),
         finished=mx.array(finished),
         num_drafts=mx.array(limits) if limited else None,
     )
-    got = list(zip(*(a.tolist() for a in verdict)))
-    expected = [
-        reference(*cells)
-        for cells in zip(targets, window, stops, remaining, finished, limits, strict=True)
-    ]
-    assert got == expected
+    rows = zip(targets, window, stops, remaining, finished, limits, strict=True)
+    assert list(zip(*(a.tolist() for a in accepted))) == [reference(*row) for row in rows]
 
 
 def test_counters_count_by_position():
     counters = SpeculationCounters()
     for drafts, accepted in ((0, 0), (2, 2), (3, 1), (3, 0), (1, 1)):
         counters.observe(drafts, accepted)
-    assert counters.num_drafts == 4
-    assert counters.num_draft_tokens == 9
-    assert counters.num_accepted_tokens == 4
-    assert counters.num_accepted_tokens_per_pos == [3, 1, 0]
+    assert counters == SpeculationCounters(4, 9, 4, [3, 1, 0])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.speculative.controller import DepthController
 from mlx_mtp.speculative.costs import StepCosts
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Outcome, Row
+from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
 from tests.speculative.simulation import Cost, Machine, best_fixed
 
 K = 8
@@ -56,10 +56,14 @@ def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> DepthControl
     return controller({size: dict(enumerate(table[size])) for size in sizes})
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
-@pytest.mark.parametrize("rates", [GOOD, REAL, MIDDLING, LOW, CLIFF], ids=str)
-def test_within_5_percent_of_the_best_fixed_depth(table, size, rates):
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
+@pytest.mark.parametrize(
+    "shift", [0, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 4))]
+)
+def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     """From nothing: no calibration, no stored table, and a first step that compiles."""
+    table, size = PLACES[number]
+    rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
     machine = Machine(cost_of(table), always(rates), noise=0.05, first=20)
     policy = controller()
     machine.run(policy, size, 800)
@@ -77,19 +81,21 @@ def test_a_spoiled_head_costs_at_most_3_percent(table, size):
     assert policy.choices() == {size: 0}
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
-@pytest.mark.parametrize("same_rows", [True, False], ids=["same", "new"])
-def test_acceptance_that_turns_bad_and_good_again_is_followed(table, size, same_rows):
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
+@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_acceptance_that_turns_bad_and_good_again_is_followed(number, shift):
+    """In the same rows, or with new ones all the time."""
+    (table, size), same_rows = PLACES[number], bool((number + shift) % 2)
     phase = [REAL]
     machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
-    rows = [Row() for _ in range(size)]
+    rows = [DraftRow() for _ in range(size)]
     for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
         phase[0] = rates
         _, best = best_fixed(machine.cost, rates, size)
         seconds, tokens = machine.seconds, machine.tokens
         for _ in range(12):
-            rows = rows if same_rows else [Row() for _ in range(size)]
+            rows = rows if same_rows else [DraftRow() for _ in range(size)]
             machine.run(policy, size, 100, rows)
         assert (machine.tokens - tokens) / (machine.seconds - seconds) > least * best
         choice = policy.choices()[size]
@@ -99,7 +105,7 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(table, size, same_
             assert choice > 0
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_machine_and_any_head(data):
     slope = data.draw(st.sampled_from([0.05, 0.1, 0.2, 0.4, 0.9]))
@@ -132,31 +138,17 @@ def test_noise_makes_it_neither_wrong_nor_restless():
         chosen.append(policy.choices()[4])
         machine.run(policy, 4, 2)
     assert sum(a != b for a, b in itertools.pairwise(chosen)) < 60
-    began = machine.seconds, machine.tokens
-    machine.run(policy, 4, 2000)
-    speed = (machine.tokens - began[1]) / (machine.seconds - began[0])
-    assert speed > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
-
-
-def test_a_new_batch_size_begins_with_what_the_nearest_one_taught():
-    machine = Machine(cost_of(CPU), always(LOW), noise=0.05)
-    policy = calibrated(CPU, 1, 4)
-    machine.run(policy, 4, 300)
-    assert machine.run(policy, 16, 50) > 0.9 * best_fixed(machine.cost, LOW, 16)[1]
+    assert machine.run(policy, 4, 2000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
 
 
 def test_batches_that_change_all_the_time():
-    sizes = (1, 2, 3, 4, 5, 6, 7, 8)
-
     def cost(size: int, depth: int) -> float:
         return 0.01 * (1 + 0.1 * size) * (1 + depth * (0.2 + 0.05 * size))
 
-    machine = Machine(cost, always(REAL), noise=0.05)
-    draw = random.Random(1)
-    policy = controller()
+    machine, draw, policy = Machine(cost, always(REAL), noise=0.05), random.Random(1), controller()
     spent = ideal = 0.0
     for number in range(400):
-        size = draw.choice(sizes)
+        size = draw.randint(1, 8)
         seconds, tokens = machine.seconds, machine.tokens
         machine.run(policy, size, 10)
         if number > 150:
@@ -165,32 +157,32 @@ def test_batches_that_change_all_the_time():
     assert ideal > 0.94 * spent
 
 
-def test_one_measured_cell_is_enough_to_begin_with():
-    machine = Machine(cost_of(GPU), always(REAL), noise=0.05)
-    policy = controller({1: {0: 0.01}})
-    machine.run(policy, 4, 600)
-    assert machine.run(policy, 4, 1000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
-
-
 def test_a_stored_table_spares_the_learning():
     learned, machine = controller(), Machine(cost_of(CPU), always(MIDDLING), noise=0.02)
     machine.run(learned, 16, 3000)
-    again = controller(learned._costs.table())
-    fresh = controller()
     best = best_fixed(machine.cost, MIDDLING, 16)[1]
-    assert machine.run(again, 16, 200) > 0.95 * best
-    assert machine.run(fresh, 16, 200) < 0.95 * best
+    assert machine.run(controller(learned._costs.table()), 16, 200) > 0.95 * best
+    assert machine.run(controller(), 16, 200) < 0.95 * best
+
+
+def test_a_cost_that_was_misread_once_is_measured_again():
+    """The best depth's cost seems far too high at the start."""
+    for table, size in PLACES[::2]:
+        machine = Machine(cost_of(table), always(GOOD), noise=0.05)
+        depth, best = best_fixed(machine.cost, GOOD, size)
+        misread = dict(enumerate(table[size])) | {depth: 1.4 * table[size][depth]}
+        policy = controller({size: misread})
+        machine.run(policy, size, 1500)
+        assert machine.run(policy, size, 1500) > 0.93 * best
 
 
 def test_rows_differ_and_what_they_bring_together_counts():
     """Half of the rows are never right: the depth that is best for the sum is found."""
     machine = Machine(cost_of(GPU), lambda row, step: GOOD if row % 2 else SPOILED, noise=0.05)
+    best = max(machine.run(FixedDepth(depth), 16, 200) for depth in range(K + 1))
     policy = calibrated(GPU, 1, 4)
-    fixed = {}
-    for depth in range(K + 1):
-        fixed[depth] = machine.run(FixedDepth(depth), 16, 200)
     machine.run(policy, 16, 800)
-    assert machine.run(policy, 16, 1000) > 0.95 * max(fixed.values())
+    assert machine.run(policy, 16, 1000) > 0.95 * best
 
 
 def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():
@@ -205,16 +197,20 @@ def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():
     assert policy.choices() == {24: 0}
 
 
-def fixed_rows(*wanted: int | None) -> list[Row]:
-    return [Row(fixed) for fixed in wanted]
+def fixed_rows(*wanted: int | None) -> list[DraftRow]:
+    return [DraftRow(fixed) for fixed in wanted]
 
 
-def step(rows: list[Row], depth: int, accepted: int, seconds: float | None = 0.01) -> DecodeStep:
-    outcomes = [
-        Outcome(row, row.num_drafts(depth), min(accepted, row.num_drafts(depth)), cut=False)
-        for row in rows
-    ]
-    return DecodeStep(len(rows), depth, outcomes, seconds)
+def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) -> set[int]:
+    """Steps in which each row gets so many of its drafts accepted; the depths they had."""
+    depths = set()
+    for _ in range(steps):
+        depth = policy.depth(rows, steady=steady)
+        depths.add(depth)
+        counts = [(row, row.num_drafts(depth)) for row in rows]
+        outcomes = [Outcome(row, n, min(accepted, n), cut=False) for row, n in counts]
+        policy.observe(DecodeStep(len(rows), depth, outcomes, 0.01 if steady else None))
+    return depths
 
 
 def test_requests_with_a_depth_of_their_own_get_it():
@@ -224,36 +220,18 @@ def test_requests_with_a_depth_of_their_own_get_it():
     assert policy.depth(fixed_rows(0, 0), steady=True) == 0
     assert policy.choices() == {1: 3, 3: 5, 2: 0}
     rows = fixed_rows(4, None, 1)
-    for _ in range(300):
-        depth = policy.depth(rows, steady=True)
-        assert depth >= 4
-        policy.observe(step(rows, depth, 0))
+    assert min(drive(policy, rows, 0, 300)) >= 4
     assert [row.num_drafts(6) for row in rows] == [4, 6, 1]
-
-
-def test_rows_that_want_no_drafts_count_against_them():
-    """One of eight would gain; the others only pay."""
+    # One of eight would gain from drafts; the others only pay.
     policy = calibrated({8: tuple(1 + 0.5 * depth for depth in range(K + 1))}, 8)
-    rows = fixed_rows(None, *[0] * 7)
-    for _ in range(60):
-        depth = policy.depth(rows, steady=True)
-        policy.observe(step(rows, depth, K))
+    drive(policy, fixed_rows(None, *[0] * 7), K, 60)
     assert policy.choices()[8] == 0
-    willing = fixed_rows(*[None] * 8)
-    for _ in range(60):
-        depth = policy.depth(willing, steady=True)
-        policy.observe(step(willing, depth, K))
+    drive(policy, fixed_rows(*[None] * 8), K, 60)
     assert policy.choices()[8] > 0
 
 
 def test_nothing_is_probed_where_nothing_can_be_measured():
-    policy = controller()
-    rows = fixed_rows(None, None)
-    depths = set()
-    for _ in range(400):
-        depths.add(policy.depth(rows, steady=False))
-        policy.observe(step(rows, max(depths), 2, seconds=None))
-    assert depths == {policy.choices()[2]} or len(depths) <= 2
+    assert len(drive(controller(), fixed_rows(None, None), 2, 400, steady=False)) <= 2
 
 
 def test_a_fixed_depth_is_fixed_but_for_requests_with_their_own():

@@ -1,0 +1,130 @@
+"""The health of the engine: hangs, errors of a step, and how often the thread is restarted.
+
+The engine's thread reports when a step begins and ends, and its kind; other threads ask whether it
+hangs. How long a step may take follows from earlier steps of its kind: a chunk of 512 tokens takes
+0.1 s here and 20 s there. A kind that has not run yet may have to compile kernels first.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mlx_mtp.errors import StepError, StepMemoryError
+
+HANG_SECONDS = 4.0  # any step may take this long,
+SLOWNESS = 10.0  # and this many times as long as the slowest recent step of its kind
+NEW_KIND_SECONDS = 30.0  # for a kind that has not run: some kernels are compiled for a shape
+# For building the runner and measuring step costs together, and for each of the first steps, which
+# compile most kernels: about two minutes were seen on a fresh GPU machine.
+START_SECONDS = 300.0
+_FADE = 0.9  # weight that a slow step keeps with each later one of its kind
+_NUM_FIRST_STEPS = 2  # with look-ahead, what the first step launches is waited for in the second
+
+MAX_RESTARTS = 3  # of the engine's thread,
+RESTART_WINDOW = 60.0  # in so many seconds
+
+# mlx has no exception type for it: texts of its allocators, Metal's command buffers, and CUDA.
+_NO_MEMORY = re.compile(
+    r"\[(metal::)?malloc\w*\]|Insufficient Memory|out of memory|MemoryAllocation", re.IGNORECASE
+)
+
+Kind = tuple[object, ...]
+
+
+def step_error(error: Exception) -> StepError:
+    """What the requests in a step that raised `error` end with."""
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        return StepMemoryError(
+            f"There was not enough memory for the step that this request was in ({what}). Try "
+            "again when fewer requests run, or with a shorter prompt; a server started with a "
+            "smaller --max-num-seqs or --prefill-step-size needs less."
+        )
+    return StepError(f"The step that this request was in failed: {what}")
+
+
+def acquire_restart(restarts: deque[float], now: float) -> bool:
+    """Add a restart at `now` to the recent ones; False if there were too many."""
+    while restarts and now - restarts[0] >= RESTART_WINDOW:
+        restarts.popleft()
+    if len(restarts) == MAX_RESTARTS:
+        return False
+    restarts.append(now)
+    return True
+
+
+class _Beat(NamedTuple):
+    began: float
+    allowed: float
+    name: str
+    kind: Kind | None
+
+
+class Heartbeat:
+    """Detects a step that hangs. `hang` is for any thread, the rest for the engine's."""
+
+    def __init__(
+        self, hang_seconds: float = HANG_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._hang_seconds = hang_seconds
+        self._clock = clock
+        self._slowest: dict[Kind, float] = {}
+        self._seen: dict[object, int] = {}
+        # One reference, replaced as a whole: readers need no lock.
+        self._beat: _Beat | None = None
+
+    def begin_start(self) -> None:
+        """The runner is being built, and step costs are measured."""
+        self._beat = _Beat(self._clock(), START_SECONDS, "its start", None)
+
+    def begin_planning(self) -> None:
+        """A step is being planned; `begin` follows."""
+        self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
+
+    def begin(self, kind: Kind, name: str) -> None:
+        """A step begins.
+
+        Args:
+            kind: steps of one kind cost about the same; its first part is the most general.
+            name: for people.
+        """
+        self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
+
+    def end(self) -> None:
+        beat, self._beat = self._beat, None
+        if beat is None or beat.kind is None:
+            return
+        kind, seconds = beat.kind, self._clock() - beat.began
+        seen = self._seen.get(kind[0], 0)
+        self._seen[kind[0]] = seen + 1
+        if seen < _NUM_FIRST_STEPS:
+            return  # Mostly compiling.
+        # A hang says little about the kind: should the machine have become slow, the next step may
+        # take twice as long.
+        learnt = min(seconds, 2 * beat.allowed / SLOWNESS) if seconds > beat.allowed else seconds
+        self._slowest[kind] = max(learnt, self._slowest.get(kind, 0.0) * _FADE)
+
+    def hang(self) -> str | None:
+        """Why the engine is taken to hang; None while it does not."""
+        beat = self._beat
+        if beat is None:
+            return None
+        seconds = self._clock() - beat.began
+        if seconds <= beat.allowed:
+            return None
+        return (
+            f"the engine hangs: it has been in {beat.name} for {seconds:.1f} s, which may take "
+            f"{beat.allowed:.1f} s"
+        )
+
+    def _allowed(self, kind: Kind) -> float:
+        if self._seen.get(kind[0], 0) < _NUM_FIRST_STEPS:
+            return START_SECONDS
+        slowest = self._slowest.get(kind)
+        if slowest is None:
+            return max(NEW_KIND_SECONDS, self._hang_seconds)
+        return max(self._hang_seconds, SLOWNESS * slowest)

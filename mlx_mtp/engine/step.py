@@ -1,0 +1,152 @@
+"""A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.engine.prefix import Save
+from mlx_mtp.engine.request import TokenLogprobs
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.speculative.acceptance import AcceptResult
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A chunk of the prompts of one group."""
+
+    group: int  # the group's number, unique
+    rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, first position, number of tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What to launch: a prefill chunk, a decode step, or both."""
+
+    chunk: PrefillChunk | None
+    decode: tuple[Sequence, ...]
+    num_draft_tokens: int  # to propose for the next window
+    live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
+
+    @property
+    def empty(self) -> bool:
+        return self.chunk is None and not self.decode
+
+    @property
+    def needs_host(self) -> bool:
+        return any(s.needs_host for s in self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrays:
+    """A prefill chunk on the host."""
+
+    tokens: np.ndarray  # int32 [B, T], padded on the right
+    following: np.ndarray  # int32 [B, T], the token after each; 0 where the prompt ends
+    lengths: np.ndarray  # int32 [B]
+    is_last: np.ndarray  # bool [B], the row's prompt ends in this chunk
+    before: int  # 1 if the first token is the last of a cached prefix: its hidden state is known
+
+    @staticmethod
+    def of(chunk: PrefillChunk, before: int) -> ChunkArrays:
+        lengths = np.array([length for _, _, length in chunk.rows], dtype=np.int32) + before
+        tokens = np.zeros((len(lengths), int(lengths.max())), dtype=np.int32)
+        following = np.zeros_like(tokens)
+        is_last = np.zeros(len(lengths), dtype=bool)
+        for row, (sequence, start, length) in enumerate(chunk.rows):
+            piece = sequence.prompt[start - before : start + length + 1]
+            tokens[row, : length + before] = piece[: length + before]
+            following[row, : len(piece) - 1] = piece[1:]
+            is_last[row] = start + length == sequence.num_prompt
+        return ChunkArrays(tokens, following, lengths, is_last, before)
+
+    @property
+    def num_computed(self) -> np.ndarray:
+        """int32 [B], how many of a row's tokens the trunk has to run."""
+        return self.lengths - self.before
+
+
+class Drawn(NamedTuple):
+    """The tokens of a window, on the device."""
+
+    tokens: mx.array  # int32 [B, T], after each position; in a prefill [B, 1], after the last
+    accepted: AcceptResult  # how many of them each row emits
+    logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A window of B rows that was launched, and what each row got once it has been read."""
+
+    sequences: tuple[Sequence, ...]
+    num_positions: tuple[int, ...]  # length of each row's window
+    is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
+    num_drafts: list[int] = field(default_factory=list)  # that count for each row
+    num_proposed: int = 0  # drafts a row that the step proposes for the next window
+    drawn: Drawn | None = None  # None if no row draws a token
+    error: MlxMtpError | None = None  # the whole step failed
+    row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)  # by index
+    saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
+    # Valid once it has been read:
+    num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
+    token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
+    num_accepted: list[int] = field(default_factory=list)  # how many of them were drafts
+    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)  # the device ended the row
+
+    def __post_init__(self) -> None:
+        count = len(self.sequences)
+        kept = self.num_positions if self.is_prefill and self.error is None else [0] * count
+        self.num_drafts = self.num_drafts or [0] * count
+        self.num_cached = self.num_cached or list(kept)
+        self.token_ids = self.token_ids or [()] * count
+        self.num_accepted = self.num_accepted or [0] * count
+        self.logprobs = self.logprobs or [()] * count
+        self.finished = self.finished or [False] * count
+
+    def read(self) -> None:
+        """Wait for the device; raises what it raises, and then nothing has been read."""
+        if self.drawn is None:
+            return
+        tokens, accepted, logprobs = self.drawn
+        drawn = np.array(tokens).tolist()
+        num_kept = np.array(accepted.num_kept).tolist()
+        num_accepted = np.array(accepted.num_accepted).tolist()
+        finished = np.array(accepted.finished).tolist()
+        if logprobs is not None:
+            tables = [np.array(a) for a in logprobs]
+            self.logprobs = [
+                _token_logprobs(tables, row, kept, s.request.sampling.top_logprobs)
+                for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
+            ]
+        self.token_ids = [tuple(row[:kept]) for row, kept in zip(drawn, num_kept)]
+        self.finished = finished
+        if not self.is_prefill:
+            self.num_cached, self.num_accepted = num_kept, num_accepted
+            # A row that had ended before verifies nothing.
+            self.num_drafts = [n if kept else 0 for n, kept in zip(self.num_drafts, num_kept)]
+        self.drawn = None
+
+    def fail(self, error: MlxMtpError) -> None:
+        """The step failed on the device: nothing of it is valid."""
+        self.error = error
+        self.num_cached = [0] * len(self.sequences)
+
+    def error_of(self, row: int) -> MlxMtpError | None:
+        return self.error or self.row_errors.get(row)
+
+
+def _token_logprobs(
+    tables: list[np.ndarray], row: int, kept: int, top: int | None
+) -> tuple[TokenLogprobs, ...]:
+    if top is None:
+        return ()
+    chosen, ids, values = (table[row].tolist() for table in tables)
+    return tuple(
+        TokenLogprobs(chosen[j], tuple(zip(ids[j][:top], values[j][:top]))) for j in range(kept)
+    )
