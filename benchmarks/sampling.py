@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from mlx_mtp.bench.tables import NOTHING, render
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.processors import truncate
+from mlx_mtp.sampling.truncation import threshold
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
 

@@ -12,8 +12,8 @@ import numpy as np
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.sampling.guide import DraftSampler, Guide
-from mlx_mtp.sampling.sampler import Drawing, Sampler
+from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
+from mlx_mtp.sampling.sampler import Sampler, TokenSampler
 from mlx_mtp.speculative.acceptance import Verdict
 from mlx_mtp.speculative.proposer import DraftState
 
@@ -62,7 +62,7 @@ class Batch:
         self.ended = mx.zeros(count, dtype=mx.bool_)
         self.last_hidden = mx.zeros((count, 1, 0))
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
-        self.guide = Guide(())
+        self.guide = GrammarMasks(())
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -104,7 +104,7 @@ class Batch:
         """What the proposer keeps for each position, complete; None if that is nothing."""
         return None if self.draft_state is None else self.draft_state.prefix_kv()
 
-    def make_drafter(self) -> Drawing:
+    def make_drafter(self) -> TokenSampler:
         """Draws the drafts that follow what was settled."""
         return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
 
@@ -117,7 +117,7 @@ class Batch:
         taken = copy.copy(self)
         taken.sequences = [self.sequences[i] for i in chosen]
         taken.cache = self.cache.take(rows)
-        taken.sampler = self.sampler.take(chosen)
+        taken.sampler = self.sampler.select(chosen)
         if self.draft_state is not None:
             taken.draft_state = self.draft_state.take(chosen)
         for name, array in self._row_arrays().items():

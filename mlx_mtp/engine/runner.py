@@ -26,7 +26,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.window import Launched, row_results
 from mlx_mtp.errors import StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.guide import Guide
+from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.speculative.acceptance import accept
 from mlx_mtp.speculative.proposer import Proposer
 
@@ -170,7 +170,9 @@ class ModelRunner:
         """
         rows, lengths = tuple(batch.sequences), tuple(arrays.num_computed.tolist())
         targets = mx.array(arrays.following)
-        batch.guide = Guide(s.constraint if d else None for s, d in zip(rows, arrays.is_last))
+        batch.guide = GrammarMasks(
+            s.constraint if d else None for s, d in zip(rows, arrays.is_last)
+        )
         if not arrays.is_last.any():
             return targets, Launched(rows, lengths, is_prefill=True)
         done = mx.array(arrays.is_last)
@@ -207,7 +209,7 @@ class ModelRunner:
         batch.cache.begin(limit, lengths)
         hidden = self._model.hidden(window, batch.cache)
         logits = self._model.logits(hidden)
-        batch.guide = Guide(s.constraint for s in batch.sequences)
+        batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
         targets = batch.draw(logits, start[:, None] + 1 + mx.arange(length), window)
         verdict = accept(
             targets,

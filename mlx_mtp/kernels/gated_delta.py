@@ -1,14 +1,14 @@
 """The gated delta rule over a window, and the fold of an accepted prefix.
 
 The recurrent state of a GatedDeltaNet layer can't be truncated, so a verify window that is
-rejected in part needs the state as it was before the window plus the accepted prefix. The rule
-writes one rank-one term a position, `state <- g state + delta k^T`, so a window is remembered by
-its (k, delta, g), and the next call folds the accepted prefix in before it runs its own window: no
-snapshot is copied, nothing is restored, and a rejection costs nothing.
+rejected in part needs the state before the window plus the accepted prefix. The rule writes one
+rank-one term a position, `state <- g state + delta k^T`, so a window is remembered by its (k,
+delta, g), and the next call folds the accepted prefix in before it runs its own window: no snapshot
+is copied, nothing is restored, and a rejection costs nothing.
 
 Source of the recurrence: Yang et al., "Gated Delta Networks" (2024), equation 10, in the form of
-mlx-lm's `gated_delta_ops`, which is the reference (`reference.py`). A kernel runs it where there
-is a GPU (`kernel.py`), matrix products elsewhere (`chunkwise.py`), the reference for one position.
+mlx-lm's `gated_delta_ops` (`reference.py`). A kernel runs it on a GPU (`gated_delta_kernel.py`),
+matrix products elsewhere (`chunkwise.py`), the reference for one position.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def fold_and_verify(
         num_kept: how much of it each row keeps, int32 [B].
 
     Returns:
-        Outputs of the new window [B, T, Hv, Dv] in q's dtype; the state after the fold, which is
-        the one to keep until the new window is committed; and the new window to be folded then.
+        Outputs of the new window [B, T, Hv, Dv] in q's dtype; the state after the fold, to keep
+        until the new window is committed; and the new window, to be folded then.
     """
     if kernel.fits(window):
         return kernel.fold_and_verify(q, window, state, previous, num_kept)
@@ -58,7 +58,7 @@ def fold_and_advance(
     """Fold, then run a window of which it is known beforehand what each row keeps.
 
     Args:
-        q, window, state, previous, num_kept: as above.
+        q, window, state, previous, num_kept: as for `fold_and_verify`.
         lengths: int32 [B], 0 to T; positions from there on leave the state as it was, and their
             outputs are finite but mean nothing.
 
@@ -75,15 +75,12 @@ def fold_and_advance(
 
 
 def fold(previous: Pending | None, num_kept: mx.array | None, state: mx.array) -> mx.array:
-    """Take the first `num_kept[b]` positions of each row's window into its state.
+    """The state float32 [B, Hv, Dv, Dk] after the first `num_kept[b]` positions of its window.
 
     Args:
-        previous: a window of T positions; None leaves the state as it is.
+        previous: the window, of T positions; None leaves the state as it is.
         num_kept: int32 [B], 0 to T.
-        state: before the window, float32 [B, Hv, Dv, Dk].
-
-    Returns:
-        The state after the kept positions.
+        state: before the window.
     """
     if previous is None:
         return state

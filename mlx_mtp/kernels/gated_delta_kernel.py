@@ -1,8 +1,8 @@
 """The gated delta rule as one GPU kernel.
 
 A warp holds R rows of one head's state, its lanes splitting Dk, so that the two dot products of a
-position are a five-step shuffle. The state is read once and written once; positions in between stay
-in registers. q, k and v may be slices; all else must be contiguous, as the kernel itself leaves it.
+position are a five-step shuffle. The state is read once and written once, and stays in registers
+between positions. q, k and v may be slices; all else must be contiguous, as the kernel leaves it.
 """
 
 from __future__ import annotations
@@ -129,13 +129,9 @@ _BODY = """
     }
 """
 
-
 _KERNEL = gpu.Kernel(
     "gated_delta",
-    (
-        *("q", "k", "v", "g", "beta", "state"),
-        *("previous_k", "previous_delta", "previous_g", "num_kept", "lengths"),
-    ),
+    "q k v g beta state previous_k previous_delta previous_g num_kept lengths".split(),
     ("y", "state_out", "delta"),
     _BODY,
 )
@@ -148,7 +144,7 @@ def fold_and_verify(
     previous: Pending | None,
     num_kept: mx.array | None,
 ) -> tuple[mx.array, mx.array, Pending]:
-    """As `gated_delta.fold_and_verify`, which chooses this where it `fits`."""
+    """As `gated_delta.fold_and_verify`, which calls this where it `fits`."""
     outputs, state, delta = _call(q, window, state, previous, num_kept, None)
     return outputs, state, Pending(window.k, delta, window.g)
 
@@ -162,8 +158,7 @@ def fold_and_advance(
     lengths: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """As `gated_delta.fold_and_advance`."""
-    outputs, state, _ = _call(q, window, state, previous, num_kept, lengths)
-    return outputs, state
+    return _call(q, window, state, previous, num_kept, lengths)[:2]
 
 
 def fold(previous: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
@@ -178,20 +173,19 @@ def fits(window: Window | Pending) -> bool:
     where = gpu.backend()
     if where is None:
         return False
-    _, _, key_heads, key_dim = window.k.shape
-    _, _, heads, value_dim = window[1].shape
-    return _works(where, (key_heads, key_dim, heads, value_dim), window.k.dtype)
+    # A window's values and a pending window's deltas have one shape.
+    return _works(where, (*window.k.shape[2:], *window[1].shape[2:]), window.k.dtype)
 
 
 @functools.cache
 def _works(where: gpu.Backend, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
     if shape[1] % gpu.LANES:
         return False
-    return gpu.works(
-        "gated delta",
-        where,
-        lambda: self_check.gated_delta(fold_and_verify, fold_and_advance, shape, dtype),
-    )
+
+    def check() -> float:
+        return self_check.gated_delta(fold_and_verify, fold_and_advance, shape, dtype)
+
+    return gpu.works("gated delta", where, check)
 
 
 def _call(

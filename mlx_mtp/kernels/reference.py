@@ -1,4 +1,4 @@
-"""The slow reference: mlx-lm's loop over positions, the accepted prefix replayed under a mask."""
+"""The slow reference of the recurrence: mlx-lm's loop over positions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,3 @@ def gated_delta(
     return gated_delta_ops(
         q * q.shape[-1] ** -0.5, window.k, window.v, window.g, window.beta, state, mask
     )
-
-
-def fold_and_verify(
-    q: mx.array,
-    window: Window,
-    state: mx.array,
-    previous: Window | None,
-    num_kept: mx.array | None,
-) -> tuple[mx.array, mx.array]:
-    """Replay the previous window's accepted prefix, then run the new window on top of it.
-
-    Returns:
-        Outputs of the new window [B, T, Hv, Dv] and the state after the replay, float32.
-    """
-    if previous is not None:
-        _, state = gated_delta(previous.k, previous, state, num_kept)
-    outputs, _ = gated_delta(q, window, state)
-    return outputs, state

@@ -1,4 +1,7 @@
-"""Small random cases on which a kernel is compared with the portable code in float32 on the CPU."""
+"""Compares a kernel with the portable code, in float32 on the CPU, on small random cases.
+
+Each function returns the largest difference, in float32's measure.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,6 @@ def gated_delta(
         verify, advance: the kernel's `fold_and_verify` and `fold_and_advance`.
         shape: Hk, Dk, Hv, Dv.
         dtype: of q, k, v and beta.
-
-    Returns:
-        The largest difference, in float32's measure.
     """
     cases = Cases(0, Shape(*shape), dtype)
     (first_q, first), (q, second) = cases.window(2, 2), cases.window(2, 3)
@@ -58,9 +58,6 @@ def inputs(prepare: Prepare, shape: tuple[int, int, int, int], size: int, dtype:
         shape: Hk, Dk, Hv, Dv.
         size: K of the convolution.
         dtype: of the projections.
-
-    Returns:
-        The largest difference, in float32's measure.
     """
     cases = Cases(0, Shape(*shape, size), dtype)
     convolution = cases.convolution()
@@ -81,9 +78,8 @@ def inputs(prepare: Prepare, shape: tuple[int, int, int, int], size: int, dtype:
 
 
 def _difference(ours: Sequence[mx.array], true: Sequence[mx.array]) -> float:
-    pairs = zip(ours, true, strict=True)
     # A few units in the last place of a coarse type are no error.
     return max(
         float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()) / _COARSER[a.dtype]
-        for a, b in pairs
+        for a, b in zip(ours, true, strict=True)
     )

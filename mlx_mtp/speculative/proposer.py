@@ -11,7 +11,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.sampler import Drawing
+from mlx_mtp.sampling.sampler import TokenSampler
 
 _MOST_LATE = 16
 """Positions that the head's KV may be behind by while nothing is drafted."""
@@ -53,7 +53,7 @@ class Proposer(Protocol):
         num_kept: mx.array,
         num_draft_tokens: int,
         limit: int,
-        sampler: Drawing,
+        sampler: TokenSampler,
     ) -> mx.array:
         """Take in a window that was just computed, and draft what follows its kept part.
 
@@ -168,7 +168,7 @@ class MTPProposer:
         num_kept: mx.array,
         num_draft_tokens: int,
         limit: int,
-        sampler: Drawing,
+        sampler: TokenSampler,
     ) -> mx.array:
         """See `Proposer`.
 
@@ -205,7 +205,7 @@ class MTPProposer:
         token: mx.array,
         position: mx.array,
         num_draft_tokens: int,
-        sampler: Drawing,
+        sampler: TokenSampler,
     ) -> mx.array:
         """k passes of the head from row `position` on, each fed the draft before it: [B, k]."""
         drafts: list[mx.array] = []

@@ -16,7 +16,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import GrammarError, InvalidRequestError, StepError
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.guide import Guide
+from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.proposer import MTPProposer
 from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids, text
@@ -338,13 +338,13 @@ def test_a_failure_on_the_device_ends_the_step_and_not_the_engine(tiny_models, m
     driver.add(wanted[3])
     for _ in range(3):
         driver.step()
-    original = Guide.advance
+    original = GrammarMasks.advance
 
     def broken(self, tokens, num_kept):
-        monkeypatch.setattr(Guide, "advance", original)
+        monkeypatch.setattr(GrammarMasks, "advance", original)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(Guide, "advance", broken)
+    monkeypatch.setattr(GrammarMasks, "advance", broken)
     driver.run()
     for name in ("r0", "r3"):
         assert isinstance(driver.outputs[name][-1].error, StepError)
