@@ -18,8 +18,7 @@ import mlx.nn as nn
 
 from benchmarks.shapes import GROUP_SIZE, SHAPES
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.footprint import Footprint, footprint
-from mlx_mtp.engine.memory_plan import plan_memory
+from mlx_mtp.engine.memory import Footprint, footprint, plan_memory
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.head import MTPHead

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_mtp.cache.specs import AttentionSpec
 from mlx_mtp.convert.quantization import Flags, Predicate, Quantization, choose_quantization
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.family import Family, text_config
@@ -85,8 +86,8 @@ class Target:
 
     def quantization(self, head: MTPHead, flags: Flags) -> Quantization:
         """How the head is to be quantized; see `choose_quantization`."""
-        interval = self.args.full_attention_interval
-        last_attention = self.args.num_hidden_layers // interval * interval - 1
+        layers = enumerate(self.family.layer_specs(self.args))
+        last_attention = max(i for i, layer in layers if isinstance(layer, AttentionSpec))
         return choose_quantization(head, self.config, last_attention, self.predicate, flags)
 
     def trunk_metadata(self) -> dict[str, str]:

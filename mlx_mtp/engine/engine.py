@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_keeper import CostKeeper
 from mlx_mtp.engine.faults import RestartBudget
 from mlx_mtp.engine.heartbeat import Heartbeat
 from mlx_mtp.engine.info import EngineInfo
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse

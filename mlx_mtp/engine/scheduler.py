@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.fair_queue import FairQueue
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.plan import Plan, PrefillChunk, RowResult
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
@@ -243,7 +243,7 @@ class Scheduler:
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
         """The first that there is memory for; those that wait for their prefix are set aside.
 
-        None overtakes one that waits for memory alone (engine/admission.py).
+        None overtakes one that waits for memory alone (engine/memory.py).
         """
         reuse = self._reuse
         self._put_back()

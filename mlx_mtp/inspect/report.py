@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_mtp.cache.specs import AttentionSpec
 from mlx_mtp.inspect.found import Found, find, quantization
 from mlx_mtp.inspect.memory import demand, fit_rows, memory_rows
 from mlx_mtp.machine import MemoryLimit, machine_memory
@@ -45,10 +46,11 @@ def inspect_model(
 
 def _family(found: Found) -> str:
     args = found.target.args
-    attention = args.num_hidden_layers // args.full_attention_interval
-    experts = getattr(args, "num_experts", 0)
+    layers = found.target.family.layer_specs(args)
+    attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
+    experts = layers[0].mlp.num_experts
     return (
-        f"{found.target.config['model_type']}: {args.num_hidden_layers} layers, {attention} of "
+        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of "
         f"them with attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, "
         + (f"{experts} experts" if experts else "dense")
     )

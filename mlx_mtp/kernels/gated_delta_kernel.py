@@ -131,71 +131,29 @@ _BODY = """
 
 _KERNEL = gpu.Kernel(
     "gated_delta",
-    "q k v g beta state previous_k previous_delta previous_g num_kept lengths".split(),
-    ("y", "state_out", "delta"),
+    [
+        *("q", "k", "v", "g", "beta", "state"),
+        *("previous_k", "previous_delta", "previous_g", "num_kept", "lengths"),
+    ],
+    ["y", "state_out", "delta"],
     _BODY,
 )
 
 
-def fold_and_verify(
+def run(
     q: mx.array,
     window: Window,
     state: mx.array,
     previous: Pending | None,
     num_kept: mx.array | None,
-) -> tuple[mx.array, mx.array, Pending]:
-    """As `gated_delta.fold_and_verify`, which calls this where it `fits`."""
-    outputs, state, delta = _call(q, window, state, previous, num_kept, None)
-    return outputs, state, Pending(window.k, delta, window.g)
-
-
-def fold_and_advance(
-    q: mx.array,
-    window: Window,
-    state: mx.array,
-    previous: Pending | None,
-    num_kept: mx.array | None,
-    lengths: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """As `gated_delta.fold_and_advance`."""
-    return _call(q, window, state, previous, num_kept, lengths)[:2]
-
-
-def fold(previous: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
-    """As `gated_delta.fold`: a window of which no position is run."""
-    k, delta, g = (a[:, :1] for a in previous)
-    nothing = mx.zeros_like(num_kept)
-    return _call(k, Window(k, delta, g, g), state, previous, num_kept, nothing)[1]
-
-
-def fits(window: Window | Pending) -> bool:
-    """Whether the kernel runs windows of these shapes and types here."""
-    where = gpu.backend()
-    if where is None:
-        return False
-    # A window's values and a pending window's deltas have one shape.
-    return _works(where, (*window.k.shape[2:], *window[1].shape[2:]), window.k.dtype)
-
-
-@functools.cache
-def _works(where: gpu.Backend, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
-    if shape[1] % gpu.LANES:
-        return False
-
-    def check() -> float:
-        return self_check.gated_delta(fold_and_verify, fold_and_advance, shape, dtype)
-
-    return gpu.works("gated delta", where, check)
-
-
-def _call(
-    q: mx.array,
-    window: Window,
-    state: mx.array,
-    previous: Pending | None,
-    num_kept: mx.array | None,
-    lengths: mx.array | None,
+    lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
+    """Fold and run a window, as `gated_delta`'s functions, which call this where it `fits`.
+
+    Returns:
+        Outputs; the state, after the fold without `lengths` and else after each row's last
+        position; and without `lengths` the window's deltas, float32 [B, T, Hv, Dv].
+    """
     batch, _, key_heads, key_dim = q.shape
     _, length, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
@@ -217,3 +175,27 @@ def _call(
         ],
     )
     return y, after, delta
+
+
+def fold(previous: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
+    """As `gated_delta.fold`: a window of which no position is run."""
+    k, delta, g = (a[:, :1] for a in previous)
+    nothing = mx.zeros_like(num_kept)
+    return run(k, Window(k, delta, g, g), state, previous, num_kept, nothing)[1]
+
+
+def fits(window: Window | Pending) -> bool:
+    """Whether the kernel runs windows of these shapes and types here."""
+    where = gpu.backend()
+    if where is None:
+        return False
+    # A window's values and a pending window's deltas have one shape.
+    return _works(where, (*window.k.shape[2:], *window[1].shape[2:]), window.k.dtype)
+
+
+@functools.cache
+def _works(where: gpu.Backend, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
+    if shape[1] % gpu.LANES:
+        return False
+    check = functools.partial(self_check.gated_delta, run, shape, dtype)
+    return gpu.works("gated delta", where, check)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -56,40 +57,30 @@ def source(body: str, where: Backend) -> str:
     return _PROLOGUES[where] + body
 
 
+@dataclass
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
-    Args:
-        name: of the function.
-        inputs, outputs: names of its arrays.
-        body: in what C++ for CUDA and Metal have in common; it may use lane, grid_x, grid_y,
-            grid_z and SHUFFLE_XOR. Inputs are passed as they are: a body must use the strides of
-            those that may not be contiguous.
+    Its body is in what C++ for CUDA and Metal have in common, and may use lane, grid_x, grid_y,
+    grid_z and SHUFFLE_XOR. Inputs are passed as they are: the body must use the strides of those
+    that may not be contiguous.
     """
 
-    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> None:
-        self.name = name
-        self.inputs = list(inputs)
-        self.outputs = list(outputs)
-        self.body = body
-        self._built: dict[Backend, Any] = {}
+    name: str
+    inputs: list[str]
+    outputs: list[str]
+    body: str
+    _built: dict[Backend, Any] = field(default_factory=dict)
 
     def __call__(
         self,
         inputs: list[mx.array],
-        template: list[tuple[str, Any]],
-        grid: tuple[int, int, int],
-        warps: int,
-        outputs: list[tuple[Sequence[int], mx.Dtype]],
+        template: list[tuple[str, Any]],  # constants and types by name
+        grid: tuple[int, int, int],  # warps in x, y and z
+        warps: int,  # of a threadgroup, along y
+        outputs: list[tuple[Sequence[int], mx.Dtype]],  # shape and type of each
     ) -> list[mx.array]:
-        """Launch `grid` warps in x, y and z, in threadgroups of so many `warps` along y.
-
-        Args:
-            inputs: by position.
-            template: constants and types by name.
-            grid, warps: see above.
-            outputs: shape and type of each.
-        """
+        """Launch."""
         where = backend()
         assert where is not None
         if where not in self._built:
@@ -117,9 +108,7 @@ class Kernel:
 def works(name: str, where: Backend, check: Callable[[], float]) -> bool:
     """Whether a kernel can be used here; a warning says why not.
 
-    Args:
-        name, where: for the warning.
-        check: runs the kernel and the portable code, and returns the largest difference.
+    `check` runs the kernel and the portable code, and returns the largest difference.
     """
     try:
         error = check()

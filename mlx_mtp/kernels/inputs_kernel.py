@@ -94,8 +94,8 @@ _BODY = """
 
 _KERNEL = gpu.Kernel(
     "gated_delta_inputs",
-    "q k v a bb weight log_decay dt_bias history num_kept".split(),
-    "unit_q unit_k value_out g beta conv_input".split(),
+    ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
+    ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
     _BODY,
 )
 

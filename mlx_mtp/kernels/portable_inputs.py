@@ -37,13 +37,7 @@ def prepare(
 
 
 def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.array:
-    """The last `tail` (K-1) of the convolution's inputs that each row keeps: [B, tail, C].
-
-    Args:
-        history: `tail` inputs and a window of P after them, [B, tail+P, C].
-        num_kept: how much of the window each row keeps, int32 [B]; None when P is 0.
-        tail: see above.
-    """
+    """The last `tail` (K-1) inputs that each row keeps of `prepare`'s history: [B, tail, C]."""
     if num_kept is None:
         return history
     where = num_kept[:, None] + mx.arange(tail)

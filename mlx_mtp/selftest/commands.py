@@ -20,7 +20,7 @@ from mlx_mtp.selftest.equality import (
     compare,
     references,
 )
-from mlx_mtp.selftest.kernels import check_kernels, shape_of
+from mlx_mtp.selftest.kernels import check_kernels, shapes_of
 from mlx_mtp.selftest.machine import (
     compute_dtype,
     computes_exactly,
@@ -54,7 +54,7 @@ def run_selftest(
     """
     budget = Budget(options.seconds)
     _tell("kernels")
-    shapes = {"this model": shape_of(model), "80B": QWEN3_NEXT_80B}
+    shapes = {**shapes_of(model), "80B": QWEN3_NEXT_80B}
     kernels = check_kernels(shapes)
     strict = computes_exactly(compute_dtype(model))
     engines = _Engines(model, tokenizer, budget)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_mtp.cache.specs import GatedDeltaSpec
 from mlx_mtp.kernels import (
     chunkwise,
     gated_delta_kernel,
@@ -54,16 +55,10 @@ class KernelCheck:
         return self.difference is not None and self.difference < TOLERANCE
 
 
-def shape_of(model: LoadedModel) -> Shape:
-    """That of a model's GatedDeltaNet layers."""
-    args = model.causal_lm.args
-    return Shape(
-        args.linear_num_key_heads,
-        args.linear_key_head_dim,
-        args.linear_num_value_heads,
-        args.linear_value_head_dim,
-        args.linear_conv_kernel_dim,
-    )
+def shapes_of(model: LoadedModel) -> dict[str, Shape]:
+    """That of a model's GatedDeltaNet layers, if it has any."""
+    specs = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
+    return {"this model": specs[0].shape} if specs else {}
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:
@@ -86,10 +81,9 @@ _Case = tuple[str, Callable[[], float], bool]
 
 def _gpu(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
     by_head, size = shape[:4], shape.conv_size
-    verify, advance = gated_delta_kernel.fold_and_verify, gated_delta_kernel.fold_and_advance
     yield (
         "gated delta kernel / portable",
-        lambda: self_check.gated_delta(verify, advance, by_head, dtype),
+        lambda: self_check.gated_delta(gated_delta_kernel.run, by_head, dtype),
         shape.key_dim % gpu.LANES == 0,
     )
     yield (

@@ -11,7 +11,7 @@ from mlx_mtp.cache.prefix_node import Fetch
 from mlx_mtp.cache.prefix_reader import READ_SECONDS
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.admission import Admission
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.scheduler import Scheduler

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.sampling.grammar_masks import BudgetState, Constraint
 from mlx_mtp.sampling.grammar import Budget
-from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
+from mlx_mtp.sampling.grammar_masks import BudgetState, Constraint, DraftSampler, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.sampling.sampler import mask_out
-from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.sampling.sampler import Sampler, mask_out
 from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids
 
 VOCAB = 96

@@ -1,4 +1,4 @@
-"""Processing against NumPy, rows independent of their neighbours, draws from a reduced vocabulary."""
+"""Processing against NumPy, rows alike in any batch, draws from a reduced vocabulary."""
 
 from __future__ import annotations
 
