@@ -115,7 +115,8 @@ def check_recurrence(variant: Variant) -> Check:
         if previous:
             first_q, first = cases.window(ROWS, previous)
             kept = cases.counts(ROWS, previous)
-            _, _, pending = gated_delta_kernel.fold_and_verify(first_q, first, state, None, None)
+            _, _, delta = gated_delta_kernel.run(first_q, first, state, None, None)
+            pending = Pending(first.k, delta, first.g)
             mx.eval(pending)
             with mx.stream(mx.cpu):
                 _, _, true_pending = chunkwise.run(first_q, first, state)
@@ -123,15 +124,15 @@ def check_recurrence(variant: Variant) -> Check:
         else:
             true_state = state
         given = (q, window, state, pending, kept)
-        y, folded, after = gated_delta_kernel.fold_and_verify(*given)
-        advanced_y, advanced = gated_delta_kernel.fold_and_advance(*given, lengths)
-        mx.eval(y, folded, after, advanced_y, advanced)
+        y, folded, delta = gated_delta_kernel.run(*given)
+        advanced_y, advanced, _ = gated_delta_kernel.run(*given, lengths)
+        mx.eval(y, folded, delta, advanced_y, advanced)
         with mx.stream(mx.cpu):
             true_y, _, true_after = chunkwise.run(q, window, true_state)
             _, true_advanced, _ = chunkwise.run(q, window.cut(lengths), true_state)
             valid = (mx.arange(length) < lengths[:, None])[..., None, None]
             true_cut = mx.where(valid, true_y, mx.zeros_like(true_y))
-        ours = [y, folded, after.delta, advanced_y, advanced]
+        ours = [y, folded, delta, advanced_y, advanced]
         true = [true_y, true_state, true_after.delta, true_cut, true_advanced]
         if pending is not None and kept is not None:
             ours.append(gated_delta_kernel.fold(pending, kept, state))

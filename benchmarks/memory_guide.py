@@ -18,8 +18,7 @@ import mlx.nn as nn
 
 from benchmarks.shapes import GROUP_SIZE, SHAPES
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.footprint import Footprint, footprint
-from mlx_mtp.engine.memory_plan import plan_memory
+from mlx_mtp.engine.memory import Footprint, footprint, plan_memory
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.head import MTPHead
@@ -33,7 +32,7 @@ _MODELS = ("Qwen3.5-27B", "Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B")
 _SHORT, _LONG = 8192, 32768
 
 
-def shape_of(config: dict[str, Any], bits: int) -> tuple[Footprint, int]:
+def shapes_of(config: dict[str, Any], bits: int) -> tuple[Footprint, int]:
     """What a model of this config takes, and most tokens that it allows.
 
     Args:
@@ -88,7 +87,7 @@ def cell(shape: Footprint, allowed: int, gigabytes: int) -> str:
 
 def tables(bits: int) -> str:
     """Both tables, Markdown."""
-    shapes = {name: shape_of(SHAPES[name], bits) for name in _MODELS}
+    shapes = {name: shapes_of(SHAPES[name], bits) for name in _MODELS}
     lines = [f"| model, {bits} bits | weights | head | states of a row | KV of 1,000 tokens |"]
     lines.append("|---|---|---|---|---|")
     for name, (shape, _) in shapes.items():

@@ -29,9 +29,9 @@ backend.prepare()
 import mlx.core as mx
 
 from mlx_mtp.bench.report import render
-from mlx_mtp.cache.memory import CacheMemory
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.memory import footprint
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -108,13 +108,12 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
         core.cancel(sequence.request_id)
     while not core.idle:
         core.step()
-    args = model.causal_lm.args
-    caches = CacheMemory.of(args, has_head=True, itemsize=4)
+    demand = footprint(model, DEPTH)
     return Peaks(
         tokens,
         rows,
-        caches.batch(rows + 1, tokens + ANSWER, DEPTH),
-        args.num_attention_heads * min(step, tokens) * tokens * 4,
+        demand.caches.batch(rows + 1, tokens + ANSWER, DEPTH),
+        demand.heads * min(step, tokens) * tokens * 4,
         before,
         prefill,
         joined,

@@ -1,8 +1,8 @@
 """What drawing costs at a real vocabulary, beside sorting all of it.
 
 For windows of rows x positions, the time of `Sampler.draw` with the parameters that requests have,
-and of `Sampler.logprobs`; and the same with a full sort of the vocabulary, which is how the cuts
-are defined (`processors.truncate`). Both take turns, round after round, and must give equal tokens.
+and of `Sampler.logprobs`; and the same with a full sort of the vocabulary
+(`sampling/truncation.py`). Both take turns, round after round, and must give equal tokens.
 
     python -m benchmarks.sampling [--rounds 15] [--vocab-size 151936] [--shapes 1x1 1x4 4x4]
 """
@@ -26,9 +26,8 @@ import mlx.core as mx
 
 from mlx_mtp.bench.report import NOTHING, render
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.processors import truncate
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.sampling.truncation import Truncation
+from mlx_mtp.sampling.truncation import Truncation, threshold
 
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -103,7 +102,7 @@ def contenders(rows: int, length: int, vocab_size: int) -> dict[str, list[Call]]
 
 
 class FullSort:
-    """In the place of a `Truncation`: `truncate` for all rows, which have equal parameters."""
+    """In the place of a `Truncation`, for rows with equal parameters."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int) -> None:
         p = params[0]
@@ -112,8 +111,8 @@ class FullSort:
 
     def apply(self, logits: mx.array) -> mx.array:
         """See `Truncation`."""
-        top_k, top_p, min_p = self._cuts
-        return truncate(logits, top_k, top_p, min_p)
+        least = threshold(mx.sort(logits, axis=-1)[..., ::-1], *self._cuts)
+        return mx.where(logits >= least, logits, -mx.inf)
 
 
 def sorted_logprobs(top: int) -> Callable[[mx.array, mx.array], list[mx.array]]:

@@ -16,7 +16,7 @@ from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE
 if TYPE_CHECKING:
     from mlx_mtp.cache.prefix_store import PrefixStore
     from mlx_mtp.engine.engine import Engine
-    from mlx_mtp.engine.memory_plan import MemoryPlan
+    from mlx_mtp.engine.memory import MemoryPlan
     from mlx_mtp.machine import MemoryLimit
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_mtp.cache.specs import AttentionSpec
 from mlx_mtp.errors import ConvertError, ModelError, UsageError
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.head import MTPHead
@@ -141,8 +142,8 @@ class Target:
 
     def _twins(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any] | bool]:
         """Entries that config.json has for the head itself, or for the layer most like it."""
-        interval = self.args.full_attention_interval
-        last_attention = self.args.num_hidden_layers // interval * interval - 1
+        layers = enumerate(self.family.layer_specs(self.args))
+        last_attention = max(i for i, layer in layers if isinstance(layer, AttentionSpec))
         of_layer = re.compile(rf"^(?:model\.|language_model\.)*layers\.{last_attention}\.(.+)$")
         found: dict[str, dict[str, Any] | bool] = {}
         for key, value in table.items():

@@ -12,8 +12,8 @@ import numpy as np
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.sampling.guide import DraftSampler, Guide
-from mlx_mtp.sampling.sampler import Drawing, Sampler
+from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
+from mlx_mtp.sampling.sampler import Sampler, TokenSampler
 from mlx_mtp.speculative.acceptance import AcceptResult
 from mlx_mtp.speculative.draft_sources import DraftState
 
@@ -52,7 +52,7 @@ class Batch:
         # int32 [B, S], padded with -1.
         self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
         # Grammar masks of the step that is being launched; false if there are none.
-        self.guide = Guide(())
+        self.guide = GrammarMasks(())
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -64,7 +64,7 @@ class Batch:
         mx.async_eval(logits)  # The host makes the masks meanwhile.
         return self.sampler.draw(logits, positions, window, mask=self.guide.window_mask(window))
 
-    def draft_sampler(self) -> Drawing:
+    def draft_sampler(self) -> TokenSampler:
         """Draws the drafts that follow the tokens of the last `advance`."""
         return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
 
@@ -108,7 +108,7 @@ class Batch:
         batch = copy.copy(self)
         batch.sequences = [self.sequences[i] for i in chosen]
         batch.cache = self.cache.select(rows)
-        batch.sampler = self.sampler.take(chosen)
+        batch.sampler = self.sampler.select(chosen)
         if self.draft_state is not None:
             batch.draft_state = self.draft_state.select(rows)
         for name, array in self._row_arrays().items():

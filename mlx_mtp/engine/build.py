@@ -16,9 +16,8 @@ from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.calibration import CostKeeper, fingerprint
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.engine.footprint import footprint
 from mlx_mtp.engine.health import Heartbeat
-from mlx_mtp.engine.memory_plan import MemoryPlan, plan_memory
+from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.stats import EngineInfo

@@ -15,10 +15,10 @@ import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.reuse import PrefixReuse

@@ -24,7 +24,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.guide import Guide
+from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.speculative.acceptance import accept
 from mlx_mtp.speculative.draft_sources import DraftProposer
 
@@ -171,7 +171,7 @@ class ModelRunner:
         """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
-        batch.guide = Guide(s.constraint if last else None for s, last in rows)
+        batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
         at_end = mx.array(arrays.lengths - 1)[:, None]
         window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
         logits = self._model.logits(batch.last_hidden)
@@ -193,7 +193,7 @@ class ModelRunner:
         batch.cache.begin(limit, lengths)
         hidden = self._model.hidden(window, batch.cache)
         logits = self._model.logits(hidden)
-        batch.guide = Guide(s.constraint for s in batch.sequences)
+        batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + 1 + mx.arange(length)
         drawn = self._draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
         num_kept = drawn.accepted.num_kept

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.admission import Admission
 from mlx_mtp.engine.fair_queue import FairQueue
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status

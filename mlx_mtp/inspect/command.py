@@ -10,7 +10,8 @@ from mlx_mtp.flags import Flag, add_options, size
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 if TYPE_CHECKING:
-    from mlx_mtp.inspect.found import Found
+    from mlx_mtp.cache.specs import AttentionSpec
+from mlx_mtp.inspect.found import Found
 
 
 def add_inspect(subparsers: Any) -> None:
@@ -45,7 +46,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     backend.prepare()
-    from mlx_mtp.inspect.found import find, quantization
+    from mlx_mtp.cache.specs import AttentionSpec
+from mlx_mtp.inspect.found import find, quantization
     from mlx_mtp.inspect.memory import demand, fit_rows, memory_rows
     from mlx_mtp.machine import MemoryLimit, machine_memory
     from mlx_mtp.units import size_text
@@ -73,10 +75,11 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _family(found: Found) -> str:
     args = found.target.args
-    attention = args.num_hidden_layers // args.full_attention_interval
-    experts = getattr(args, "num_experts", 0)
+    layers = found.target.family.layer_specs(args)
+    attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
+    experts = layers[0].mlp.num_experts
     return (
-        f"{found.target.config['model_type']}: {args.num_hidden_layers} layers, {attention} of "
+        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of "
         f"them with attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, "
         + (f"{experts} experts" if experts else "dense")
     )

@@ -11,12 +11,12 @@ import mlx.core as mx
 
 from mlx_mtp.cache.kv import rounded_capacity
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.footprint import Footprint, footprint, footprint_of
-from mlx_mtp.engine.memory_plan import MemoryPlan, plan_memory
+from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, footprint_of, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.draft_head import row_nbytes
+from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
 from mlx_mtp.units import size_text
 
@@ -25,35 +25,23 @@ _TOKENS = (4096, 32768)
 _DEPTHS = (0, 1, 2, 3, MAX_DRAFT_TOKENS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Demand:
-    """What a model asks for.
+    """What a model asks for."""
 
-    Args:
-        footprint: with as many drafts a step as `serve` may take.
-        dtype: activations have it.
-        where: how the size of the weights is meant.
-        allowed: most tokens that the model allows.
-        lm_head_row: bytes of one token's row of lm_head; None if that can't be known.
-    """
-
-    footprint: Footprint
-    dtype: mx.Dtype
-    where: str
-    allowed: int
-    lm_head_row: int | None = None
+    footprint: Footprint  # with as many drafts a step as `serve` may take
+    dtype: mx.Dtype  # of the activations
+    where: str  # "as loaded" or "as stored": how the size of the weights is meant
+    allowed: int  # most tokens that the model allows
+    lm_head_row: int | None = None  # bytes of a token's row of lm_head; None: unknown
 
 
 def demand(found: Found, dtype: str) -> Demand:
     """As `serve` would load the model: cast, and perhaps dequantized. No weight is read.
 
-    Where the weights are elsewhere, or can't be loaded as they are, their files' sizes stand for
-    them. Whether this machine can compute in `dtype` is not asked: the model may be meant for
-    another.
-
-    Args:
-        found: the model.
-        dtype: as `load_model` takes it.
+    Where the weights are elsewhere, or can't be loaded as they are, their files' sizes are used.
+    Whether this machine can compute in `dtype` (see `load_model`) is not checked: the model may be
+    meant for another.
     """
     has_head = found.head is not None
     if found.directory is not None:
@@ -62,31 +50,25 @@ def demand(found: Found, dtype: str) -> Demand:
         except ModelError:
             pass
         else:
-            in_use = model.causal_lm.model.norm.weight.dtype
-            shape = footprint(model, MAX_DRAFT_TOKENS)
-            return Demand(shape, in_use, "as loaded", model.max_model_len, row_nbytes(model))
-    args, in_use = found.target.args, stored_dtype(found.target.config, dtype)
+            shape, row = footprint(model, MAX_DRAFT_TOKENS), row_nbytes(model)
+            return Demand(shape, model.dtype, "as loaded", model.max_model_len, row)
+    target, in_use = found.target, stored_dtype(found.target.config, dtype)
     shape = footprint_of(
-        args,
+        target.family.layer_specs(target.args),
+        int(target.args.vocab_size),
         weights=found.trunk[0],
         head=found.head_bytes,
         has_head=has_head,
         itemsize=in_use.size,
         depth=MAX_DRAFT_TOKENS,
     )
-    allowed = getattr(args, "max_position_embeddings", None) or _TOKENS[0]
+    allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
     return Demand(shape, in_use, "as stored", int(allowed))
 
 
 def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
-    """The type of activations, where config.json is all there is to know it by.
-
-    Args:
-        config: config.json.
-        dtype: as `load_model` takes it.
-    """
-    nested = config.get("text_config")
-    sources = (nested if isinstance(nested, dict) else {}, config)
+    """The type of activations by config.json alone; `dtype` as `load_model` takes it."""
+    sources = (text_config(config), config)
     stored = next((s[k] for s in sources for k in ("dtype", "torch_dtype") if k in s), "bfloat16")
     if dtype == "auto":
         dtype = "float32" if mx.default_device() == mx.cpu else str(stored)
@@ -110,12 +92,7 @@ def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
 
 
 def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
-    """Whether it fits, and up to which context.
-
-    Args:
-        wanted: by the model.
-        limit: of the machine.
-    """
+    """Whether the model fits the machine, and up to which context."""
     try:
         planned = plan(wanted, limit)
     except UsageError as error:
@@ -130,32 +107,30 @@ def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
 
 
 def memory_rows(wanted: Demand) -> dict[str, str]:
-    """What each part takes, in bytes.
-
-    Args:
-        wanted: by the model.
-    """
-    shape, memory = wanted.footprint, wanted.footprint.caches
+    """What each part takes, in bytes."""
+    shape, caches = wanted.footprint, wanted.footprint.caches
+    has_head = caches.head is not None
     name = str(wanted.dtype).removeprefix("mlx.core.")
     weights = shape.weights + shape.head
-    head = f" and {memory.head_kv_per_token:,} of the head's" if memory.has_head else ""
+    head = f" and {caches.head_kv_per_token:,} of the head's" if has_head else ""
+    depths = _DEPTHS if has_head else _DEPTHS[:1]
+    windows = ", ".join(f"{caches.window(k):,} with {k}" for k in depths)
     rows = {
         "memory": f"{size_text(weights)} of weights {wanted.where}; computed in {name}",
-        "  per token": f"{memory.kv_per_token:,} bytes of the trunk's keys and values{head}, "
+        "  per token": f"{caches.kv_per_token:,} bytes of the trunk's keys and values{head}, "
         f"allocated {rounded_capacity(1)} tokens at a time",
-        "  per row": f"{memory.row:,} bytes at any length: {memory.recurrent:,} recurrent state "
-        f"(float32), {memory.convolution:,} convolution, {memory.counters} counters",
+        "  per row": f"{caches.row:,} bytes at any length: "
+        + ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items()),
+        "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
-    depths = _DEPTHS if memory.has_head else _DEPTHS[:1]
-    windows = ", ".join(f"{memory.window(k):,} with {k}" for k in depths)
-    rows["  per window"] = f"bytes more per row while it decodes, by drafts a step: {windows}"
-    if memory.has_head and wanted.lm_head_row is not None:
+    if has_head and wanted.lm_head_row is not None:
         rows["  draft vocab"] = f"{wanted.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
     rows["rows x tokens"] = (
         f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step and "
         "room for a copy"
     )
-    for count, tokens in itertools.product(_ROWS, _lengths(wanted.allowed)):
+    lengths = [tokens for tokens in _TOKENS if tokens <= wanted.allowed] or [wanted.allowed]
+    for count, tokens in itertools.product(_ROWS, lengths):
         taken = shape.rows(count, tokens)
         chunk = shape.chunk(min(EngineConfig().prefill_step_size, tokens), tokens)
         total = size_text(taken + chunk + weights)
@@ -163,7 +138,3 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
             f"{size_text(taken)}; {total} with a prefill chunk and the weights"
         )
     return rows
-
-
-def _lengths(longest: int) -> list[int]:
-    return [tokens for tokens in _TOKENS if tokens <= longest] or [longest]

@@ -1,51 +1,22 @@
-"""Random inputs for a GatedDeltaNet layer's kernels."""
+"""Random inputs for the kernels of a GatedDeltaNet layer."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_mtp.kernels.window import Convolution, Projected, Window
-
-
-class Shape(NamedTuple):
-    """Hk, Dk, Hv, Dv of the recurrence, and K of the convolution."""
-
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
-    conv_size: int = 4
-
-    def __str__(self) -> str:
-        return (
-            f"Hk {self.key_heads}, Dk {self.key_dim}, Hv {self.value_heads}, "
-            f"Dv {self.value_dim}, K {self.conv_size}"
-        )
-
-    @property
-    def channels(self) -> int:
-        """C, of the convolution over q, k and v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
+from mlx_mtp.kernels.window import Shape as Shape
 
 QWEN3_NEXT_80B = Shape(16, 128, 32, 128)
 
 
 class Cases:
-    """Draws inputs, the same ones for the same seed.
-
-    Args:
-        seed: of the numbers.
-        shape: of the layer.
-        dtype: of the activations.
-    """
+    """Draws inputs for layers of a shape, the same ones for the same seed."""
 
     def __init__(self, seed: int, shape: Shape, dtype: mx.Dtype) -> None:
         self._key = mx.random.key(seed)
         self.shape = shape
-        self.dtype = dtype
+        self.dtype = dtype  # of the activations
 
     def normal(self, *shape: int) -> mx.array:
         """float32."""

@@ -24,19 +24,17 @@ CHUNK = 64
 
 
 def run(
-    q: mx.array, window: Window, state: mx.array, *, advance: bool = True
+    q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
+    window: Window,
+    state: mx.array,  # float32 [B, Hv, Dv, Dk]
+    *,
+    advance: bool = True,
 ) -> tuple[mx.array, mx.array, Pending]:
     """Run a window of T positions.
 
-    Args:
-        q: queries, l2-normalised, [B, T, Hk, Dk].
-        window: the other inputs.
-        state: float32 [B, Hv, Dv, Dk].
-        advance: False leaves the state after the window out, which a verify doesn't need.
-
     Returns:
-        Outputs [B, T, Hv, Dv] in q's dtype; the state after the window (of no meaning without
-        `advance`); and the window as a fold needs it.
+        Outputs [B, T, Hv, Dv] in q's dtype; the state after the window, not computed without
+        `advance`; and the window as a fold needs it.
     """
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]

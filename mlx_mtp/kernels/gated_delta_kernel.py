@@ -1,8 +1,8 @@
 """The gated delta rule as one GPU kernel.
 
 A warp holds R rows of one head's state, its lanes splitting Dk, so that the two dot products of a
-position are a five-step shuffle. The state is read once and written once; positions in between stay
-in registers. q, k and v may be slices; all else must be contiguous, as the kernel itself leaves it.
+position are a five-step shuffle. The state is read once and written once, and stays in registers
+between positions. q, k and v may be slices; all else must be contiguous, as the kernel leaves it.
 """
 
 from __future__ import annotations
@@ -129,79 +129,31 @@ _BODY = """
     }
 """
 
-
 _KERNEL = gpu.Kernel(
     "gated_delta",
-    (
+    [
         *("q", "k", "v", "g", "beta", "state"),
         *("previous_k", "previous_delta", "previous_g", "num_kept", "lengths"),
-    ),
-    ("y", "state_out", "delta"),
+    ],
+    ["y", "state_out", "delta"],
     _BODY,
 )
 
 
-def fold_and_verify(
+def run(
     q: mx.array,
     window: Window,
     state: mx.array,
     previous: Pending | None,
     num_kept: mx.array | None,
-) -> tuple[mx.array, mx.array, Pending]:
-    """As `gated_delta.fold_and_verify`, which chooses this where it `fits`."""
-    outputs, state, delta = _call(q, window, state, previous, num_kept, None)
-    return outputs, state, Pending(window.k, delta, window.g)
-
-
-def fold_and_advance(
-    q: mx.array,
-    window: Window,
-    state: mx.array,
-    previous: Pending | None,
-    num_kept: mx.array | None,
-    lengths: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """As `gated_delta.fold_and_advance`."""
-    outputs, state, _ = _call(q, window, state, previous, num_kept, lengths)
-    return outputs, state
-
-
-def fold(previous: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
-    """As `gated_delta.fold`: a window of which no position is run."""
-    k, delta, g = (a[:, :1] for a in previous)
-    nothing = mx.zeros_like(num_kept)
-    return _call(k, Window(k, delta, g, g), state, previous, num_kept, nothing)[1]
-
-
-def fits(window: Window | Pending) -> bool:
-    """Whether the kernel runs windows of these shapes and types here."""
-    where = gpu.backend()
-    if where is None:
-        return False
-    _, _, key_heads, key_dim = window.k.shape
-    _, _, heads, value_dim = window[1].shape
-    return _works(where, (key_heads, key_dim, heads, value_dim), window.k.dtype)
-
-
-@functools.cache
-def _works(where: gpu.Backend, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
-    if shape[1] % gpu.LANES:
-        return False
-    return gpu.works(
-        "gated delta",
-        where,
-        lambda: self_check.gated_delta(fold_and_verify, fold_and_advance, shape, dtype),
-    )
-
-
-def _call(
-    q: mx.array,
-    window: Window,
-    state: mx.array,
-    previous: Pending | None,
-    num_kept: mx.array | None,
-    lengths: mx.array | None,
+    lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
+    """Fold and run a window, as `gated_delta`'s functions, which call this where it `fits`.
+
+    Returns:
+        Outputs; the state, after the fold without `lengths` and else after each row's last
+        position; and without `lengths` the window's deltas, float32 [B, T, Hv, Dv].
+    """
     batch, _, key_heads, key_dim = q.shape
     _, length, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
@@ -223,3 +175,27 @@ def _call(
         ],
     )
     return y, after, delta
+
+
+def fold(previous: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
+    """As `gated_delta.fold`: a window of which no position is run."""
+    k, delta, g = (a[:, :1] for a in previous)
+    nothing = mx.zeros_like(num_kept)
+    return run(k, Window(k, delta, g, g), state, previous, num_kept, nothing)[1]
+
+
+def fits(window: Window | Pending) -> bool:
+    """Whether the kernel runs windows of these shapes and types here."""
+    where = gpu.backend()
+    if where is None:
+        return False
+    # A window's values and a pending window's deltas have one shape.
+    return _works(where, (*window.k.shape[2:], *window[1].shape[2:]), window.k.dtype)
+
+
+@functools.cache
+def _works(where: gpu.Backend, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> bool:
+    if shape[1] % gpu.LANES:
+        return False
+    check = functools.partial(self_check.gated_delta, run, shape, dtype)
+    return gpu.works("gated delta", where, check)

@@ -1,15 +1,15 @@
 """What the GPU kernels share: the backend, its shuffle, and the check before first use.
 
-A kernel's body is written once. Each backend's prologue names the lane and the warp's place (a warp
-is a simdgroup on Metal), and its header the shuffle; so the body proven on CUDA is the body that
-Metal compiles.
+A kernel's body is written once. Each backend's prologue names the lane and the warp's position (a
+warp is a simdgroup on Metal), and its header the shuffle; so the body proven on CUDA is the body
+that Metal compiles.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -45,12 +45,7 @@ _PROLOGUES: dict[Backend, str] = {
 
 def backend() -> Backend | None:
     """The GPU backend that work goes to by default, if any."""
-    return _backend_of(mx.default_device().type == mx.gpu)
-
-
-@functools.cache
-def _backend_of(on_gpu: bool) -> Backend | None:
-    if not on_gpu:
+    if mx.default_device().type != mx.gpu:
         return None
     if mx.metal.is_available():
         return "metal"
@@ -62,41 +57,30 @@ def source(body: str, where: Backend) -> str:
     return _PROLOGUES[where] + body
 
 
+@dataclass
 class Kernel:
-    """A kernel for whichever backend runs it, built when it is first called.
+    """A kernel for the backend in use, built when it is first called.
 
-    Args:
-        name: of the function.
-        inputs, outputs: names of its arrays.
-        body: in what C++ for CUDA and Metal have in common; it may use lane, grid_x, grid_y,
-            grid_z and SHUFFLE_XOR. Inputs are taken as they lie: a body must use the strides of
-            those that may not be contiguous.
+    Its body is in what C++ for CUDA and Metal have in common, and may use lane, grid_x, grid_y,
+    grid_z and SHUFFLE_XOR. Inputs are passed as they are: the body must use the strides of those
+    that may not be contiguous.
     """
 
-    def __init__(self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str) -> None:
-        self.name = name
-        self.inputs = list(inputs)
-        self.outputs = list(outputs)
-        self.body = body
-        self._built: dict[Backend, Any] = {}
+    name: str
+    inputs: list[str]
+    outputs: list[str]
+    body: str
+    _built: dict[Backend, Any] = field(default_factory=dict)
 
     def __call__(
         self,
         inputs: list[mx.array],
-        template: list[tuple[str, Any]],
-        grid: tuple[int, int, int],
-        warps: int,
-        outputs: list[tuple[Sequence[int], mx.Dtype]],
+        template: list[tuple[str, Any]],  # constants and types by name
+        grid: tuple[int, int, int],  # warps in x, y and z
+        warps: int,  # of a threadgroup, along y
+        outputs: list[tuple[Sequence[int], mx.Dtype]],  # shape and type of each
     ) -> list[mx.array]:
-        """Launch.
-
-        Args:
-            inputs: by position.
-            template: constants and types by name.
-            grid: warps in x, y and z.
-            warps: of a threadgroup, along y.
-            outputs: shape and type of each.
-        """
+        """Launch."""
         where = backend()
         assert where is not None
         if where not in self._built:
@@ -122,12 +106,9 @@ class Kernel:
 
 
 def works(name: str, where: Backend, check: Callable[[], float]) -> bool:
-    """Compile and check a kernel; warn and say no if it can't be used here.
+    """Whether a kernel can be used here; a warning says why not.
 
-    Args:
-        name: for the warning.
-        where: for the warning.
-        check: runs it and the portable code, and returns the largest difference.
+    `check` runs the kernel and the portable code, and returns the largest difference.
     """
     try:
         error = check()

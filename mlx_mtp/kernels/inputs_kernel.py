@@ -1,7 +1,7 @@
 """From a layer's projections to the recurrence's inputs, as one GPU kernel.
 
-What takes some twenty small operations otherwise: a warp gathers the convolution's inputs of one
-head at one position, convolves, applies silu and the l2 norm of q and k, and computes the gates.
+It replaces some twenty small operations: a warp gathers the convolution's inputs of one head at one
+position, convolves, applies silu and the l2 norm of q and k, and computes the gates.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ _BODY = """
 
 _KERNEL = gpu.Kernel(
     "gated_delta_inputs",
-    ("q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"),
-    ("unit_q", "unit_k", "value_out", "g", "beta", "conv_input"),
+    ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
+    ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
     _BODY,
 )
 
@@ -103,7 +103,7 @@ _KERNEL = gpu.Kernel(
 def prepare(
     projected: Projected, convolution: Convolution, history: mx.array, num_kept: mx.array | None
 ) -> tuple[mx.array, Window, mx.array]:
-    """As `inputs.prepare`, which chooses this where it `fits`."""
+    """As `inputs.prepare`, which calls this where it `fits`."""
     batch, length, key_heads, key_dim = projected.q.shape
     heads, value_dim = key_heads * projected.v.shape[3], projected.v.shape[4]
     if num_kept is None:
@@ -136,8 +136,8 @@ def fits(projected: Projected, convolution: Convolution) -> bool:
     if where is None:
         return False
     _, _, key_heads, key_dim = projected.q.shape
-    heads, value_dim = key_heads * projected.v.shape[3], projected.v.shape[4]
-    shape = (key_heads, key_dim, heads, value_dim)
+    ratio, value_dim = projected.v.shape[3:]
+    shape = (key_heads, key_dim, key_heads * ratio, value_dim)
     return _works(where, shape, convolution.size, projected.q.dtype)
 
 
@@ -147,6 +147,5 @@ def _works(
 ) -> bool:
     if shape[1] % gpu.LANES or shape[3] % gpu.LANES:
         return False
-    return gpu.works(
-        "gated delta inputs", where, lambda: self_check.inputs(prepare, shape, size, dtype)
-    )
+    check = functools.partial(self_check.inputs, prepare, shape, size, dtype)
+    return gpu.works("gated delta inputs", where, check)

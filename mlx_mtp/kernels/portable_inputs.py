@@ -37,13 +37,7 @@ def prepare(
 
 
 def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.array:
-    """The last `tail` of the convolution's inputs that each row keeps: [B, tail, C].
-
-    Args:
-        history: `tail` inputs and a window of P after them, [B, tail+P, C].
-        num_kept: how much of the window each row keeps, int32 [B]; None keeps none, and P is 0.
-        tail: K-1.
-    """
+    """The last `tail` (K-1) inputs that each row keeps of `prepare`'s history: [B, tail, C]."""
     if num_kept is None:
         return history
     where = num_kept[:, None] + mx.arange(tail)
@@ -51,7 +45,7 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
 
 
 def _convolve(conv_input: mx.array, weight: mx.array, length: int) -> mx.array:
-    """silu of the depthwise causal convolution, in one kernel: [B, T, C]."""
+    """silu of the depthwise causal convolution, fused: [B, T, C]."""
     taps = range(weight.shape[1])
     shifted = (conv_input[:, i : i + length] for i in taps)
     return _silu_of_sum(*shifted, *(weight[:, i, 0] for i in taps))

@@ -1,4 +1,4 @@
-"""The slow reference: mlx-lm's loop over positions, the accepted prefix replayed under a mask."""
+"""The slow reference of the recurrence: mlx-lm's loop over positions."""
 
 from __future__ import annotations
 
@@ -9,38 +9,13 @@ from mlx_mtp.kernels.window import Window
 
 
 def gated_delta(
-    q: mx.array, window: Window, state: mx.array, lengths: mx.array | None = None
+    q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
+    window: Window,
+    state: mx.array,  # float32 [B, Hv, Dv, Dk]
+    lengths: mx.array | None = None,  # int32 [B]: positions from there on are not run; None: all
 ) -> tuple[mx.array, mx.array]:
-    """Run the recurrence position by position.
-
-    Args:
-        q: queries, l2-normalised, [B, T, Hk, Dk].
-        window: the other inputs.
-        state: float32 [B, Hv, Dv, Dk].
-        lengths: int32 [B], positions from there on leave the state as it was; None runs all.
-
-    Returns:
-        Outputs [B, T, Hv, Dv] in q's dtype, and the state after each row's last position.
-    """
+    """Outputs [B, T, Hv, Dv] in q's dtype, and the state after each row's last position."""
     mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
     return gated_delta_ops(
         q * q.shape[-1] ** -0.5, window.k, window.v, window.g, window.beta, state, mask
     )
-
-
-def fold_and_verify(
-    q: mx.array,
-    window: Window,
-    state: mx.array,
-    previous: Window | None,
-    num_kept: mx.array | None,
-) -> tuple[mx.array, mx.array]:
-    """Replay the previous window's accepted prefix, then run the new window on top of it.
-
-    Returns:
-        Outputs of the new window [B, T, Hv, Dv] and the state after the replay, float32.
-    """
-    if previous is not None:
-        _, state = gated_delta(previous.k, previous, state, num_kept)
-    outputs, _ = gated_delta(q, window, state)
-    return outputs, state

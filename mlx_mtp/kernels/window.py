@@ -7,60 +7,61 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
+class Shape(NamedTuple):
+    """Hk, Dk, Hv, Dv of the recurrence, and K of the convolution over queries, keys and values."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    conv_size: int = 4
+
+    def __str__(self) -> str:
+        return (
+            f"Hk {self.key_heads}, Dk {self.key_dim}, Hv {self.value_heads}, "
+            f"Dv {self.value_dim}, K {self.conv_size}"
+        )
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
 class Window(NamedTuple):
-    """The inputs of T recurrent steps, queries apart.
+    """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk."""
 
-    Args:
-        k: keys, l2-normalised, [B, T, Hk, Dk].
-        v: values, [B, T, Hv, Dv]; Hv is a multiple of Hk.
-        g: decay in [0, 1], [B, T, Hv].
-        beta: write strength, [B, T, Hv].
-    """
-
-    k: mx.array
-    v: mx.array
-    g: mx.array
-    beta: mx.array
+    k: mx.array  # keys, l2-normalised, [B, T, Hk, Dk]
+    v: mx.array  # values, [B, T, Hv, Dv]
+    g: mx.array  # decay in [0, 1], [B, T, Hv]
+    beta: mx.array  # write strength, [B, T, Hv]
 
     @property
     def length(self) -> int:
-        """T, the number of positions."""
         return self.k.shape[1]
 
     def cut(self, lengths: mx.array) -> Window:
-        """The window whose positions from `lengths[b]` (int32 [B]) on leave the state alone."""
+        """The window with positions from `lengths[b]` (int32 [B]) on that leave the state alone."""
         kept = (mx.arange(self.length) < lengths[:, None])[..., None]
         return self._replace(g=mx.where(kept, self.g, 1), beta=mx.where(kept, self.beta, 0))
 
 
 class Projected(NamedTuple):
-    """What a GatedDeltaNet layer's input projections give for a window; R value heads share a key.
+    """What a layer's input projections give for a window; R value heads share a key head."""
 
-    Args:
-        q, k: [B, T, Hk, Dk].
-        v: [B, T, Hk, R, Dv].
-        a, b: of decay and write strength, [B, T, Hk, R].
-    """
-
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    a: mx.array
-    b: mx.array
+    q: mx.array  # [B, T, Hk, Dk]
+    k: mx.array  # [B, T, Hk, Dk]
+    v: mx.array  # [B, T, Hk, R, Dv]
+    a: mx.array  # of the decay, [B, T, Hk, R]
+    b: mx.array  # of the write strength, [B, T, Hk, R]
 
 
 class Convolution(NamedTuple):
-    """A layer's weights between its projections and the recurrence.
+    """A layer's weights between its projections and the recurrence."""
 
-    Args:
-        weight: of the depthwise causal convolution over q, k and v, [C, K, 1].
-        log_decay: A_log, [Hv].
-        dt_bias: [Hv].
-    """
-
-    weight: mx.array
-    log_decay: mx.array
-    dt_bias: mx.array
+    weight: mx.array  # of the depthwise causal convolution over q, k and v, [C, K, 1]
+    log_decay: mx.array  # A_log, [Hv]
+    dt_bias: mx.array  # [Hv]
 
     @property
     def size(self) -> int:
@@ -69,19 +70,12 @@ class Convolution(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A window that has run, as its fold needs it.
+    """A window that has run, as its fold needs it."""
 
-    Args:
-        k: the window's keys, [B, T, Hk, Dk].
-        delta: what each position wrote along its key, float32 [B, T, Hv, Dv].
-        g: decay, [B, T, Hv].
-    """
-
-    k: mx.array
-    delta: mx.array
-    g: mx.array
+    k: mx.array  # the window's keys, [B, T, Hk, Dk]
+    delta: mx.array  # what each position wrote along its key, float32 [B, T, Hv, Dv]
+    g: mx.array  # decay, [B, T, Hv]
 
     @property
     def length(self) -> int:
-        """T, the number of positions."""
         return self.k.shape[1]

@@ -1,8 +1,8 @@
-"""What a model family must say of itself, and the patch that all of them share."""
+"""What a model family says of itself, and how mlx-lm's instance of it is patched."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
+from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.models.attention import RaggedAttention
-from mlx_mtp.models.gated_delta_net import WindowedGatedDeltaNet
+from mlx_mtp.kernels.window import Shape
+from mlx_mtp.models.layers import RaggedAttention, WindowedGatedDeltaNet
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -21,43 +22,60 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-class Family(ABC):
-    """One mlx-lm model family: how to reach its parts and how to give it a head.
+class Family:
+    """One mlx-lm model family: its layers, and how to reach and patch its parts.
+
+    What is defined here is common to Qwen's hybrids of attention and GatedDeltaNet. A family of
+    another kind overrides `layer_specs`, `head_layer` and `patch`.
 
     Attributes:
-        model_types: values of `model_type` in config.json.
+        model_types: values of `model_type` in config.json, each also the name of mlx-lm's module.
+        decoder_layer: mlx-lm's decoder layer.
         stock_gated_delta_net: mlx-lm's layer class, which is checked before it is patched.
         windowed_gated_delta_net: ours, put in its place on the loaded instance.
     """
 
     model_types: tuple[str, ...]
+    decoder_layer: type[nn.Module]
     stock_gated_delta_net: type[nn.Module]
     windowed_gated_delta_net: type[WindowedGatedDeltaNet]
 
-    @abstractmethod
+    def layer_specs(self, args: Any) -> list[LayerSpec]:
+        """The trunk's layers in their order, from mlx-lm's arguments of the language model."""
+        mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
+        if getattr(args, "num_experts", 0):
+            used = args.num_experts_per_tok
+            inner = used * args.moe_intermediate_size + args.shared_expert_intermediate_size
+            mlp = MLPSpec(args.hidden_size, inner, args.num_experts, used)
+        heads = args.num_attention_heads, args.num_key_value_heads
+        attention = AttentionSpec(mlp, *heads, args.head_dim)
+        keys = args.linear_num_key_heads, args.linear_key_head_dim
+        values = args.linear_num_value_heads, args.linear_value_head_dim
+        linear = GatedDeltaSpec(mlp, Shape(*keys, *values, args.linear_conv_kernel_dim))
+        numbers = range(1, args.num_hidden_layers + 1)
+        return [linear if n % args.full_attention_interval else attention for n in numbers]
+
     def classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         """mlx-lm's model and arguments classes for this config."""
+        module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+        return module.Model, module.ModelArgs
 
-    @abstractmethod
     def causal_lm(self, model: nn.Module) -> nn.Module:
         """The module with `.model` (embed_tokens, layers, norm), `.lm_head` and `.args`."""
-
-    @abstractmethod
-    def attention_layer(self, args: Any) -> nn.Module:
-        """A fresh full-attention decoder layer of this family."""
+        return model.get("language_model", model)
 
     def prepare_weights(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Mend what mlx-lm's own `sanitize` does not know of the trunk's tensors."""
+        """Fix up tensors of the trunk that mlx-lm's own `sanitize` does not handle."""
         return weights
 
     def head_layer(self, args: Any, *, moe: bool) -> nn.Module:
-        """The decoder layer of an MTP head, whose MLP need not be the trunk's kind.
+        """A fresh decoder layer for an MTP head, whose MLP may be of another kind than the trunk's.
 
         Args:
             args: the trunk's arguments.
             moe: whether the head's checkpoint has a router.
         """
-        layer = self.attention_layer(args)
+        layer = self.decoder_layer(args, args.full_attention_interval - 1)
         layer.self_attn.__class__ = RaggedAttention
         wanted = Qwen3NextSparseMoeBlock if moe else Qwen3NextMLP
         if type(layer.mlp) is not wanted:
@@ -65,20 +83,21 @@ class Family(ABC):
         return layer
 
     def patch(self, model: nn.Module) -> None:
-        """Put the windowed layers into this instance; mlx-lm's classes stay as they are.
+        """Put our layers into this instance; mlx-lm's classes stay as they are.
 
         Raises:
             UnsupportedModelError: mlx-lm's module is not of the shape this was written for.
         """
-        trunk = self.causal_lm(model).model
-        for index, layer in enumerate(trunk.layers):
-            if not layer.is_linear:
+        causal_lm = self.causal_lm(model)
+        layers = zip(causal_lm.model.layers, self.layer_specs(causal_lm.args), strict=True)
+        for index, (layer, spec) in enumerate(layers):
+            if isinstance(spec, AttentionSpec):
                 _expect(type(layer.self_attn) is Qwen3NextAttention, index, "self_attn")
                 layer.self_attn.__class__ = RaggedAttention
                 continue
             inner = layer.linear_attn
             _expect(type(inner) is self.stock_gated_delta_net, index, "linear_attn")
-            missing = [n for n in _NEEDED if not hasattr(inner, n)]
+            missing = [name for name in _NEEDED if not hasattr(inner, name)]
             _expect(not missing, index, f"linear_attn (no {', '.join(missing)})")
             inner.__class__ = self.windowed_gated_delta_net
 
@@ -103,8 +122,3 @@ def output_layer(causal_lm: nn.Module) -> nn.Module:
     if causal_lm.args.tie_word_embeddings:
         return causal_lm.model.embed_tokens
     return causal_lm.lm_head
-
-
-def lm_logits(layer: nn.Module, hidden: mx.array) -> mx.array:
-    """Logits [..., V] of post-norm hidden states [..., H] by an `output_layer` or rows of one."""
-    return layer.as_linear(hidden) if hasattr(layer, "as_linear") else layer(hidden)

@@ -22,7 +22,7 @@ class MTPHead(nn.Module):
     """The head's weights and its two kinds of pass: write past rows, run one row in full.
 
     Args:
-        layer: a full-attention decoder layer of the trunk's family.
+        layer: a full-attention decoder layer of the trunk's family (`Family.head_layer`).
         hidden_size: H.
         eps: of the norms.
     """
@@ -36,26 +36,18 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
-        """The layer's input.
+        """The layer's input z, from embeddings of the next tokens; all are [B, T, H].
 
-        Args:
-            embeddings: of the next tokens, [B, T, H].
-            hidden: the trunk's post-norm hidden states, or the head's own output, [B, T, H].
-
-        Returns:
-            z, [B, T, H].
+        `hidden` is the trunk's post-norm hidden state, or the head's own output.
         """
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         joined = self.fc(_as_one_row(mx.concatenate(parts, axis=-1)))
         return joined.reshape(hidden.shape)
 
     def write(self, z: mx.array, cache: RaggedKVCache, start: mx.array) -> None:
-        """Put keys and values of T rows into the cache: all that a past row needs.
+        """Write keys and values of z [B, T, H] from position `start[b]` (int32 [B]) on.
 
-        Args:
-            z: as `join` gave it, [B, T, H].
-            cache: the head's own.
-            start: position of each row's first entry, int32 [B].
+        That is all that a past row needs.
         """
         layer = self.layers[0]
         x = _as_one_row(layer.input_layernorm(z))
@@ -63,7 +55,7 @@ class MTPHead(nn.Module):
         cache.write(keys, values, start)
 
     def run(self, z: mx.array, cache: RaggedKVCache, position: mx.array) -> mx.array:
-        """The full pass for one row a sequence, whose keys and values are written already.
+        """The full pass for one row a sequence, with its keys and values written already.
 
         Args:
             z: [B, 1, H].
@@ -75,9 +67,8 @@ class MTPHead(nn.Module):
         """
         layer = self.layers[0]
         z = _as_one_row(z)
-        queries, gate = layer.self_attn.queries(
-            layer.input_layernorm(z), position.shape[0], position
-        )
+        x = layer.input_layernorm(z)
+        queries, gate = layer.self_attn.queries(x, position.shape[0], position)
         mask = causal_mask(position, 1, cache.limit)
         x = z + layer.self_attn.attend(queries, gate, *cache.fetch(), mask)
         m = self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))

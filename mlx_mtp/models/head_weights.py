@@ -1,8 +1,8 @@
-"""Finding an MTP head's tensors and giving them the names, layout and convention of `MTPHead`.
+"""Finds an MTP head's tensors and gives them the names, layout and convention of `MTPHead`.
 
-Two things about a file can't be read off its values and are decided by where it comes from: whether
-its norms are zero-centred (Hugging Face stores w, MLX 1 + w), and so whether to add the 1; real
-weights fool every threshold.
+Whether a file's norms are zero-centred (Hugging Face stores w, MLX 1 + w), and so whether to add
+the 1, can't be read off the values: real weights fool every threshold. Where the file comes from
+decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
-from safetensors import SafetensorError, safe_open
 
 from mlx_mtp.errors import CheckpointError
 
@@ -48,17 +47,11 @@ TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """A head as it was found.
+    """A head as it was found."""
 
-    Args:
-        tensors: by name without the `mtp.` prefix, as stored.
-        convention: of its norms.
-        source: where it was found, for messages.
-    """
-
-    tensors: dict[str, mx.array]
-    convention: Convention
-    source: str
+    tensors: dict[str, mx.array]  # by name without the `mtp.` prefix, as stored
+    convention: Convention  # of its norms
+    source: str  # where it was found, for messages
 
 
 def head_name(key: str) -> str | None:
@@ -126,8 +119,12 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
     tensors: dict[str, mx.array] = {}
     conventions: set[str | None] = set()
     for file in files:
-        conventions.add(_metadata(file).get(NORM_CONVENTION_KEY))
-        tensors.update(_load(file))
+        try:
+            loaded: Any = mx.load(str(file), return_metadata=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"{file} can't be read: {error}") from error
+        tensors.update(loaded[0])
+        conventions.add(loaded[1].get(NORM_CONVENTION_KEY))
     convention = conventions.pop() if len(conventions) == 1 else None
     names = ", ".join(f.name for f in files)
     if convention not in ("hf", "mlx"):
@@ -145,23 +142,18 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
 
 
 def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
-    """Names, expert layout and norm convention of `MTPHead`.
-
-    Experts end up stacked under `switch_mlp`; zero-centred norms get their 1 in float32.
-    """
+    """Names, expert layout and norms as `MTPHead` has them; a zero-centred norm gets its 1 here."""
     weights = stack_experts({k: v for k, v in found.tensors.items() if k not in TIED})
     if found.convention == "hf":
-        for name in NORMS:
-            if name in weights:
-                weights[name] = weights[name].astype(mx.float32) + 1.0
+        for name in set(NORMS) & weights.keys():
+            weights[name] = weights[name].astype(mx.float32) + 1.0
     return weights
 
 
 def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Bring experts stored one by one, or stacked as `gate_up_proj`, under `switch_mlp`.
 
-    Args:
-        weights: any checkpoint keys; those that are no experts pass through.
+    Keys of other tensors pass through.
 
     Raises:
         CheckpointError: an expert is missing.
@@ -249,20 +241,3 @@ def check_shapes(
 def has_router(names: Iterable[str]) -> bool:
     """Whether the head's layer is a mixture of experts."""
     return any(name.startswith("layers.0.mlp.gate.") for name in names)
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    try:
-        with safe_open(str(file), framework="numpy") as opened:
-            return opened.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from error
-
-
-def _load(file: Path) -> dict[str, mx.array]:
-    try:
-        loaded = mx.load(str(file))
-    except RuntimeError as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from error
-    assert isinstance(loaded, dict)
-    return loaded

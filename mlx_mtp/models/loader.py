@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,11 @@ from mlx_mtp.errors import (
     UsageError,
 )
 from mlx_mtp.machine import machine_memory
-from mlx_mtp.models import few_rows
+from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.head_weights import (
-    PREFIXES,
-    SIDECAR_PATTERN,
-    Convention,
-    HeadTensors,
-    has_router,
-    load_into,
-    read_sidecar,
-    split_head,
-    to_mlx,
-    trunk_convention,
-)
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
+from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
 from mlx_mtp.models.registry import family_of
 
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
@@ -63,8 +51,8 @@ def load_model(
             any other type), else as the checkpoint is stored.
         lazy: read no weights until they are used, or until `LoadedModel.read`; shapes and types
             are known at once.
-        memory: bytes that there are for it; None: what the machine has. On the CPU
-            a quantized model is expanded to float32 if that takes less than half of it.
+        memory: bytes that there are for it; None: what the machine has. On the CPU a quantized
+            model is expanded to float32 if that takes less than half of it.
 
     Raises:
         UnsupportedModelError: no family serves it, or it wants code of its own to be run.
@@ -75,21 +63,20 @@ def load_model(
     config = _read_config(path)
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
-    found = _load_trunk(path, family)
-    family.patch(found.model)
-    head_source = _add_head(found, path, family) if enable_mtp else None
-    # The model's class refers to `found`, which would keep the head as it was stored as well.
-    found.head = {}
-    _cast(found, dtype, machine_memory().nbytes if memory is None else memory)
-    loaded = LoadedModel(
-        path=path,
-        config=config,
-        generation_config=generation_config,
-        model=found.model,
-        family=family,
-        head_source=head_source,
-        slow_few_rows=few_rows.are_slow(config),
-    )
+    model, head, stored_dtype = _load_trunk(path, family)
+    family.patch(model)
+    head_source = None
+    if enable_mtp:
+        head = head_weights.read_sidecar(path) or head
+        if head is None:
+            raise missing_head(str(path))
+        _add_head(model, family, head)
+        head_source = head.source
+    # Else the head as it was stored would be kept while the model is read.
+    del head
+    _cast(model, dtype, stored_dtype, machine_memory().nbytes if memory is None else memory)
+    slow = few_rows_are_slow(config)
+    loaded = LoadedModel(path, config, generation_config, model, family, head_source, slow)
     loaded.check()
     if not lazy:
         loaded.read()
@@ -97,10 +84,10 @@ def load_model(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Refuse a model that names a Python file to be run. (transformers' `auto_map` is ignored.)
+    """Reject a model that names a Python file to be run. (transformers' `auto_map` is ignored.)
 
     mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
-    model's code is run shall not depend on a library's default.
+    model's code is run must not depend on a library's default.
     """
     config = read_json(path / "config.json")
     for part in (config, text_config(config)):
@@ -111,6 +98,39 @@ def _read_config(path: Path) -> dict[str, Any]:
                 "if the model is of a family that is served, remove that entry."
             )
     return config
+
+
+def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | None, mx.Dtype]:
+    """mlx-lm's model, and what model*.safetensors have of a head and of the activations' type."""
+    seen: dict[str, Any] = {}
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        base, args = family.classes(config)
+
+        class Model(base):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                trunk, seen["head"] = head_weights.split_head(weights)
+                seen["convention"] = head_weights.trunk_convention(trunk)
+                trunk = family.prepare_weights(trunk)
+                seen["dtype"] = _stored_dtype(trunk)
+                if seen["convention"] == "hf":
+                    # mlx-lm adds the norms' 1 in the stored type; in float32 nothing is lost.
+                    trunk = {k: _norm_to_float32(k, v) for k, v in trunk.items()}
+                return super().sanitize(trunk)
+
+        return Model, args
+
+    try:
+        model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.") from error
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} can't be loaded: {error}") from error
+    # Removed, as the model's class refers to `seen`.
+    tensors = seen.pop("head")
+    source = f"{path / 'model*.safetensors'}"
+    head = HeadTensors(tensors, seen["convention"], source) if tensors else None
+    return model, head, seen["dtype"]
 
 
 def _others(path: Path) -> str:
@@ -124,96 +144,6 @@ def _others(path: Path) -> str:
     )
 
 
-@dataclass
-class _Trunk:
-    """What came out of the model*.safetensors files."""
-
-    model: nn.Module = field(default_factory=nn.Module)
-    head: dict[str, mx.array] = field(default_factory=dict)
-    convention: Convention = "mlx"
-    dtype: mx.Dtype = mx.bfloat16
-
-    def head_in_files(self, path: Path) -> HeadTensors | None:
-        if not self.head:
-            return None
-        return HeadTensors(self.head, self.convention, f"{path / 'model*.safetensors'}")
-
-
-def _load_trunk(path: Path, family: Family) -> _Trunk:
-    found = _Trunk()
-
-    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        base, args = family.classes(config)
-
-        class Model(base):  # type: ignore[misc, valid-type]
-            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                trunk, found.head = split_head(weights)
-                found.convention = trunk_convention(trunk)
-                trunk = family.prepare_weights(trunk)
-                found.dtype = _stored_dtype(trunk)
-                if found.convention == "hf":
-                    # mlx-lm adds the norms' 1 in the stored type; in float32 nothing is lost.
-                    trunk = {k: _norm_to_float32(k, v) for k, v in trunk.items()}
-                return super().sanitize(trunk)
-
-        return Model, args
-
-    try:
-        found.model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.") from error
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} can't be loaded: {error}") from error
-    return found
-
-
-def _add_head(trunk: _Trunk, path: Path, family: Family) -> str:
-    """Build the head in the model; returns where its tensors were found."""
-    found = read_sidecar(path) or trunk.head_in_files(path)
-    if found is None:
-        raise missing_head(str(path))
-    args = family.causal_lm(trunk.model).args
-    weights = to_mlx(found)
-    layer = family.head_layer(args, moe=has_router(weights))
-    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
-    load_into(head, weights, found.source)
-    trunk.model.mtp = head
-    return found.source
-
-
-def _cast(found: _Trunk, dtype: str, memory: int) -> None:
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
-    on_cpu = mx.default_device() == mx.cpu
-    target = DTYPES.get(dtype, mx.float32 if on_cpu else found.dtype)
-    _cast_floats(found.model, target)
-    fits = _dequantized_size(found.model) < _DEQUANTIZED_SHARE * memory
-    if on_cpu and target == mx.float32 and fits:
-        # Quantized matmuls on the CPU are about five times slower than float32 ones.
-        dequantize_model(found.model)
-        # Modes whose scales are no floats come out in BF16.
-        _cast_floats(found.model, target)
-
-
-def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
-    # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
-    cast = [
-        (name, value.astype(target))
-        for name, value in tree_flatten(model.parameters())
-        if mx.issubdtype(value.dtype, mx.floating) and not name.endswith("A_log")
-    ]
-    model.load_weights(cast, strict=False)
-
-
-def _dequantized_size(model: nn.Module) -> int:
-    """Bytes of what is quantized, in float32."""
-    size = 0
-    for _, module in model.named_modules():
-        if hasattr(module, "bits") and "scales" in module:
-            size += 4 * module.weight.size * 32 // module.bits
-    return size
-
-
 def _stored_dtype(weights: dict[str, mx.array]) -> mx.Dtype:
     """The type of the final norm: activations have it, whatever the matrices are packed in."""
     for key, value in weights.items():
@@ -225,6 +155,42 @@ def _stored_dtype(weights: dict[str, mx.array]) -> mx.Dtype:
 def _norm_to_float32(key: str, value: mx.array) -> mx.array:
     is_norm = key.endswith("norm.weight") and value.ndim == 1
     return value.astype(mx.float32) if is_norm else value
+
+
+def _add_head(model: nn.Module, family: Family, found: HeadTensors) -> None:
+    args = family.causal_lm(model).args
+    weights = head_weights.to_mlx(found)
+    layer = family.head_layer(args, moe=head_weights.has_router(weights))
+    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+    head_weights.load_into(head, weights, found.source)
+    model.mtp = head
+
+
+def _cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
+    on_cpu = mx.default_device() == mx.cpu
+    target = DTYPES.get(dtype, mx.float32 if on_cpu else stored)
+    _cast_floats(model, target)
+    dequantized = 0
+    for _, module in model.named_modules():
+        if hasattr(module, "bits") and "scales" in module:
+            dequantized += 4 * module.weight.size * 32 // module.bits
+    if on_cpu and target == mx.float32 and dequantized < _DEQUANTIZED_SHARE * memory:
+        # Quantized matmuls on the CPU are about five times slower than float32 ones.
+        dequantize_model(model)
+        # Modes with scales that are no floats come out in BF16.
+        _cast_floats(model, target)
+
+
+def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
+    # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
+    cast = [
+        (name, value.astype(target))
+        for name, value in tree_flatten(model.parameters())
+        if mx.issubdtype(value.dtype, mx.floating) and not name.endswith("A_log")
+    ]
+    model.load_weights(cast, strict=False)
 
 
 def missing_head(model: str, base: str | None = None, note: str = "") -> MissingHeadError:

@@ -1,12 +1,13 @@
-"""Grammars: from what a request asks for to a matcher that says which tokens may come next.
+"""Compiles what a request asks for to a matcher that says which tokens may come next.
 
-The matching is llguidance's. No arrays of mlx here: a process that only checks grammars needs none.
+The matching is llguidance's. Nothing of mlx is imported: a process that only checks grammars needs
+none of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ MAX_GRAMMAR_CHARACTERS = 256 << 10
 MAX_CHOICES = 4096
 """Most strings of a "choice"."""
 JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
-"""White space between the parts of a JSON text: a space, or a new line and its indentation, as all
-who print JSON write it. Without a bound, small models never stop it."""
+"""White space between the parts of a JSON text: a space, or a new line and its indentation, as
+usual printers write it. Without a bound, small models never stop it."""
 
 _MAX_WORDS = 400
 _UNFULFILLABLE = "No text of this model's tokens fulfils it."
@@ -34,50 +35,39 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 _AFTER_FREE = r"/\n{0,2}/"
 # With these the worst grammars that were tried take 50 ms for one mask of 150,000 tokens, and then
 # fail (with llguidance's own, 280 ms). None of 2,500 real schemas meets one; they take 0.03 ms.
-_LIMITS: Mapping[str, Any] = {
+_LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
+# Parallel parses: their cost is linear in a schema (500 optional properties need 2,000), but may be
+# cubic in a grammar.
 _MAX_ITEMS = {"lark": 500}
-"""Parallel parses: their cost is linear in a schema (500 optional properties need 2,000), but may
-be cubic in a grammar."""
 _MAX_ITEMS_ELSE = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A bound of what a sequence may say before a certain text.
+    """A bound of what a sequence may write before a certain text."""
 
-    Args:
-        max_tokens: tokens before the end is forced, 0 or more.
-        end: the text's token ids, which are forced then, one after the other.
-    """
-
-    max_tokens: int
-    end: tuple[int, ...]
+    max_tokens: int  # before the end is forced, 0 or more
+    end: tuple[int, ...]  # the text's token ids, which are then forced one after the other
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. Each sequence that asks for it begins with a copy of the matcher.
-
-    Args:
-        spec: what it was made from.
-        matcher: at its beginning, never moved; None leaves all free but for the budget.
-        budget: None without one.
-        num_words: 32-bit words of a mask.
-    """
+    """A compiled grammar. Each sequence that asks for it begins with a copy of the matcher."""
 
     spec: GrammarSpec
-    matcher: LLMatcher | None
+    matcher: LLMatcher | None  # at its beginning, never moved; None: only the budget restricts
     budget: Budget | None
-    num_words: int
+    num_words: int  # 32-bit words of a mask
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Building it takes up to a second, without the GIL's
-    being let go; compiling lets it go.
+    """Compiles grammars for one tokenizer.
+
+    Building it takes up to a second, during which it holds the GIL; compiling releases the GIL.
 
     Args:
         tokenizer_json: as in tokenizer.json.
@@ -95,13 +85,17 @@ class GrammarCompiler:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile, and make the first mask: some limits show only then.
 
-        The time is not bounded, nor the depth of the stack: see `server.grammar_check`.
+        Neither the time nor the depth of the stack is bounded: see `server.grammar_check`.
 
         Raises:
             GrammarError: llguidance's own words on what is wrong with it.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
-        return Grammar(spec, matcher, self._budget(spec), self._num_words)
+        budget = None
+        if spec.free_until is not None and spec.free_tokens is not None:
+            end = self._tokenizer.tokenize_str(spec.free_until, parse_special=True)
+            budget = Budget(spec.free_tokens, tuple(end))
+        return Grammar(spec, matcher, budget, self._num_words)
 
     def _matcher(self, spec: GrammarSpec) -> LLMatcher:
         if len(spec.value) > MAX_GRAMMAR_CHARACTERS:
@@ -110,26 +104,22 @@ class GrammarCompiler:
                 "are allowed."
             )
         answer = {**_answer(spec), "name": "answer"}
-        start = {"lark_grammar": f"{_OPTIONS}\nstart: {self._before(spec)} @answer"}
+        before = rule = ""
         if spec.free_until is not None:
-            start["lark_grammar"] += f"\n{self._free(spec.free_until)}"
+            # A Lark grammar says itself what may stand between.
+            before = "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
+            rule = f"\n{self._free(spec.free_until)}"
+        start = {"lark_grammar": f"{_OPTIONS}\nstart: {before} @answer{rule}"}
+        max_items = _MAX_ITEMS.get(spec.kind, _MAX_ITEMS_ELSE)
         matcher = LLMatcher(
             self._tokenizer,
             json.dumps({"grammars": [start, answer]}),
             log_level=0,
-            limits=LLParserLimits(
-                max_items_in_row=_MAX_ITEMS.get(spec.kind, _MAX_ITEMS_ELSE), **_LIMITS
-            ),
+            limits=LLParserLimits(max_items_in_row=max_items, **_LIMITS),
         )
         _check(matcher)
         _try_first_token(matcher.deep_copy(), self._num_words)
         return matcher
-
-    def _before(self, spec: GrammarSpec) -> str:
-        if spec.free_until is None:
-            return ""
-        # A grammar of its own says itself what may stand between.
-        return "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
 
     def _free(self, until: str) -> str:
         """A rule for any text up to the end of `until`."""
@@ -139,12 +129,6 @@ class GrammarCompiler:
             return f"free: <[^{others}]>* <[{ids[0]}]>"
         return f"free[suffix={json.dumps(until)}]: /(?s:.*)/"
 
-    def _budget(self, spec: GrammarSpec) -> Budget | None:
-        if spec.free_until is None or spec.free_tokens is None:
-            return None
-        end = self._tokenizer.tokenize_str(spec.free_until, parse_special=True)
-        return Budget(spec.free_tokens, tuple(end))
-
 
 def _answer(spec: GrammarSpec) -> dict[str, Any]:
     """The answer's grammar in llguidance's own form."""
@@ -153,21 +137,19 @@ def _answer(spec: GrammarSpec) -> dict[str, Any]:
             return {"lark_grammar": any_to_lark(spec.value)}
         except (GbnfToLarkError, RecursionError) as error:
             raise GrammarError(f"It can't be read as GBNF: {error}") from None
-    if spec.kind == "regex":
-        return _single(LLMatcher.grammar_from_regex(spec.value))
     if spec.kind == "choice":
         choices = json.loads(spec.value)
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise GrammarError(f"It has {len(choices)} choices; 1 to {MAX_CHOICES} are allowed.")
         return {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))}
-    schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
-    return _single(
-        LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE})
-    )
-
-
-def _single(grammars: str) -> dict[str, Any]:
-    (grammar,) = json.loads(grammars)["grammars"]
+    if spec.kind == "regex":
+        compiled = LLMatcher.grammar_from_regex(spec.value)
+    else:
+        schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
+        compiled = LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
+        )
+    (grammar,) = json.loads(compiled)["grammars"]
     return {key: value for key, value in grammar.items() if value is not None}
 
 

@@ -1,8 +1,12 @@
-"""Drawing tokens for all rows and positions of a window at once.
+"""Draws tokens for all rows and positions of a window at once.
 
 The token at absolute position p is a function of the logits at p, the request's parameters, its
-seed and p. It can't tell whether it is drawn in a verify window, alone, or in a batch, and so
-speculation needs no residual distribution: a draft is accepted when it is the token drawn.
+seed and p, whether it is drawn in a verify window, alone or in a batch. So speculation needs no
+residual distribution: a draft is accepted when it equals the token drawn.
+
+The logits are processed in this pinned order: penalties, bias, mask, temperature, top_k, top_p,
+min_p, noise. Each step leaves a row with neutral parameters exactly as it was, so that a row's
+tokens don't depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -14,15 +18,12 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.sampling.largest import largest_ids
-from mlx_mtp.sampling.noise import keyed_gumbel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.processors import apply_penalties, mask_out
-from mlx_mtp.sampling.truncation import Truncation
+from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
 
 
-class Drawing(Protocol):
-    """Draws tokens: a `Sampler`, or one that looks to masks by itself (`sampling/guide.py`)."""
+class TokenSampler(Protocol):
+    """Draws tokens: a `Sampler`, or a `DraftSampler`, which masks each draft by its grammar."""
 
     def draw(
         self,
@@ -32,7 +33,7 @@ class Drawing(Protocol):
         *,
         ids: mx.array | None = None,
     ) -> mx.array:
-        """See `Sampler`."""
+        """See `Sampler.draw`."""
 
 
 class Sampler:
@@ -53,7 +54,10 @@ class Sampler:
         self.in_prompt: mx.array | None = None
         if self.any_penalties:
             self.output_counts = mx.zeros((len(params), vocab_size), dtype=mx.int32)
-            self.in_prompt = mx.array(_mark(prompts, vocab_size))
+            marked = np.zeros((len(params), vocab_size), dtype=bool)
+            for row, prompt in enumerate(prompts):
+                marked[row, np.asarray(prompt, dtype=np.int64)] = True
+            self.in_prompt = mx.array(marked)
 
     def _set_params(self, params: Sequence[SamplingParams]) -> None:
         self.params = list(params)
@@ -63,11 +67,11 @@ class Sampler:
         self.num_logprobs = max(reported, default=None)
         self.greedy = mx.array([p.greedy for p in params])[:, None, None]
         self.seeds = mx.array([p.noise_seed() for p in params], dtype=mx.uint32)
-        self.temperature = _column([1.0 if p.greedy else p.temperature for p in params])
+        self.temperature = column([1.0 if p.greedy else p.temperature for p in params])
         self.truncation = Truncation(params, self.vocab_size)
-        self.repetition = _column([p.repetition_penalty for p in params])
-        self.presence = _column([p.presence_penalty for p in params])
-        self.frequency = _column([p.frequency_penalty for p in params])
+        self.repetition = column([p.repetition_penalty for p in params])
+        self.presence = column([p.presence_penalty for p in params])
+        self.frequency = column([p.frequency_penalty for p in params])
         self.bias = _dense_bias(params, self.vocab_size)
 
     def draw(
@@ -84,13 +88,11 @@ class Sampler:
         Args:
             logits: [B, T, V or more], any float type.
             positions: int32 [B, T], absolute position of the token to draw.
-            window: int32 [B, W], W >= T, the tokens that come before; of these the first is in
-                the counts already, the others are drafts and are added for penalties.
-            mask: uint8 [B, T, bytes], a bit for each of the V tokens that may be drawn; None: all
-                may.
-            ids: int32 [N], ascending, all below V: the tokens that the logits, then [B, T, N],
-                are of, and to draw from. The draw is that from all V tokens, had the others
-                logits of minus infinity.
+            window: int32 [B, W], W >= T, the tokens before; the first is in the counts already, the
+                others are drafts and are added for penalties.
+            mask: uint8 [B, T, bytes], a bit for each of the V tokens that may be drawn; None: all.
+            ids: int32 [N], ascending, below V: the tokens that the logits, then [B, T, N], are of.
+                The draw equals that from all V tokens with minus infinity for the others.
 
         Returns:
             int32 [B, T].
@@ -108,20 +110,14 @@ class Sampler:
         mask: mx.array | None = None,
         ids: mx.array | None = None,
     ) -> mx.array:
-        """What `draw` takes the largest of: processed logits and noise, float32 [B, T, V or N]."""
+        """Processed logits plus noise, which `draw` maximizes: float32 [B, T, V or N]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
-        if self.output_counts is not None and self.in_prompt is not None:
-            tokens = mx.arange(self.vocab_size) if ids is None else ids
-            drafted = _draft_counts(window, tokens)[:, -logits.shape[1] :]
-            counts = _at(self.output_counts, ids)[:, None] + drafted
-            seen = _at(self.in_prompt, ids)[:, None] | (counts > 0)
-            scores = apply_penalties(
-                scores, counts, seen, self.repetition, self.presence, self.frequency
-            )
+        if self.any_penalties:
+            scores = self._penalize(scores, window, ids)
         if self.bias is not None:
             scores = scores + _at(self.bias, ids)
         if mask is not None:
-            # Before the cuts: they choose among the tokens that are allowed.
+            # Before the cuts, which choose among the tokens that are allowed.
             scores = mask_out(scores, mask, ids)
         if not self.any_sampled:
             return scores
@@ -130,6 +126,18 @@ class Sampler:
             noisy = self.truncation.apply(noisy)
         noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
         return mx.where(self.greedy, scores, noisy)
+
+    def _penalize(self, logits: mx.array, window: mx.array, ids: mx.array | None) -> mx.array:
+        """Repetition, presence and frequency penalties, by the output before each position."""
+        tokens = mx.arange(self.vocab_size) if ids is None else ids
+        drafted = mx.cumsum((window[:, 1:, None] == tokens).astype(mx.int32), axis=1)
+        drafted = mx.pad(drafted, [(0, 0), (1, 0), (0, 0)])[:, -logits.shape[1] :]
+        output_counts, in_prompt = self._tables()
+        counts = _at(output_counts, ids)[:, None] + drafted
+        seen = _at(in_prompt, ids)[:, None] | (counts > 0)
+        repeated = mx.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        logits = mx.where(seen, repeated, logits)
+        return logits - self.presence * (counts > 0) - self.frequency * counts
 
     def count(self, tokens: mx.array, num_kept: mx.array) -> None:
         """Add the first `num_kept[b]` of the tokens [B, T] that were drawn to the counts."""
@@ -142,35 +150,34 @@ class Sampler:
     def logprobs(
         self, logits: mx.array, tokens: mx.array
     ) -> tuple[mx.array, mx.array, mx.array] | None:
-        """Log-probabilities of the model's own distribution, if any row asked for them.
+        """Log-probabilities of the model's own distribution; None if no row asked for them.
 
         Args:
             logits: [B, T, V or more], unprocessed.
             tokens: int32 [B, T], those drawn.
 
         Returns:
-            logprob of each token float32 [B, T], ids int32 [B, T, N] and logprobs float32
-            [B, T, N] of the N most probable tokens, best first, equal ones by id.
+            Each token's logprob float32 [B, T]; ids int32 [B, T, N] and logprobs float32 [B, T, N]
+            of the N most probable tokens, best first, equal ones by id.
         """
         if self.num_logprobs is None:
             return None
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        top = min(self.num_logprobs, self.vocab_size)
-        ids = largest_ids(scores, top)
+        ids = largest_ids(scores, min(self.num_logprobs, self.vocab_size))
         return chosen, ids, mx.take_along_axis(scores, ids, axis=-1)
 
-    def take(self, rows: Sequence[int]) -> Sampler:
+    def select(self, rows: Sequence[int]) -> Sampler:
         """A sampler of these rows alone, in the order given."""
-        taken = copy.copy(self)
-        taken._set_params([self.params[i] for i in rows])
-        taken.output_counts = taken.in_prompt = None
-        if taken.any_penalties:
+        selected = copy.copy(self)
+        selected._set_params([self.params[i] for i in rows])
+        selected.output_counts = selected.in_prompt = None
+        if selected.any_penalties:
             counts, in_prompt = self._tables()
             where = mx.array(list(rows), dtype=mx.int32)
-            taken.output_counts, taken.in_prompt = counts[where], in_prompt[where]
-        return taken
+            selected.output_counts, selected.in_prompt = counts[where], in_prompt[where]
+        return selected
 
     def extend(self, other: Sampler) -> None:
         """Append the other's rows."""
@@ -181,7 +188,7 @@ class Sampler:
         self._set_params([*self.params, *other.params])
 
     def _tables(self) -> tuple[mx.array, mx.array]:
-        """Counts and prompt marks; all zero for rows that never needed them, and never will."""
+        """Counts and prompt marks; zeros for rows without penalties, which never need them."""
         if self.output_counts is not None and self.in_prompt is not None:
             return self.output_counts, self.in_prompt
         shape = (len(self.params), self.vocab_size)
@@ -192,15 +199,44 @@ class Sampler:
         return [a for a in (self.output_counts, self.in_prompt) if a is not None]
 
 
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(list(values))[:, None, None]
+def keyed_gumbel(
+    seeds: mx.array, positions: mx.array, vocab_size: int, ids: mx.array | None = None
+) -> mx.array:
+    """Gumbel noise that depends on a row's seed and the token's position and on nothing else.
+
+    `argmax(logits + noise)` draws from softmax(logits) (the Gumbel-max trick), and draws the same
+    token wherever and however often the position is computed.
+
+    Args:
+        seeds: uint32 [B].
+        positions: int32 [B, T], absolute position of the token to be drawn.
+        vocab_size: V.
+        ids: int32 [N], tokens to draw for; None: all. Each has the noise that it has among all.
+
+    Returns:
+        float32 [B, T, V], or [B, T, N].
+    """
+    batch, length = positions.shape
+    seeds = mx.broadcast_to(seeds[:, None], (batch, length))
+    keys = mx.stack([seeds, positions.astype(mx.uint32)], axis=-1).reshape(-1, 2)
+    draw = mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))
+    uniform = draw(keys).reshape(batch, length, vocab_size)
+    # The two logarithms take longer than the bits: only for the tokens asked for.
+    return -mx.log(-mx.log(_at(uniform, ids)))
 
 
-def _mark(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    marked = np.zeros((len(prompts), vocab_size), dtype=bool)
-    for row, prompt in enumerate(prompts):
-        marked[row, np.asarray(prompt, dtype=np.int64)] = True
-    return marked
+def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> mx.array:
+    """Set the tokens that a mask forbids to minus infinity.
+
+    Args:
+        logits: float32 [B, T, V], or [B, T, N] of the tokens `ids` alone.
+        mask: uint8 [B, T, bytes], a bit for each token, the lowest first; at least V bits.
+        ids: int32 [N], the tokens that the logits are of; None: all.
+    """
+    bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
+    bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
+    assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"
+    return mx.where(bits[..., : logits.shape[-1]].astype(mx.bool_), logits, -mx.inf)
 
 
 def _dense_bias(params: Sequence[SamplingParams], vocab_size: int) -> mx.array | None:
@@ -214,15 +250,5 @@ def _dense_bias(params: Sequence[SamplingParams], vocab_size: int) -> mx.array |
 
 
 def _at(table: mx.array, ids: mx.array | None) -> mx.array:
-    """The columns of these tokens, of a table with one for each."""
+    """The columns of these tokens; None: all columns."""
     return table if ids is None else table[..., ids]
-
-
-def _draft_counts(window: mx.array, tokens: mx.array) -> mx.array:
-    """Occurrences of N tokens among the drafts before each position: int32 [B, T, N]."""
-    batch, length = window.shape
-    one_hot = window[:, 1:, None] == tokens
-    first = mx.zeros((batch, 1, tokens.size), dtype=mx.int32)
-    if length == 1:
-        return first
-    return mx.concatenate([first, mx.cumsum(one_hot.astype(mx.int32), axis=1)], axis=1)

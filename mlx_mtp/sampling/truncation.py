@@ -1,46 +1,40 @@
-"""The cuts of a batch's rows, each as cheaply as it can be made exactly.
+"""The cuts top_k, top_p and min_p of a batch's rows, each exact and as cheap as possible.
 
-`processors.truncate` says which tokens stay. It sorts the vocabulary, which costs more than all
-else that is done to the logits. A row with a small top_k needs only its largest values in order,
-one with nothing but min_p only the largest; top_p alone needs the sort.
+A row keeps its top_k largest logits, of these the smallest set of most probable tokens that reaches
+top_p, and of these the tokens with at least the share min_p of the best one's probability. Each cut
+keeps all tokens that tie with the last one it keeps. A sort of the vocabulary gives all three, but
+costs more than all else that is done to the logits. A row with a small top_k needs only its largest
+values in order, a row with nothing but min_p only the largest; top_p alone needs the sort.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.sampling.largest import largest
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.processors import keep_from, min_p_threshold, threshold
 
 _MIN_ORDERED = 128
 _MAX_ORDERED = 2048
 _ALL, _ONE = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows that are cut in the same way.
+class _Group(NamedTuple):
+    """Rows that are cut in the same way."""
 
-    Args:
-        num_ordered: how many of the largest values are put in order, or `_ALL`, or `_ONE`.
-        rows: int32 [R]; None for all rows of the batch.
-        top_k, top_p, min_p: [R, 1, 1], as for `processors.truncate`.
-    """
-
-    num_ordered: int
-    rows: mx.array | None
-    top_k: mx.array
+    num_ordered: int  # how many of the largest values are put in order, or _ALL, or _ONE
+    rows: mx.array | None  # int32 [R]; None: all rows of the batch
+    top_k: mx.array  # [R, 1, 1], as are the others; V to keep all
     top_p: mx.array
     min_p: mx.array
 
     def threshold(self, logits: mx.array) -> mx.array:
         """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1]."""
         if self.num_ordered == _ONE:
-            return min_p_threshold(mx.max(logits, axis=-1, keepdims=True), self.min_p)
+            return _by_min_p(mx.max(logits, axis=-1, keepdims=True), self.min_p)
         top_k = mx.minimum(self.top_k, logits.shape[-1])
         if self.num_ordered == _ALL:
             ordered = mx.sort(logits, axis=-1)[..., ::-1]
@@ -53,7 +47,7 @@ class Truncation:
     """The cuts of B rows. False if no row is cut.
 
     Args:
-        params: one per row; greedy ones are not cut.
+        params: one per row; greedy rows are not cut.
         vocab_size: V.
     """
 
@@ -67,9 +61,9 @@ class Truncation:
             _Group(
                 num_ordered,
                 None if len(chosen) == len(params) else mx.array(chosen, dtype=mx.int32),
-                _column([min(params[i].top_k or vocab_size, vocab_size) for i in chosen]),
-                _column([params[i].top_p for i in chosen]),
-                _column([params[i].min_p for i in chosen]),
+                column([min(params[i].top_k or vocab_size, vocab_size) for i in chosen]),
+                column([params[i].top_p for i in chosen]),
+                column([params[i].min_p for i in chosen]),
             )
             for num_ordered, chosen in rows.items()
         ]
@@ -80,11 +74,12 @@ class Truncation:
     def apply(self, logits: mx.array) -> mx.array:
         """Set what is cut to minus infinity: float32 [B, T, V or less], divided by temperature."""
         if self._groups and self._groups[0].rows is None:
-            return keep_from(logits, self._groups[0].threshold(logits))
-        least = mx.full((*logits.shape[:-1], 1), -mx.inf)
-        for group in self._groups:
-            least[group.rows] = group.threshold(logits[group.rows])
-        return keep_from(logits, least)
+            least = self._groups[0].threshold(logits)
+        else:
+            least = mx.full((*logits.shape[:-1], 1), -mx.inf)
+            for group in self._groups:
+                least[group.rows] = group.threshold(logits[group.rows])
+        return mx.where(logits >= least, logits, -mx.inf)
 
 
 def _num_ordered(p: SamplingParams) -> int:
@@ -94,5 +89,112 @@ def _num_ordered(p: SamplingParams) -> int:
     return _ONE if p.top_k == 0 and p.top_p >= 1.0 else _ALL
 
 
-def _column(values: Sequence[float]) -> mx.array:
+def column(values: Sequence[float]) -> mx.array:
+    """One value a row, to be broadcast over [B, T, V]: [B, 1, 1]."""
     return mx.array(list(values))[:, None, None]
+
+
+def threshold(
+    ordered: mx.array,
+    top_k: mx.array,
+    top_p: mx.array,
+    min_p: mx.array,
+    *,
+    everything: mx.array | None = None,
+) -> mx.array:
+    """The least logit that the three cuts keep, float32 [B, T, 1].
+
+    Args:
+        ordered: float32 [B, T, N], the N largest logits, the largest first; all without
+            `everything`.
+        top_k: int32 [B, 1, 1], at most N.
+        top_p, min_p: float32 [B, 1, 1].
+        everything: float32 [B, T, V], the logits that `ordered` are the largest of. The result is
+            that from all of them in order, bit for bit where the sums behind top_p are made one
+            after the other. More ties with the top_k-th than N has room for are added to these
+            sums as one product, which may round differently.
+    """
+    rank = mx.arange(ordered.shape[-1])
+    by_k = mx.take_along_axis(ordered, mx.broadcast_to(top_k - 1, (*ordered.shape[:2], 1)), axis=-1)
+    in_k = ordered >= by_k
+    left = mx.where(in_k, ordered, -mx.inf)
+    probabilities = mx.softmax(left, axis=-1, precise=True)
+    before = mx.cumsum(probabilities, axis=-1) - probabilities
+    reached = top_p
+    if everything is not None:
+        # Then the last one in order is a tie as well. `beyond` is nearly always 0.
+        beyond = mx.sum(everything >= by_k, axis=-1, keepdims=True)
+        beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
+        reached = top_p * (1.0 + beyond * probabilities[..., -1:])
+    # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
+    in_p = (before < reached) | (rank == 0) | (top_p >= 1.0)
+    by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
+    return mx.maximum(mx.maximum(by_k, by_p), _by_min_p(ordered[..., :1], min_p))
+
+
+def _by_min_p(best: mx.array, min_p: mx.array) -> mx.array:
+    return mx.where(min_p > 0, best + mx.log(min_p), -mx.inf)
+
+
+# The values are cut into blocks, of which each has its maximum. The N largest values lie in the N
+# blocks with the largest maxima: for a value elsewhere, N values are no smaller. With blocks of
+# about the root of V / N values, little is left to sort after one pass over all of them.
+
+
+def largest(values: mx.array, count: int) -> mx.array:
+    """The largest values, exactly those at the head of a full sort, without sorting them all.
+
+    Args:
+        values: float32 [..., V].
+        count: N, 1 or more.
+
+    Returns:
+        float32 [..., min(N, V)], in descending order; NaN comes first.
+    """
+    count = min(count, values.shape[-1])
+    blocks = _blocks(values, count)
+    others = blocks.shape[-2] - count
+    if others > 0:
+        maxima = mx.max(blocks, axis=-1)
+        chosen = mx.argpartition(maxima, others, axis=-1)[..., others:]
+        values = mx.flatten(mx.take_along_axis(blocks, chosen[..., None], axis=-2), -2)
+        others = values.shape[-1] - count
+        values = mx.partition(values, others, axis=-1)[..., others:]
+    return mx.sort(values, axis=-1)[..., ::-1][..., :count]
+
+
+def largest_ids(values: mx.array, count: int) -> mx.array:
+    """Where the largest values are, exactly as a stable sort gives them.
+
+    Args:
+        values: float32 [..., V], without NaN (the ids of NaN are in range, but not in order).
+        count: N, 0 or more.
+
+    Returns:
+        int32 [..., min(N, V)], the largest value's id first, among equal ones the lowest.
+    """
+    size = values.shape[-1]
+    count = min(count, size)
+    if count == 0:
+        return mx.zeros((*values.shape[:-1], 0), dtype=mx.int32)
+    blocks = _blocks(values, count)
+    length = blocks.shape[-1]
+    first = mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[..., :count]
+    # In their order, so that the second sort too has the lowest of equal ones first.
+    chosen = mx.sort(first, axis=-1)[..., None]
+    candidates = mx.flatten(mx.take_along_axis(blocks, chosen, axis=-2), -2)
+    ids = mx.flatten(chosen.astype(mx.int32) * length + mx.arange(length), -2)
+    order = mx.argsort(-candidates, axis=-1)[..., :count]
+    return mx.minimum(mx.take_along_axis(ids, order, axis=-1), size - 1)
+
+
+def _blocks(values: mx.array, count: int) -> mx.array:
+    """The values as [..., blocks, length], padded with minus infinity."""
+    size = values.shape[-1]
+    # A power of two, of which most vocabularies are a multiple: then nothing is copied.
+    length = 1 << (math.isqrt(size // count).bit_length() - 1)
+    missing = -size % length
+    if missing:
+        around = [(0, 0)] * (values.ndim - 1)
+        values = mx.pad(values, [*around, (0, missing)], constant_values=-mx.inf)
+    return mx.unflatten(values, -1, (-1, length))

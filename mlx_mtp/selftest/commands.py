@@ -20,7 +20,7 @@ from mlx_mtp.errors import EngineError
 from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.selftest.kernels import check_kernels, shape_of
+from mlx_mtp.selftest.kernels import check_kernels, shapes_of
 from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ def run_selftest(
     """
     began = perf_counter()
     with showing("selftest: kernels ..."):
-        kernels = check_kernels({"this model": shape_of(model), "80B": QWEN3_NEXT_80B})
+        kernels = check_kernels({**shapes_of(model), "80B": QWEN3_NEXT_80B})
     report = new_report(model, kernels, backend)
     check_engines(report, model, tokenizer, options.seconds, began)
     report.seconds = perf_counter() - began

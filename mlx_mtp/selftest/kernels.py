@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_mtp.cache.specs import GatedDeltaSpec
 from mlx_mtp.kernels import chunkwise, gated_delta_kernel, gpu, reference, self_check
 from mlx_mtp.kernels.cases import Cases, Shape
 from mlx_mtp.kernels.inputs_kernel import prepare
@@ -35,16 +36,10 @@ class KernelCheck:
     applies: bool = True  # False: the kernel isn't made for this shape, and portable code runs.
 
 
-def shape_of(model: LoadedModel) -> Shape:
-    """That of a model's GatedDeltaNet layers."""
-    args = model.causal_lm.args
-    return Shape(
-        args.linear_num_key_heads,
-        args.linear_key_head_dim,
-        args.linear_num_value_heads,
-        args.linear_value_head_dim,
-        args.linear_conv_kernel_dim,
-    )
+def shapes_of(model: LoadedModel) -> dict[str, Shape]:
+    """That of a model's GatedDeltaNet layers, if it has any."""
+    specs = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
+    return {"this model": specs[0].shape} if specs else {}
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:
@@ -82,11 +77,10 @@ def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
 
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
     by_head, size = shape[:4], shape.conv_size
-    verify, advance = gated_delta_kernel.fold_and_verify, gated_delta_kernel.fold_and_advance
     fits = shape.key_dim % gpu.LANES == 0
     yield (
         "gated delta kernel / portable",
-        lambda: self_check.gated_delta(verify, advance, by_head, dtype),
+        lambda: self_check.gated_delta(gated_delta_kernel.run, by_head, dtype),
         fits,
     )
     yield (

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.sampler import Drawing
+from mlx_mtp.sampling.sampler import TokenSampler
 from mlx_mtp.speculative.proposer import make_mtp_proposer
 
 
@@ -60,7 +60,7 @@ class DraftProposer(Protocol):
         num_kept: mx.array,
         num_draft_tokens: int,
         limit: int,
-        sampler: Drawing,
+        sampler: TokenSampler,
     ) -> mx.array:
         """Update the state from a window that was just computed, and draft what follows it.
 

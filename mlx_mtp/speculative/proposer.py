@@ -11,7 +11,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.sampler import Drawing
+from mlx_mtp.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class MTPProposer:
         num_kept: mx.array,
         num_draft_tokens: int,
         limit: int,
-        sampler: Drawing,
+        sampler: TokenSampler,
     ) -> mx.array:
         cache, none = state.cache, mx.zeros((targets.shape[0], 0), dtype=mx.int32)
         cache.reserve(limit + max(num_draft_tokens - 1, 0))
@@ -127,7 +127,7 @@ class MTPProposer:
         token: mx.array,
         position: mx.array,
         num_draft_tokens: int,
-        sampler: Drawing,
+        sampler: TokenSampler,
     ) -> mx.array:
         """k passes of the head from row `position` on, each fed the draft before it: [B, k]."""
         drafts: list[mx.array] = []

@@ -1,4 +1,4 @@
-"""The memory that is told beforehand is the memory of real caches, byte for byte."""
+"""The memory computed from the layer specs is that of real caches, byte for byte."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.cache.memory import CacheMemory
+from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.speculative.proposer import MTPProposer
 from tests.harness import Driver, greedy, request
 from tests.tiny_models import FAMILIES
 
-MODELS = (*FAMILIES, "bundled")
 
-
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=(*FAMILIES, "bundled", "bfloat16", "float16"))
 def model(request, tiny_models, demo_model) -> LoadedModel:
-    return demo_model if request.param == "bundled" else tiny_models[request.param]
+    if request.param == "bundled":
+        return demo_model
+    if request.param in FAMILIES:
+        return tiny_models[request.param]
+    # A dense model: on the CPU mlx has no mixture of experts in these types.
+    return load_model(tiny_models["qwen3_5"].path, enable_mtp=True, dtype=request.param)
 
 
-def memory_of(model: LoadedModel, *, has_head: bool = True) -> CacheMemory:
-    itemsize = model.causal_lm.model.norm.weight.dtype.size
-    return CacheMemory.of(model.causal_lm.args, has_head=has_head, itemsize=itemsize)
+def memory_of(model: LoadedModel) -> CacheMemory:
+    return footprint(model, 8).caches
 
 
 def nbytes(arrays: Iterable[mx.array]) -> int:
@@ -53,34 +56,33 @@ class Caches:
         z = self.model.head.join(self.model.embed(tokens), hidden)
         self.model.head.write(z, self.head, start)
 
-    def arrays(self) -> list[mx.array]:
-        return [*self.trunk.arrays(), *self.head.arrays()]
+    def nbytes(self) -> int:
+        return nbytes([*self.trunk.arrays(), *self.head.arrays()])
 
 
 @pytest.mark.parametrize("longest", [40, 256, 257])
 def test_after_a_prefill(model, longest):
-    caches = Caches(model)
+    caches, memory = Caches(model), memory_of(model)
     caches.run(longest, [3, longest, 1], longest)
-    assert nbytes(caches.arrays()) == memory_of(model).batch(3, longest, depth=None)
-    trunk = memory_of(model, has_head=False)
-    assert nbytes(caches.trunk.arrays()) == trunk.batch(3, longest, depth=None)
+    assert caches.nbytes() == memory.batch(3, longest, depth=None)
+    trunk = memory_of(model.without_head()).batch(3, longest, depth=None)
+    assert nbytes(caches.trunk.arrays()) == trunk
     caches.run(1, [1, 0, 1], longest + 1)
-    assert nbytes(caches.arrays()) == memory_of(model).batch(3, longest + 1, depth=0)
+    assert caches.nbytes() == memory.batch(3, longest + 1, depth=0)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 8])
-def test_with_a_verify_window(model, depth):
-    caches = Caches(model)
-    caches.run(20, [20, 5, 9], 20)
-    for _ in range(2):
-        caches.run(depth + 1, None, 40)
-        assert nbytes(caches.arrays()) == memory_of(model).batch(3, 40, depth)
+def test_with_a_verify_window(model):
+    for depth in (1, 2, 3, 8):
+        caches = Caches(model)
+        caches.run(20, [20, 5, 9], 20)
+        for _ in range(2):
+            caches.run(depth + 1, None, 40)
+            assert caches.nbytes() == memory_of(model).batch(3, 40, depth)
 
 
 def test_a_row_of_the_engine(model, monkeypatch):
-    """From the prompt to the last token, with windows in flight, it takes what was told."""
+    """From the prompt to the last token, with windows in flight."""
     made = []
-    make_cache, make_state = LoadedModel.make_cache, MTPProposer.make_state
 
     def remembered(make):
         def wrapped(*args):
@@ -89,8 +91,8 @@ def test_a_row_of_the_engine(model, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(LoadedModel, "make_cache", remembered(make_cache))
-    monkeypatch.setattr(MTPProposer, "make_state", remembered(make_state))
+    monkeypatch.setattr(LoadedModel, "make_cache", remembered(LoadedModel.make_cache))
+    monkeypatch.setattr(MTPProposer, "make_state", remembered(MTPProposer.make_state))
     prompt, answer, depth = 230, 26, 3
     driver = Driver(model, config=EngineConfig(num_draft_tokens=depth, prefill_step_size=64))
     driver.add(request("r", [1] * prompt, greedy(answer, ignore_eos=True)))
@@ -104,15 +106,3 @@ def test_a_row_of_the_engine(model, monkeypatch):
     # 256 tokens fit the first block; the windows on their way to them don't.
     assert max(seen) == memory.batch(1, prompt + answer + 2 * (depth + 1), depth)
     assert max(seen) > memory.batch(1, prompt + answer, depth)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_sixteen_bits(tiny_models, dtype):
-    """A dense model: on the CPU mlx has no mixture of experts in these types."""
-    caches = Caches(load_model(tiny_models["qwen3_5"].path, enable_mtp=True, dtype=dtype))
-    memory = memory_of(caches.model)
-    assert memory.itemsize == 2
-    caches.run(20, [20, 5, 9], 20)
-    assert nbytes(caches.arrays()) == memory.batch(3, 20, None)
-    caches.run(4, None, 40)
-    assert nbytes(caches.arrays()) == memory.batch(3, 40, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_mtp.cache.prefix_tree import Fetch, PrefixTree
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.admission import Admission
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.scheduler import Scheduler

@@ -12,13 +12,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks import prefill_memory
-from mlx_mtp.cache.memory import CacheMemory
+from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, GatedDeltaSpec, MLPSpec
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine, plan_for
-from mlx_mtp.engine.footprint import Footprint, footprint
-from mlx_mtp.engine.memory_plan import MemoryPlan, largest, plan_memory
+from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, largest, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
+from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
@@ -28,13 +28,16 @@ from tests.tiny_models import Layout, write_checkpoint
 
 GB = 10**9
 # Qwen3-Next-80B-A3B: 24 KB a token and 75 MB of states a row.
+EXPERTS = MLPSpec(2048, 11 * 512, num_experts=512, experts_per_token=10)
+ATTENTION = AttentionSpec(EXPERTS, heads=16, kv_heads=2, head_dim=256)
+LINEAR = GatedDeltaSpec(EXPERTS, QWEN3_NEXT_80B)
 LARGE = Footprint(
     weights=45 * GB,
     head=GB,
-    caches=CacheMemory(12, 36, True, 2, 256, 16, 128, 32, 128, 4, 2),
+    caches=CacheMemory((LINEAR, LINEAR, LINEAR, ATTENTION) * 12, ATTENTION, itemsize=2),
     depth=8,
     heads=16,
-    layer_floats=150_000,
+    activations=150_000,
     vocab_size=151_936,
 )
 
@@ -44,9 +47,11 @@ def plan(nbytes: int, shape: Footprint = LARGE, **more: int | None) -> MemoryPla
     return plan_memory(shape, MemoryLimit(nbytes, "a test"), **given)
 
 
-@pytest.fixture(scope="module")
-def demo() -> LoadedModel:
-    return load_model(BUNDLED_MODEL, enable_mtp=True)
+def test_the_published_sizes_of_a_large_model():
+    """24 KB a token, and 75 MB of states a row."""
+    assert LARGE.caches.kv_per_token == 12 * 2 * 2 * 256 * 2
+    assert LARGE.caches.states["recurrent state (float32)"] == 36 * 32 * 128 * 128 * 4
+    assert LARGE.caches.states["convolution"] == 36 * 3 * 8192 * 2
 
 
 def test_a_large_model_on_a_large_machine():
@@ -66,9 +71,11 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
     assert found.num_rows(found.max_model_len, 32) == 1
     assert plan(54 * GB, wanted=found.max_model_len) == replace(found, reduced=False)
     assert "less than the model allows" in found.lines(32)[1]
+    assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
+    assert plan(54 * GB, prefix_cache=GB).max_model_len < found.max_model_len
 
 
-def test_what_was_asked_for_is_refused_with_numbers_and_flags():
+def test_what_does_not_fit_is_refused_with_numbers_and_flags():
     fits = plan(54 * GB).max_model_len
     with pytest.raises(UsageError) as caught:
         plan(54 * GB, wanted=262_144)
@@ -79,9 +86,6 @@ def test_what_was_asked_for_is_refused_with_numbers_and_flags():
     assert "--prefix-cache-size" not in message
     with pytest.raises(UsageError, match=r"the prefix cache takes 2\.0 GB.*--prefix-cache-size"):
         plan(54 * GB, wanted=262_144, prefix_cache=2 * GB)
-
-
-def test_weights_that_do_not_fit_and_no_room_for_a_row():
     with pytest.raises(UsageError, match=r"weights take 46\.0 GB of 40\.0 GB"):
         plan(40 * GB)
     with pytest.raises(UsageError, match=r"512 tokens needs .* weights leave 1\.0 MB.*smaller"):
@@ -90,10 +94,11 @@ def test_weights_that_do_not_fit_and_no_room_for_a_row():
         plan(60 * GB, prefix_cache=14 * GB)
 
 
-def test_a_smaller_chunk_or_prefix_cache_leaves_more():
-    found = plan(54 * GB)
-    assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
-    assert plan(54 * GB, prefix_cache=GB).max_model_len < found.max_model_len
+def test_without_a_size_the_prefix_cache_gets_a_share_of_what_is_left():
+    for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
+        found = plan(LARGE.weights + LARGE.head + left, prefix_cache=None)
+        assert found.prefix_cache == share
+        assert found.rows + found.chunk == left - share
 
 
 def test_demands_grow_with_everything():
@@ -110,7 +115,7 @@ def test_largest():
     assert largest(3, 10, lambda n: False) is None
 
 
-def test_the_plan_is_made_before_a_weight_is_read():
+def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):
     gc.collect()  # What earlier tests left would be freed in between.
     gc.disable()
     try:
@@ -122,20 +127,18 @@ def test_the_plan_is_made_before_a_weight_is_read():
         assert mx.get_active_memory() >= before + found.weights + found.head
     finally:
         gc.enable()
-
-
-def test_weights_and_head_are_those_that_are_loaded(demo: LoadedModel):
-    found = footprint(demo, 3)
-    loaded = sum(value.nbytes for _, value in tree_flatten(demo.model.parameters()))
+    loaded = sum(value.nbytes for _, value in tree_flatten(demo_model.model.parameters()))
     assert found.weights + found.head == loaded
-    assert footprint(demo, 3, num_draft_ids=100).head == found.head + 100 * 256 * 4
+    assert footprint(model, 3, num_draft_ids=100).head == found.head + 100 * 256 * 4
+    plain = footprint(model.without_head(), 3, num_draft_ids=100)
+    assert (plain.weights, plain.head, plain.depth) == (loaded, 0, 0)
 
 
-def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo: LoadedModel):
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo_model):
     config = EngineConfig(num_draft_tokens=1)
-    found = plan_for(demo, config, MemoryLimit(200 * 10**6, "a test"))
+    found = plan_for(demo_model, config, MemoryLimit(200 * 10**6, "a test"))
     assert found.reduced
-    engine = build_engine(demo, config, demo.vocab_size, (), memory=found)
+    engine = build_engine(demo_model, config, demo_model.vocab_size, (), memory=found)
     limit = found.max_model_len
     assert engine.info.max_model_len == limit < 65_536
     with pytest.raises(ContextLengthError, match=f"has {limit} tokens.* {limit} tokens"):
@@ -151,21 +154,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(path, enable_mtp=True)
 
 
-@pytest.mark.parametrize(("rows", "step"), [(0, 256), (0, 64), (4, 256)])
-def test_no_more_is_used_than_was_planned(model: LoadedModel, rows: int, step: int):
+def test_no_more_is_used_than_was_planned(model: LoadedModel):
     """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
     found = footprint(model, prefill_memory.DEPTH)
-    tokens = 1500
-    (used,) = prefill_memory.measure_apart(model.path, [(tokens, rows)], step)
+    tokens, step = 1500, 256
     chunk = found.chunk(step, tokens)
     longest = tokens + prefill_memory.ANSWER
     short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
-    others = found.rows(rows, short) if rows else 0
-    assert used.prefill <= found.rows(1, longest) + others + chunk
-    assert used.joined <= found.rows(rows + 1, longest)
-    assert used.prefill > (found.rows(1, longest) + chunk) / 5
+    for used in prefill_memory.measure_apart(model.path, [(tokens, 0), (tokens, 4)], step):
+        others = found.rows(used.rows, short) if used.rows else 0
+        assert used.prefill <= found.rows(1, longest) + others + chunk
+        assert used.joined <= found.rows(used.rows + 1, longest)
+        assert used.prefill > (found.rows(1, longest) + chunk) / 5
 
 
+@pytest.mark.full
 def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
     """Not with its square, and not with how many short rows run beside it.
 
@@ -185,17 +188,8 @@ def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
     # in each of the three are 2.6.
     assert 0 < second < 3 * first
     per_token = second / 1024
-    args = model.causal_lm.args
-    scores = 128 * args.num_attention_heads * 4
-    caches = footprint(model, 1).caches
-    kept = caches.kv_per_token + caches.head_kv_per_token
+    demand = footprint(model, 1)
+    kept = demand.caches.kv_per_token + demand.caches.head_kv_per_token
     # Scores, their mask, the rows themselves, and one copy of a layer's as they grow.
-    assert per_token < 1.2 * (scores + 128 + 2 * kept)
+    assert per_token < 1.2 * (128 * demand.heads * 4 + 128 + 2 * kept)
     assert peak(1024, rows=4) < 1.1 * peak(1024)
-
-
-def test_without_a_size_the_prefix_cache_gets_a_share_of_what_is_left():
-    for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
-        found = plan(LARGE.weights + LARGE.head + left, prefix_cache=None)
-        assert found.prefix_cache == share
-        assert found.rows + found.chunk == left - share

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_store import READ_SECONDS
 from mlx_mtp.cache.prefix_tree import Fetch
-from mlx_mtp.engine.admission import Admission
+from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.reuse import MIN_GAIN, save_points, turns
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import StepError

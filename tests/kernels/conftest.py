@@ -26,7 +26,8 @@ def compiled(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=["cuda", "metal"])
+# The bodies are the same for both; a compiler's run for each shape and type takes its time.
+@pytest.fixture(params=["cuda", pytest.param("metal", marks=pytest.mark.full)])
 def emulated(request, monkeypatch, compiled):
     """Everything that asks for a GPU finds this one."""
     if WHY_NOT is not None:

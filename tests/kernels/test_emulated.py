@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks import kernel_checks, kernel_timings
+from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
 from mlx_mtp.kernels import (
     chunkwise,
     gated_delta,
@@ -17,8 +19,15 @@ from mlx_mtp.kernels import (
 )
 from mlx_mtp.kernels.cases import Cases, Shape
 from mlx_mtp.kernels.window import Pending, Projected
+from mlx_mtp.selftest.kernels import check_kernels
 
-SMALL = Shape(2, 32, 4, 8)
+SMALL = Shape(2, 32, 4, 32)
+F32, BF16 = mx.float32, mx.bfloat16
+
+
+def with_full(quick: list[tuple], full: list[tuple]) -> list:
+    """Backend, shape and type of each case; the last ones run with `make test-full` alone."""
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.full) for case in full)]
 
 
 def close(ours, true, tolerance=2e-5):
@@ -38,21 +47,16 @@ def spread(array, axis):
     return wide[tuple(index)]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_the_check_before_first_use_passes(emulated, dtype):
-    assert gated_delta_kernel.fits(Cases(0, SMALL, dtype).window(1, 1)[1])
-    cases = Cases(0, Shape(1, 32, 2, 32), dtype)
-    assert inputs_kernel.fits(cases.projected(1, 1), cases.convolution())
-
-
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        (SMALL, mx.float32),
-        (SMALL, mx.bfloat16),
-        (Shape(1, 64, 3, 6), mx.float32),
-        (Shape(3, 32, 3, 5), mx.float32),
-    ],
+    ("emulated", "shape", "dtype"),
+    with_full(
+        [("cuda", SMALL, F32), ("metal", SMALL, BF16)],
+        [
+            *[("metal", SMALL, F32), ("cuda", SMALL, BF16), ("cuda", Shape(1, 64, 3, 6), F32)],
+            *[("metal", Shape(3, 32, 3, 5), F32), ("cuda", Shape(3, 32, 3, 5), F32)],
+        ],
+    ),
+    indirect=["emulated"],
 )
 def test_windows_in_a_row(emulated, shape, dtype):
     """Ragged parts of windows of many lengths, through the functions that the caches call."""
@@ -60,7 +64,7 @@ def test_windows_in_a_row(emulated, shape, dtype):
     rows = 3
     state = true_state = cases.state(rows)
     pending = true_pending = kept = None
-    assert gated_delta_kernel.fits(cases.window(1, 1)[1])
+    assert gated_delta_kernel.fits(cases.window(1, 1)[1]), "the check before first use"
     for length in (1, 4, 2, 9, 1):
         q, window = cases.window(rows, length)
         y, state, pending = gated_delta.fold_and_verify(q, window, state, pending, kept)
@@ -83,28 +87,17 @@ def test_windows_in_a_row(emulated, shape, dtype):
     assert (y[~kept_rows] == 0).all()
 
 
-def test_queries_keys_and_values_may_be_slices(emulated):
-    cases = Cases(4, SMALL, mx.float32)
-    q, window = cases.window(2, 3)
-    state, kept = cases.state(2), mx.array([1, 3])
-    _, _, pending = chunkwise.run(q, window, state)
-    expected = gated_delta_kernel.fold_and_verify(q, window, state, pending, kept)
-    for axis in (0, 1, 2):
-        sliced = window._replace(k=spread(window.k, axis), v=spread(window.v, axis))
-        before = Pending(spread(pending.k, axis), pending.delta, pending.g)
-        given = (spread(q, axis), sliced, state, before, kept)
-        found = gated_delta_kernel.fold_and_verify(*given)
-        for a, b in ((found[0], expected[0]), (found[1], expected[1])):
-            np.testing.assert_array_equal(np.array(a), np.array(b))
-
-
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        (Shape(2, 32, 4, 64, 4), mx.float32),
-        (Shape(1, 64, 3, 32, 2), mx.float32),
-        (Shape(2, 32, 2, 32, 4), mx.bfloat16),
-    ],
+    ("emulated", "shape", "dtype"),
+    with_full(
+        [("cuda", SMALL, F32), ("metal", SMALL, BF16)],
+        [
+            *[("metal", SMALL, F32), ("cuda", SMALL, BF16)],
+            *[(b, s, F32) for b in ("cuda", "metal") for s in (Shape(1, 64, 3, 32, 2),)],
+            *[(b, Shape(2, 32, 4, 64), F32) for b in ("cuda", "metal")],
+        ],
+    ),
+    indirect=["emulated"],
 )
 def test_inputs_of_windows_in_a_row(emulated, shape, dtype):
     cases = Cases(5, shape, dtype)
@@ -120,22 +113,30 @@ def test_inputs_of_windows_in_a_row(emulated, shape, dtype):
             projected, convolution, true_history, kept
         )
         close([q, *window], [true_q, *true_window])
-        np.testing.assert_array_equal(
-            np.array(history.astype(mx.float32)), np.array(true_history.astype(mx.float32))
-        )
+        assert mx.array_equal(history, true_history)
         kept = cases.counts(rows, length)
 
 
-def test_projections_may_be_slices(emulated):
-    cases = Cases(6, Shape(2, 32, 4, 32), mx.float32)
-    projected, convolution = cases.projected(2, 3), cases.convolution()
+def test_inputs_may_be_slices(emulated):
+    cases = Cases(4, SMALL, F32)
+    q, window = cases.window(2, 3)
+    state, kept = cases.state(2), mx.array([1, 3])
+    _, _, pending = chunkwise.run(q, window, state)
+    expected = gated_delta_kernel.run(q, window, state, pending, kept)
+    projected, convolution, history = cases.projected(2, 3), cases.convolution(), None
     history = cases.history(2, 0)
-    q, window, _ = inputs_kernel.prepare(projected, convolution, history, None)
+    true_q, true_window, _ = inputs_kernel.prepare(projected, convolution, history, None)
     for axis in (0, 1, 2):
-        sliced = Projected(*(spread(a, axis) for a in projected))
-        again, found, _ = inputs_kernel.prepare(sliced, convolution, history, None)
-        for a, b in zip((again, *found), (q, *window), strict=True):
-            np.testing.assert_array_equal(np.array(a), np.array(b))
+        sliced = window._replace(k=spread(window.k, axis), v=spread(window.v, axis))
+        before = Pending(spread(pending.k, axis), pending.delta, pending.g)
+        found = gated_delta_kernel.run(spread(q, axis), sliced, state, before, kept)
+        assert all(map(mx.array_equal, found, expected))
+        parts = Projected(*(spread(a, axis) for a in projected))
+        again, found, _ = inputs_kernel.prepare(parts, convolution, history, None)
+        assert all(map(mx.array_equal, (again, *found), (true_q, *true_window)))
+
+
+# What is compared before first use, by the self-test and by the benchmark.
 
 
 @pytest.mark.parametrize(
@@ -143,20 +144,25 @@ def test_projections_may_be_slices(emulated):
     [
         # The previous window is not forgotten at its own rate.
         (gated_delta_kernel, "fma(key[i], d, s[r][i] * decay)", "fma(key[i], d, s[r][i])"),
-        (gated_delta_kernel, "t < num_kept[b]", "t < num_kept[b] - 1"),
-        (gated_delta_kernel, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-        (gated_delta_kernel, "int other = 16; other > 0", "int other = 16; other > 1"),
-        (gated_delta_kernel, "if (t >= valid) {", "if (false) {"),
         (inputs_kernel, "+ num_kept[b]) * C", ") * C"),
-        (inputs_kernel, "const int in_hk = is_value ? own % (Hv / Hk) : 0;", "int in_hk = 0;"),
-        (inputs_kernel, "log(w) * u / (w - 1.0f)", "0.0f"),
+        *with_full(
+            [],
+            [
+                (gated_delta_kernel, "t < num_kept[b]", "t < num_kept[b] - 1"),
+                (gated_delta_kernel, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
+                (gated_delta_kernel, "int other = 16; other > 0", "int other = 16; other > 1"),
+                (gated_delta_kernel, "if (t >= valid) {", "if (false) {"),
+                (inputs_kernel, "is_value ? own % (Hv / Hk) : 0;", "0;"),
+                (inputs_kernel, "log(w) * u / (w - 1.0f)", "0.0f"),
+            ],
+        ),
     ],
 )
 def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, module, right, wrong):
     body = module._KERNEL.body
     assert right in body
     monkeypatch.setattr(module._KERNEL, "body", body.replace(right, wrong, 1))
-    cases = Cases(0, Shape(2, 32, 4, 32), mx.float32)
+    cases = Cases(0, SMALL, F32)
     if module is gated_delta_kernel:
         assert not module.fits(cases.window(1, 1)[1])
     else:
@@ -165,28 +171,67 @@ def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, modul
 
 
 def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog):
-    kernel = gated_delta_kernel._KERNEL
-    monkeypatch.setattr(kernel, "body", kernel.body + "\n    nonsense;\n")
-    q, window = Cases(0, SMALL, mx.float32).window(2, 2)
+    monkeypatch.setattr(gated_delta_kernel._KERNEL, "body", "nonsense;")
+    q, window = Cases(0, SMALL, F32).window(2, 2)
     assert not gated_delta_kernel.fits(window)
     assert "does not compile" in caplog.text and "slower code is used" in caplog.text
-    y, _, _ = gated_delta.fold_and_verify(
-        q, window, Cases(1, SMALL, mx.float32).state(2), None, None
-    )
-    assert y.shape == (2, 2, 4, 8)
+    y, _, _ = gated_delta.fold_and_verify(q, window, Cases(1, SMALL, F32).state(2), None, None)
+    assert y.shape == (2, 2, 4, 32)
+    first = check_kernels({"small": SMALL})[0]
+    assert not first.ok and first.difference is None
+    assert "does not compile" in first.problem
 
 
 def test_the_check_measures_what_it_says(emulated):
     """A kernel that is the portable code is off by nothing but the order of its sums."""
 
-    def verify(q, window, state, previous, num_kept):
+    def run(q, window, state, previous, num_kept, lengths=None):
         if previous is not None:
             state = chunkwise.fold(previous, num_kept, state)
+        if lengths is not None:
+            return (*chunkwise.run(q, window.cut(lengths), state)[:2], None)
         y, _, pending = chunkwise.run(q, window, state, advance=False)
-        return y, state, pending
+        return y, state, pending.delta
 
-    def advance(q, window, state, previous, num_kept, lengths):
-        state = chunkwise.fold(previous, num_kept, state)
-        return chunkwise.run(q, window.cut(lengths), state)[:2]
+    assert self_check.gated_delta(run, SMALL[:4], F32) < 1e-6
 
-    assert self_check.gated_delta(verify, advance, SMALL[:4], mx.float32) < 1e-6
+    def broken(*given):
+        y, state, delta = run(*given)
+        return y, state, None if delta is None else delta * mx.nan
+
+    assert not self_check.gated_delta(broken, SMALL[:4], F32) < 1
+
+
+def test_the_grid_of_the_benchmark_finds_a_wrong_kernel(emulated, monkeypatch):
+    monkeypatch.setattr(kernel_checks, "WINDOWS", (1, 2, 5))
+    monkeypatch.setattr(kernel_checks, "PREVIOUS", (0, 1, 3))
+    monkeypatch.setattr(Variant, "shape", SMALL)
+    variant = Variant(F32, 2, 32)
+    found = check_recurrence(variant)
+    assert found.ok and found.cases == 9 and found.worst > 0
+    assert check_inputs(variant).ok
+    kernel = gated_delta_kernel._KERNEL
+    wrong = kernel.body.replace("* strength", "", 1)
+    assert wrong != kernel.body
+    monkeypatch.setattr(kernel, "body", wrong)
+    monkeypatch.setattr(kernel, "_built", {})
+    assert not check_recurrence(variant).ok
+    checks = {c.name: c for c in check_kernels({"small": SMALL}) if c.dtype == "float32"}
+    assert not checks["gated delta kernel / portable"].ok
+    assert checks["inputs kernel / portable"].ok
+
+
+def test_shapes_that_the_kernels_are_not_made_for(emulated):
+    found = check_kernels({"odd": Shape(1, 48, 2, 48)})
+    assert len(found) == 4
+    assert all(check.ok and not check.applies for check in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_timed_computes_the_same_call_after_call(emulated, verify):
+    steps = kernel_timings.contenders(Cases(0, SMALL, F32), 2, 3, verify=verify)
+    assert set(steps) == {"kernel", "mlx-lm's loop", "chunkwise"}
+    for _ in range(3):
+        y, *others = (step()[0] for step in steps.values())
+        assert all(mx.allclose(y, other, atol=1e-5) for other in others)

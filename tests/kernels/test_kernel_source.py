@@ -11,11 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp.kernels import (
-    gated_delta_kernel,
-    gpu,
-)
+from mlx_mtp.kernels import gated_delta_kernel, gpu
 from mlx_mtp.kernels.cases import Cases, Shape
+from mlx_mtp.kernels.window import Pending
 from tests.kernels.conftest import KERNELS
 
 SMALL = Shape(2, 32, 4, 8)
@@ -51,9 +49,10 @@ def launches(module):
             q, window = cases.window(rows, length)
             kept = cases.counts(rows, length)
             state = cases.state(rows)
-            _, _, pending = module.fold_and_verify(q, window, state, None, None)
-            module.fold_and_verify(q, window, state, pending, kept)
-            module.fold_and_advance(q, window, state, pending, kept, kept)
+            _, _, delta = module.run(q, window, state, None, None)
+            pending = Pending(window.k, delta, window.g)
+            module.run(q, window, state, pending, kept)
+            module.run(q, window, state, pending, kept, kept)
             module.fold(pending, kept, state)
         else:
             args = cases.projected(rows, length), cases.convolution()
@@ -67,84 +66,59 @@ def without_comments(source):
 
 
 @pytest.mark.parametrize("module", KERNELS)
-class TestRules:
-    def test_one_body_for_both(self, module):
-        body = module._KERNEL.body
-        for where in ("metal", "cuda"):
-            assert gpu.source(body, where).endswith(body)
-            assert gpu.source(body, where).count("grid_y =") == 1
+def test_the_body_is_common_c_of_both_backends(module):
+    body = without_comments(module._KERNEL.body)
+    for where in ("metal", "cuda"):
+        source = gpu.source(module._KERNEL.body, where)
+        assert source.endswith(module._KERNEL.body) and source.count("grid_y =") == 1
+    assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
+    called = set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body)) - SYNTAX
+    assert called <= COMMON_CALLS
+    for first, last in ("{}", "()", "[]"):
+        assert body.count(first) == body.count(last)
+    # A double has no place on Metal.
+    assert "double" not in body and not re.findall(r"\b\d+\.\d*(?![\df])", body)
 
-    def test_the_body_names_neither_backend(self, module):
-        body = without_comments(module._KERNEL.body)
-        assert not METAL_ONLY.findall(body)
-        assert not CUDA_ONLY.findall(body)
 
-    def test_only_functions_of_both_are_called(self, module):
-        body = without_comments(module._KERNEL.body)
-        called = set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body)) - SYNTAX
-        assert called <= COMMON_CALLS
+@pytest.mark.parametrize("module", KERNELS)
+def test_every_array_is_used_with_shapes_and_strides_of_inputs_alone(module):
+    kernel = module._KERNEL
+    body = without_comments(kernel.body)
+    assert not set(kernel.inputs) & set(kernel.outputs)
+    for name in (*kernel.inputs, *kernel.outputs):
+        assert re.search(rf"\b{name}\b", body), name
+    for name in kernel.outputs:
+        # Written to, perhaps through a pointer made of it.
+        assert re.search(rf"\b{name}\b(\[[^=;]*\] =[^=]|[^;=]*[+)] )", body), name
+    asked = re.findall(r"\b(\w+)_(?:shape|strides|ndim)\b", body)
+    assert asked and set(asked) <= set(kernel.inputs)
 
-    def test_braces_close(self, module):
-        body = without_comments(module._KERNEL.body)
-        for first, last in ("{}", "()", "[]"):
-            assert body.count(first) == body.count(last)
 
-    def test_literals_are_float32(self, module):
-        # A double has no place on Metal.
-        body = without_comments(module._KERNEL.body)
-        assert not re.findall(r"\b\d+\.\d*(?![\df])", body)
-        assert "double" not in body
-
-    def test_every_array_is_used(self, module):
-        kernel = module._KERNEL
-        body = without_comments(kernel.body)
-        assert not set(kernel.inputs) & set(kernel.outputs)
-        for name in (*kernel.inputs, *kernel.outputs):
-            assert re.search(rf"\b{name}\b", body), name
-        for name in kernel.outputs:
-            # Written to, perhaps through a pointer made of it.
-            assert re.search(rf"\b{name}\b(\[[^=;]*\] =[^=]|[^;=]*[+)] )", body), name
-
-    def test_shapes_and_strides_are_of_inputs(self, module):
-        kernel = module._KERNEL
-        asked = re.findall(r"\b(\w+)_(?:shape|strides|ndim)\b", without_comments(kernel.body))
-        assert asked and set(asked) <= set(kernel.inputs)
-
-    def test_inputs_without_strides_are_contiguous(self, module):
-        """Those that the body indexes as if they were, of all that the launches give it."""
-        body = module._KERNEL.body
-        for kernel, given, _, _, _, _ in launches(module):
-            arrays = dict(zip(kernel.inputs, given, strict=True))
-            mx.eval(given)
-            for name, array in arrays.items():
-                # A fold runs no position, and so reads nothing of its window.
-                unread = name in ("g", "beta") and not int(arrays["lengths"].max())
-                if f"{name}_strides" in body or unread:
-                    continue
-                expected = np.zeros(array.shape, dtype=np.uint8).strides
-                real = tuple(s // array.dtype.size for s in memoryview(array).strides)
-                assert real == expected, name
-
-    def test_template_and_outputs(self, module):
-        body = without_comments(module._KERNEL.body)
-        local = set(re.findall(r"\b(?:int|float|bool|auto)\s+([A-Z]\w*)\b", body))
-        used = set(re.findall(r"\b([A-Z]\w*)\b", body)) - local - COMMON_CALLS
-        for kernel, given, template, _, _, outputs in launches(module):
-            names = [name for name, _ in template]
-            assert set(names) == used and len(names) == len(used)
-            assert len(given) == len(kernel.inputs)
-            assert len(outputs) == len(kernel.outputs)
-            for _, value in template:
-                # What mlx takes: a type, a truth value or an int.
-                assert isinstance(value, bool | int | mx.Dtype)
-
-    def test_groups(self, module):
-        for _, _, _, (x, y, z), warps, _ in launches(module):
-            assert min(x, y, z) >= 1
-            group = gpu.LANES * min(warps, y)
-            assert group <= 1024 and group % gpu.LANES == 0
-            # The x of a group is one warp, which the body takes for granted.
-            assert (gpu.LANES * x) % gpu.LANES == 0
+@pytest.mark.parametrize("module", KERNELS)
+def test_launches_give_what_the_body_takes(module):
+    body = without_comments(module._KERNEL.body)
+    local = set(re.findall(r"\b(?:int|float|bool|auto)\s+([A-Z]\w*)\b", body))
+    constants = set(re.findall(r"\b([A-Z]\w*)\b", body)) - local - COMMON_CALLS
+    for kernel, given, template, (x, y, z), warps, outputs in launches(module):
+        names = [name for name, _ in template]
+        assert set(names) == constants and len(names) == len(constants)
+        # What mlx takes: a type, a truth value or an int.
+        assert all(isinstance(value, bool | int | mx.Dtype) for _, value in template)
+        assert len(outputs) == len(kernel.outputs)
+        assert min(x, y, z) >= 1
+        # The x of a group is one warp, which the body takes for granted.
+        assert gpu.LANES * min(warps, y) <= 1024
+        arrays = dict(zip(kernel.inputs, given, strict=True))
+        mx.eval(given)
+        for name, array in arrays.items():
+            # A fold runs no position, and so reads nothing of its window.
+            unread = name in ("g", "beta") and not int(arrays["lengths"].max())
+            if f"{name}_strides" in body or unread:
+                continue
+            # The body indexes it as if it were contiguous.
+            expected = np.zeros(array.shape, dtype=np.uint8).strides
+            real = tuple(s // array.dtype.size for s in memoryview(array).strides)
+            assert real == expected, name
 
 
 def test_prologues_and_headers():

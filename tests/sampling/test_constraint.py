@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.sampling.constraint import BudgetState, Constraint
 from mlx_mtp.sampling.grammar import Budget
-from mlx_mtp.sampling.guide import DraftSampler, Guide
+from mlx_mtp.sampling.grammar_masks import BudgetState, Constraint, DraftSampler, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.sampling.processors import mask_out
-from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.sampling.sampler import Sampler, mask_out
 from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids
 
 VOCAB = 96
@@ -26,7 +24,7 @@ LIST = GrammarSpec("json_schema", '{"type": "array", "items": {"enum": ["ab", 12
 def window_masks(constraint: Constraint, drafts: list[int]) -> list[set[int]]:
     """What the guide lets follow the last token and each draft."""
     window = mx.array([[0, *drafts]])
-    masks = Guide([constraint]).window_mask(window)
+    masks = GrammarMasks([constraint]).window_mask(window)
     if masks is None:
         return [set(range(VOCAB))] * (len(drafts) + 1)
     bits = np.unpackbits(np.array(masks)[0], axis=-1, bitorder="little")
@@ -161,7 +159,7 @@ def test_a_limit_met_by_a_mask_counts_only_if_a_token_was_drawn_with_it(length):
 
 def draft(constraint: Constraint, tokens: list[int]) -> list[set[int]]:
     """Masks of drafts, each told after its mask was made."""
-    guide, masks = Guide([constraint]), []
+    guide, masks = GrammarMasks([constraint]), []
     for token in tokens:
         mask = guide.draft_mask(1)
         bits = np.full(VOCAB, 1) if mask is None else np.unpackbits(mask, bitorder="little")
@@ -203,7 +201,7 @@ def test_drafting_past_the_end_or_off_the_grammar_is_taken_back(tokens):
 def test_the_draft_sampler_reads_each_draft_before_the_next():
     constraint = Constraint(compiled(GrammarSpec("regex", "abc+")))
     params = SamplingParams(max_tokens=9, temperature=0.0)
-    sampler = DraftSampler(Sampler([params], [[4]], VOCAB), Guide([constraint]))
+    sampler = DraftSampler(Sampler([params], [[4]], VOCAB), GrammarMasks([constraint]))
     logits = mx.zeros((1, 1, VOCAB))
     drawn = [sampler.draw(logits, mx.array([[j]]), mx.array([[0]])).item() for j in range(4)]
     assert drawn == [*ids("a"), *ids("b"), *ids("c"), EOS]
@@ -223,7 +221,7 @@ def test_a_budget_forces_the_end_and_then_lets_go():
     assert window_masks(constraint, [THINK_END, 7]) == [{THINK_END}, everything, everything]
     constraint.advance([THINK_END])
     assert not constraint.active
-    assert not Guide([constraint, None])
+    assert not GrammarMasks([constraint, None])
 
 
 def test_a_budget_before_a_grammar():

@@ -1,34 +1,37 @@
-"""What one sequence may say next: where it stands in its grammar, and in its budget.
+"""Which tokens each row's grammar and thinking budget allow, for the windows and drafts of a step.
 
-Plain Python and numpy, on the engine's thread, between the steps of the device.
+The host is needed between a row's tokens, as a mask depends on the token before it. So the tokens
+of a step are read before the next step's masks are made, and each draft before the next draft's.
+A mask has a bit for each token, 1 where it is allowed, in 32-bit words, the lowest bit first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.sampling.grammar import Budget, Grammar, grammar_error
+from mlx_mtp.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetState:
-    """How far a budget is used up.
-
-    Args:
-        budget: what is allowed.
-        used: tokens so far, those of the forced end included.
-        matched: how much of the end the last tokens were.
-    """
+    """How far a budget is used up."""
 
     budget: Budget
-    used: int = 0
-    matched: int = 0
+    used: int = 0  # tokens so far, those of the forced end included
+    matched: int = 0  # how much of the end the last tokens were
 
     @property
     def over(self) -> bool:
@@ -37,7 +40,7 @@ class BudgetState:
 
     @property
     def forced(self) -> int | None:
-        """The one token that may come next; None while that is free."""
+        """The one token that may come next; None: any."""
         if self.over or self.used < self.budget.max_tokens:
             return None
         return self.budget.end[self.matched]
@@ -53,12 +56,7 @@ class BudgetState:
 
 
 class Constraint:
-    """One sequence's grammar and budget.
-
-    A mask has a bit for each token, 1 where it is allowed, in 32-bit words, the lowest bit first.
-
-    Args:
-        grammar: compiled.
+    """One sequence's position in its grammar and in its budget.
 
     Attributes:
         error: why the sequence can't go on; None while it can.
@@ -72,6 +70,7 @@ class Constraint:
         self._budget = BudgetState(grammar.budget) if grammar.budget is not None else None
         self._tokens: list[int] = []
         self._stuck: tuple[int, GrammarError] | None = None
+        # The matcher consumes drafts too, until one fails; `rewind` takes them back.
         self._num_drafted = 0
         self._drafting = True
         self._draft_budget = self._budget
@@ -114,7 +113,7 @@ class Constraint:
         return restricted
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that a step brought; `error` tells if that went wrong."""
+        """Consume the tokens of a step; sets `error` if the grammar does not allow them."""
         if self.error is not None:
             return
         if self._stuck is not None and len(tokens) > self._stuck[0]:
@@ -130,7 +129,7 @@ class Constraint:
             self.error = _failure(matcher)
 
     def draft_mask(self, mask: np.ndarray) -> bool:
-        """Write what the next draft may be, int32 [words]; False if that is anything."""
+        """Write the mask of the next draft, int32 [words]; False if it allows everything."""
         restricted = False
         if self._matcher is not None and self._drafting:
             fill_next_token_bitmask(self._matcher, mask[None])
@@ -138,23 +137,23 @@ class Constraint:
         return _force(mask, self._draft_budget) or restricted
 
     def drafted(self, token: int) -> None:
-        """A draft has been drawn."""
+        """Consume a draft that has been drawn."""
         self._draft_budget = self._draft_budget and self._draft_budget.after(token)
         if self._matcher is None or not self._drafting:
             return
-        # After the end nothing counts, and whatever was not masked may be wrong.
+        # After the end nothing counts, and a draft that was not masked may be wrong.
         self._drafting = not self._matcher.is_stopped() and self._matcher.consume_token(token)
         self._num_drafted += self._drafting
 
     def _rebuild(self) -> None:
-        """A matcher that has failed once stays so: begin anew. What drafts meet may never come."""
+        """Begin anew: a matcher that has failed once stays so, but its drafts may never come."""
         assert self._grammar.matcher is not None
         self._matcher = self._grammar.matcher.deep_copy()
         for token in self._tokens:
             self._matcher.consume_token(token)
 
     def _fill_singly(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Find out which position of a window it is that the matcher fails at."""
+        """Find out at which position of a window the matcher fails."""
         self._rebuild()
         assert self._matcher is not None
         for position in range(len(masks)):
@@ -168,15 +167,114 @@ class Constraint:
         self._rebuild()
 
 
+class GrammarMasks:
+    """The masks of a batch's rows for one step. False if no row is constrained.
+
+    Args:
+        constraints: one per row; None where any token is allowed.
+    """
+
+    def __init__(self, constraints: Iterable[Constraint | None]) -> None:
+        rows = enumerate(constraints)
+        self._rows = {row: c for row, c in rows if c is not None and c.active}
+        self._num_words = max((c.num_words for c in self._rows.values()), default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def window_mask(self, window: mx.array) -> mx.array | None:
+        """What may follow each position of a window, given the drafts before it.
+
+        Args:
+            window: int32 [B, T], the last token and T-1 drafts; they are read here.
+
+        Returns:
+            uint8 [B, T, bytes], a bit for each token; None: every token is allowed.
+        """
+        batch, length = window.shape
+        drafts = np.array(window[:, 1:]).tolist()
+        masks = self._all_allowed(batch, length)
+        flat = masks.reshape(batch * length, self._num_words)
+        work = [
+            (matcher, row * length, drafts[row])
+            for row, constraint in self._rows.items()
+            if (matcher := constraint.rewind()) is not None
+        ]
+        if work and length > 1:
+            fill_next_token_bitmask_par_with_draft_tokens(_executor(), work, flat)
+        elif work:
+            fill_next_token_bitmask_par(_executor(), [(m, row) for m, row, _ in work], flat)
+        finished = [c.finish_masks(masks[row], drafts[row]) for row, c in self._rows.items()]
+        return mx.array(masks.view(np.uint8)) if any(finished) else None
+
+    def advance(self, tokens: mx.array, num_kept: mx.array) -> None:
+        """Read the tokens int32 [B, T] that a step drew; each row consumes its `num_kept[b]`."""
+        drawn, kept = np.array(tokens).tolist(), np.array(num_kept).tolist()
+        for row, constraint in self._rows.items():
+            constraint.advance(drawn[row][: kept[row]])
+
+    def errors(self) -> dict[int, GrammarError]:
+        """Why rows can't go on, by row."""
+        return {row: c.error for row, c in self._rows.items() if c.error is not None}
+
+    def draft_mask(self, batch: int) -> mx.array | None:
+        """What the next draft of each row may be: uint8 [B, 1, bytes]; None: anything."""
+        masks = self._all_allowed(batch, 1)
+        restricted = [c.draft_mask(masks[row, 0]) for row, c in self._rows.items()]
+        return mx.array(masks.view(np.uint8)) if any(restricted) else None
+
+    def drafted(self, tokens: mx.array) -> None:
+        """Read the drafts int32 [B, 1] that were drawn."""
+        drawn = np.array(tokens)[:, 0].tolist()
+        for row, constraint in self._rows.items():
+            constraint.drafted(drawn[row])
+
+    def _all_allowed(self, batch: int, length: int) -> np.ndarray:
+        return np.full((batch, length, self._num_words), -1, dtype=np.int32)
+
+
+class DraftSampler:
+    """Draws a batch's drafts in order, each masked by the grammars so that it can be accepted.
+
+    Args:
+        sampler: the batch's own.
+        masks: of its step, advanced to the tokens that the drafts follow.
+    """
+
+    def __init__(self, sampler: Sampler, masks: GrammarMasks) -> None:
+        self._sampler, self._masks = sampler, masks
+        self._last: mx.array | None = None
+
+    def draw(
+        self,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        *,
+        ids: mx.array | None = None,
+    ) -> mx.array:
+        """See `Sampler.draw`. The draft before is read first; the last of all never is."""
+        if self._last is not None:
+            self._masks.drafted(self._last)
+        mask = self._masks.draft_mask(logits.shape[0])
+        self._last = self._sampler.draw(logits, positions, window, mask=mask, ids=ids)
+        return self._last
+
+
 def _failure(matcher: LLMatcher) -> GrammarError:
     return GrammarError(f"The answer's grammar can't be continued: {grammar_error(matcher)}")
 
 
 def _force(mask: np.ndarray, budget: BudgetState | None) -> bool:
-    """Allow nothing but the token that a budget forces, if it does."""
+    """Allow only the token that a budget forces, if it forces one."""
     token = None if budget is None else budget.forced
     if token is None:
         return False
     mask[:] = 0
     mask.view(np.uint32)[token // 32] = np.uint32(1 << (token % 32))
     return True
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()

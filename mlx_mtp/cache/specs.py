@@ -1,0 +1,161 @@
+"""Layer specs: what each layer of a model keeps in the caches, and computes for a position.
+
+A model family lists its layers as specs (`Family.layer_specs`). Caches are made from them, and the
+memory that serving takes is computed from them before anything is allocated; a test compares these
+bytes with the arrays of real caches. A layer of another kind is another subclass of `LayerSpec`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from mlx_mtp.cache.batch import LayerCache
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.kv import RaggedKVCache, rounded_capacity
+from mlx_mtp.kernels.chunkwise import CHUNK
+from mlx_mtp.kernels.window import Shape
+
+_FLOAT32 = _INT32 = 4
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """An MLP, or a mixture of experts."""
+
+    hidden_size: int
+    inner_size: int  # of the MLP, or of all experts together that one position uses
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    def activations(self) -> int:
+        """Numbers that one position has here, in the norms and in the residual stream."""
+        experts = 2 * self.experts_per_token * self.hidden_size
+        return 3 * self.inner_size + experts + 6 * self.hidden_size
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer. Sizes are in bytes; an activation has `itemsize` of them."""
+
+    mlp: MLPSpec
+
+    def make_cache(self, batch_size: int) -> LayerCache:
+        """An empty cache for so many rows."""
+        raise NotImplementedError
+
+    def activations(self) -> int:
+        """Numbers that one position has in the layer, the MLP apart."""
+        raise NotImplementedError
+
+    def token_nbytes(self, itemsize: int) -> int:
+        """What each token of a row takes in the cache."""
+        return 0
+
+    def state_nbytes(self, itemsize: int) -> dict[str, int]:
+        """What a row takes in the cache whatever its length, by what it is."""
+        return {}
+
+    def window_nbytes(self, itemsize: int) -> tuple[int, int]:
+        """What a position of a decode step leaves to the next step, and how much more of drafts."""
+        return 0, 0
+
+
+@dataclass(frozen=True)
+class AttentionSpec(LayerSpec):
+    """Full attention with a gate."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def make_cache(self, batch_size: int) -> RaggedKVCache:
+        return RaggedKVCache(batch_size)
+
+    def activations(self) -> int:
+        return 4 * (self.heads + self.kv_heads) * self.head_dim
+
+    def token_nbytes(self, itemsize: int) -> int:
+        return 2 * self.kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec(LayerSpec):
+    """A GatedDeltaNet layer."""
+
+    shape: Shape
+
+    def make_cache(self, batch_size: int) -> GatedDeltaCache:
+        return GatedDeltaCache(batch_size, self.shape.conv_size)
+
+    def activations(self) -> int:
+        hk, dk, hv, dv, _ = self.shape
+        # Projections and convolution; the chunkwise rule has as many key heads as value heads.
+        return 4 * (hk * dk + hv * dv) + self.shape.channels + hv * (4 * dk + 6 * CHUNK)
+
+    def state_nbytes(self, itemsize: int) -> dict[str, int]:
+        _, dk, hv, dv, kernel = self.shape
+        return {
+            "recurrent state (float32)": hv * dv * dk * _FLOAT32,
+            "convolution": (kernel - 1) * self.shape.channels * itemsize,
+        }
+
+    def window_nbytes(self, itemsize: int) -> tuple[int, int]:
+        hk, dk, hv, dv, _ = self.shape
+        keys, deltas, decays = hk * dk * itemsize, hv * dv * _FLOAT32, hv * _FLOAT32
+        return self.shape.channels * itemsize, keys + deltas + decays
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes that rows take in the caches."""
+
+    layers: tuple[LayerSpec, ...]  # of the trunk
+    head: LayerSpec | None  # the MTP head's layer
+    itemsize: int  # bytes of an activation
+
+    @cached_property
+    def kv_per_token(self) -> int:
+        """Keys and values of the trunk."""
+        return sum(layer.token_nbytes(self.itemsize) for layer in self.layers)
+
+    @cached_property
+    def head_kv_per_token(self) -> int:
+        return 0 if self.head is None else self.head.token_nbytes(self.itemsize)
+
+    @cached_property
+    def states(self) -> dict[str, int]:
+        """What a row takes whatever its length, by what it is."""
+        total: Counter[str] = Counter()
+        for layer in self.layers:
+            total.update(layer.state_nbytes(self.itemsize))
+        # Lengths, shared by all layers.
+        total["counters"] = _INT32 * (1 if self.head is None else 2)
+        return dict(total)
+
+    @property
+    def row(self) -> int:
+        """What a row takes whatever its length, when its prompt has been computed."""
+        return sum(self.states.values())
+
+    @cached_property
+    def _position(self) -> tuple[int, int]:
+        parts = [layer.window_nbytes(self.itemsize) for layer in self.layers]
+        return sum(always for always, _ in parts), sum(drafts for _, drafts in parts)
+
+    def window(self, depth: int) -> int:
+        """What each decode step with so many drafts leaves to the next, besides."""
+        always, drafts = self._position
+        return (depth + 1) * (always + (drafts if depth else 0)) + (_INT32 if always else 0)
+
+    def batch(self, rows: int, tokens: int, depth: int | None) -> int:
+        """All that rows take; each has room for the longest of them, rounded up.
+
+        Args:
+            rows: how many.
+            tokens: that the longest has in the cache, and the windows that are on their way to it.
+            depth: drafts a step; None after a prompt and before the first step.
+        """
+        kv = rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
+        return rows * (kv + self.row + (0 if depth is None else self.window(depth)))

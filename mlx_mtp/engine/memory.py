@@ -1,0 +1,265 @@
+"""What serving a model takes in memory, how a machine's memory is shared out, and which rows fit.
+
+All of it is computed from the model's layer specs before a weight is read, and contains no arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, LayerSpec
+from mlx_mtp.errors import UsageError
+from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.models.draft_head import row_nbytes
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.units import size_text
+
+# While rows join, leave or grow, the old arrays and the new ones are there together.
+_COPIES = 2
+# Windows launched and not read, and positions run beside them or by the head's recursion.
+_WINDOWS = 3
+# How much too long a rectangle may stay (cache/kv.py), and the stride that attention reads in.
+_ROUNDING = 256 + 64
+# Logits, their processed form, noise, and what sorting them for top-p takes (float32).
+_LOGITS = 6
+# Measured: a chunk takes up to this much more than the arrays of one layer of each kind.
+_MARGIN = 1.5
+
+MOST_PREFIX_CACHE = 8 * 10**9
+"""Bytes that the prefix cache takes by itself."""
+_LEAST_TOKENS = 512
+"""A server with a shorter context is of no use; it is not started."""
+_SHORT_ROW = 4096
+_MORE = "If the machine has more memory than that, say so with --memory-limit."
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A model's demands, in bytes."""
+
+    weights: int  # the head's not included
+    head: int  # of the MTP head, its reduced lm_head included
+    caches: CacheMemory
+    depth: int  # most drafts a step
+    heads: int  # attention heads of a layer
+    activations: int  # numbers that one position has in a layer of each kind together
+    vocab_size: int
+
+    def rows(self, rows: int, tokens: int) -> int:
+        """Most bytes that rows take, prefill apart, the longest of which holds `tokens` tokens.
+
+        All rows share a rectangle as long as the longest. A copy of the whole is counted, which is
+        made when rows join, leave or grow.
+        """
+        reach = tokens + _WINDOWS * (self.depth + 1) + _ROUNDING
+        caches = _COPIES * self.caches.batch(rows, reach, self.depth)
+        window = rows * (self.depth + 1)
+        scores = window * self.heads * reach * self.caches.itemsize
+        return caches + scores + window * self.vocab_size * 4 * _LOGITS
+
+    def chunk(self, step: int, tokens: int) -> int:
+        """Most bytes that a prefill chunk of `step` positions takes beside the caches.
+
+        The attention scores of one layer, [heads, step, tokens], and their mask; linear in the
+        longest prompt's tokens. mlx's fused kernels make none, but not every head size and backend
+        has one.
+        """
+        scores = step * tokens * (self.heads * self.caches.itemsize + 1)
+        layers = step * self.activations * max(self.caches.itemsize, 4)
+        return scores + int(_MARGIN * layers) + self.vocab_size * 4 * _LOGITS
+
+
+def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:
+    """A loaded model's, with its head if that drafts. No weight is read.
+
+    Args:
+        model: see above.
+        depth: most drafts a step; not used without a head.
+        num_draft_ids: size of a reduced draft vocabulary.
+    """
+    weights, head = model.nbytes()
+    if model.head is not None and num_draft_ids is not None:
+        head += num_draft_ids * row_nbytes(model)
+    return footprint_of(
+        model.layer_specs,
+        model.vocab_size,
+        weights=weights,
+        head=head,
+        has_head=model.head is not None,
+        itemsize=model.dtype.size,
+        depth=depth,
+    )
+
+
+def footprint_of(
+    layers: Sequence[LayerSpec],
+    vocab_size: int,
+    *,
+    weights: int,
+    head: int,  # 0 if its bytes are among the weights'
+    has_head: bool,
+    itemsize: int,  # bytes of an activation
+    depth: int,
+) -> Footprint:
+    """A model's, by its layers and the size of its weights."""
+    attention = [layer for layer in layers if isinstance(layer, AttentionSpec)]
+    kinds = sum(layer.activations() for layer in set(layers))
+    return Footprint(
+        weights=weights,
+        head=head,
+        caches=CacheMemory(tuple(layers), attention[-1] if has_head else None, itemsize),
+        depth=depth if has_head else 0,
+        heads=max((layer.heads for layer in attention), default=0),
+        activations=kinds + max(layer.mlp.activations() for layer in layers),
+        vocab_size=vocab_size,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the memory is shared out, in bytes."""
+
+    limit: MemoryLimit
+    footprint: Footprint
+    prefix_cache: int  # most that the prefix cache takes
+    chunk: int  # most that a prefill chunk takes beside the caches
+    rows: int  # what is left for rows
+    max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
+    reduced: bool  # memory made that less than what the model allows
+
+    def admission(self) -> Admission:
+        """Admits the rows that fit."""
+        return Admission(self.rows, self.footprint.rows)
+
+    def num_rows(self, tokens: int, most: int) -> int:
+        """How many rows of so many tokens fit, up to `most`."""
+        return largest(1, most, lambda n: self.footprint.rows(n, tokens) <= self.rows) or 0
+
+    def shares(self) -> str:
+        """What each part gets, in words."""
+        parts = {
+            "weights": self.footprint.weights,
+            "head": self.footprint.head,
+            "prefix cache": self.prefix_cache,
+            "prefill chunk": self.chunk,
+            "rows": self.rows,
+        }
+        return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
+
+    def rows_at_once(self, max_num_seqs: int) -> str:
+        """How many rows fit, full ones and short ones, in words."""
+        counts = dict.fromkeys((self.max_model_len, min(_SHORT_ROW, self.max_model_len)))
+        return " or ".join(f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts)
+
+    def lines(self, max_num_seqs: int) -> list[str]:
+        """For the banner."""
+        less = ", less than the model allows: there is no memory for more" if self.reduced else ""
+        return [
+            f"{size_text(self.limit.nbytes)} ({self.limit.source}): {self.shares()}",
+            f"rows at once: {self.rows_at_once(max_num_seqs)}; context {self.max_model_len:,} "
+            f"tokens{less}",
+        ]
+
+
+def plan_memory(
+    footprint: Footprint,
+    limit: MemoryLimit,
+    *,
+    allowed: int,  # most tokens that the model allows
+    wanted: int | None,  # --max-model-len, if it was given; not above `allowed`
+    prefill_step_size: int,
+    prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
+) -> MemoryPlan:
+    """Share the memory out.
+
+    Without `wanted` the context is cut to what one row has memory for; a wanted context is not cut
+    but refused.
+
+    Raises:
+        UsageError: it can't fit, with the numbers and the flags that help.
+    """
+    fixed = footprint.weights + footprint.head
+    if fixed >= limit.nbytes:
+        raise UsageError(
+            f"Not enough memory: the model's weights take {size_text(fixed)} of "
+            f"{size_text(limit.nbytes)} ({limit.source}). Use a model with fewer bits per weight "
+            f"or a smaller one. {_MORE}"
+        )
+    left = limit.nbytes - fixed
+    if prefix_cache is None:
+        prefix_cache = min(left // 4, MOST_PREFIX_CACHE)
+    room = left - prefix_cache
+
+    def chunk(tokens: int) -> int:
+        return footprint.chunk(min(prefill_step_size, tokens), tokens)
+
+    def need(tokens: int) -> int:
+        return chunk(tokens) + footprint.rows(1, tokens)
+
+    tokens = wanted or allowed
+    least = min(_LEAST_TOKENS, tokens)
+    found = largest(least, tokens, lambda n: need(n) <= room)
+    if found is None or (wanted is not None and found < wanted):
+        kept = flag = ""
+        if prefix_cache:
+            kept = f", and the prefix cache takes {size_text(prefix_cache)} of that"
+            flag = " or --prefix-cache-size"
+        asked = tokens if found else least
+        other = f"or --max-model-len {found} or less" if found else "or a smaller model"
+        raise UsageError(
+            f"Not enough memory: one request of {asked:,} tokens needs {size_text(need(asked))}. "
+            f"Of {size_text(limit.nbytes)} ({limit.source}) the weights leave {size_text(left)}"
+            f"{kept}. Use a smaller --prefill-step-size{flag}, {other}. {_MORE}"
+        )
+    return MemoryPlan(
+        limit=limit,
+        footprint=footprint,
+        prefix_cache=prefix_cache,
+        chunk=chunk(found),
+        rows=room - chunk(found),
+        max_model_len=found,
+        reduced=found < tokens,
+    )
+
+
+def largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
+    """The largest number from `low` to `high` that is good, if all below a good one are good."""
+    if not good(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+class _Row(Protocol):
+    @property
+    def most_cached(self) -> int:
+        """Tokens that its caches can come to hold: its prompt and all that it may emit."""
+
+
+class Admission:
+    """Whether rows may run together.
+
+    None overtakes a request that waits for memory: running rows end some time and none joins them
+    meanwhile, so a stream of small requests can't hold a large one up, but waits with it.
+
+    Args:
+        nbytes: that all rows together may take.
+        cost: what they take at most, by their number and the longest's tokens; it must not fall
+            when either grows.
+    """
+
+    def __init__(self, nbytes: int, cost: Callable[[int, int], int]) -> None:
+        self._nbytes = nbytes
+        self._cost = cost
+
+    def fits(self, rows: Iterable[_Row]) -> bool:
+        """There is memory for these rows, however long their answers get.
+
+        One alone always fits: `Engine.submit` rejects what could never run.
+        """
+        lengths = [row.most_cached for row in rows]
+        return len(lengths) <= 1 or self._cost(len(lengths), max(lengths)) <= self._nbytes
