@@ -165,45 +165,30 @@ def tool_schema(value: Any, **more: Any) -> dict[str, Any]:
 
 
 UNIT, SPOT = {"$ref": "#/$defs/unit"}, {"$ref": "#/$defs/spot"}
+STRING, NULL, OBJECT = {"type": "string"}, {"type": "null"}, {"type": "object"}
+TWO_OR_NULL = {"type": ["string", "null"], "enum": ["a", "b"]}
+STRING_OR_FROM_3 = {"anyOf": [STRING, {"type": "integer", "minimum": 3}]}
+A_OR_OBJECT = {"oneOf": [{"const": "a"}, OBJECT, {"type": "boolean"}]}
+SPOTS = {"type": "array", "items": SPOT, "minItems": 1}
 VALUES: dict[str, tuple[Any, list[Any], list[Any]]] = {
-    "string": ({"type": "string", "x-note": 1}, ["", "x", "a\nb", "5", "<b> & </b>"], []),
-    "enum": ({"type": "string", "enum": ["a", "b"]}, ["a", "b"], ["c", "ab", ""]),
+    "string": ({**STRING, "x-note": 1}, ["", "x", "a\nb", "5", "<b> & </b>"], []),
+    "enum": ({**STRING, "enum": ["a", "b"]}, ["a", "b"], ["c", "ab", ""]),
     "enum without a type": ({"enum": ["a", 5, None]}, ["a", 5, None], ["b", 6]),
     "reference": (UNIT, ["celsius"], ["kelvin", ""]),
     "reference with more": ({**UNIT, "default": "celsius"}, ["celsius"], ["kelvin", ""]),
     "allOf": ({"allOf": [UNIT, {"enum": ["celsius", "x"]}]}, ["celsius"], ["fahrenheit", "x"]),
-    "const": ({"type": "string", "const": "yes"}, ["yes"], ["no", "yes!"]),
+    "const": ({**STRING, "const": "yes"}, ["yes"], ["no", "yes!"]),
     "const number": ({"const": 5}, [5], [6, "x"]),
     "nullable": ({"type": ["string", "null"]}, ["x", "5", None], []),
-    "nullable enum": ({"anyOf": [UNIT, {"type": "null"}]}, ["celsius", None], ["kelvin", ""]),
-    "enum that is not nullable": (
-        {"type": ["string", "null"], "enum": ["a", "b"]},
-        ["a"],
-        [None, ""],
-    ),
+    "nullable enum": ({"anyOf": [UNIT, NULL]}, ["celsius", None], ["kelvin", ""]),
+    "enum that is not nullable": (TWO_OR_NULL, ["a"], [None, ""]),
     "string or number": ({"type": ["string", "integer"]}, ["x", "5 km", 5], []),
-    "either string or number": (
-        {"oneOf": [{"type": "string"}, {"type": "number"}]},
-        ["x", "5 km", 5.5],
-        [],
-    ),
-    "string or small number": (
-        {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]},
-        ["x", 3, 12],
-        [2, -5],
-    ),
-    "string or object": ({"anyOf": [{"type": "string"}, SPOT]}, ["a", {"x": 1}], [{"y": 1}, {}]),
-    "word, any object or boolean": (
-        {"oneOf": [{"const": "a"}, {"type": "object"}, {"type": "boolean"}]},
-        ["a", {"y": 1}, True],
-        ["b", 5],
-    ),
+    "either": ({"oneOf": [STRING, {"type": "number"}]}, ["x", "5 km", 5.5], []),
+    "string or small number": (STRING_OR_FROM_3, ["x", 3, 12], [2, -5]),
+    "string or object": ({"anyOf": [STRING, SPOT]}, ["a", {"x": 1}], [{"y": 1}, {}]),
+    "word, any object or boolean": (A_OR_OBJECT, ["a", {"y": 1}, True], ["b", 5]),
     "one of two words": ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
-    "a list of definitions": (
-        {"type": "array", "items": SPOT, "minItems": 1},
-        [[{"x": 1}, {"x": 2, "in": "celsius"}]],
-        [[], [{}], "x"],
-    ),
+    "a list of definitions": (SPOTS, [[{"x": 1}, {"x": 2, "in": "celsius"}]], [[], [{}], "x"]),
     "number": ({"type": "number", "minimum": 0}, [0, 1.5], [-1, "x"]),
     "nullable number": ({"type": ["integer", "null"]}, [5, None], ["x", 1.5]),
     "anything": ({}, ["x", {"b": 1}], []),
@@ -243,16 +228,13 @@ def test_values(
 def test_limits_of_strings_are_kept_in_json_and_refused_of_bare_text(
     accepts: Accepts, tokenizer: Tokenizer, limit: dict[str, Any], good: str, bad: str
 ) -> None:
-    schema = tool_schema({"type": "string", **limit})
+    limited = {**STRING, **limit}
+    schema = tool_schema(limited)
     spec = of_schema(tokenizer, "hermes", schema)
     assert [accepts(spec, hermes("f", a=each)) for each in (good, bad)] == [True, False]
-    lists = tool_schema({"type": "array", "items": {"type": "string", **limit}})
-    spec = of_schema(tokenizer, "qwen3_coder", lists)
+    spec = of_schema(tokenizer, "qwen3_coder", tool_schema({"type": "array", "items": limited}))
     assert [accepts(spec, xml("f", a=[each])) for each in (good, bad)] == [True, False]
-    for refused in (
-        schema,
-        tool_schema({"anyOf": [{"type": "string", **limit}, {"type": "null"}]}),
-    ):
+    for refused in (schema, tool_schema({"anyOf": [limited, NULL]})):
         with pytest.raises(UnsupportedParameterError) as raised:
             of_schema(tokenizer, "qwen3_coder", refused)
         assert raised.value.param == "tools"
@@ -265,7 +247,7 @@ def test_limits_of_strings_are_kept_in_json_and_refused_of_bare_text(
 @pytest.mark.parametrize("strict", [True, False])
 def test_the_whole_schema(accepts: Accepts, tokenizer: Tokenizer, name: str, strict: bool) -> None:
     call = FORMATS[name]
-    text = tool_schema({"type": "string"})
+    text = tool_schema(STRING)
     for schema in ({"$defs": {"T": text}, "$ref": "#/$defs/T"}, {"allOf": [text]}):
         if strict:
             spec = of_schema(tokenizer, name, schema)
@@ -276,18 +258,18 @@ def test_the_whole_schema(accepts: Accepts, tokenizer: Tokenizer, name: str, str
     # Without parameters there are no arguments.
     for schema in (
         None,
-        {"type": "object", "properties": {}, "required": [], "title": "Nothing"},
-        {"type": "object", "properties": {}, "additionalProperties": False},
+        {**OBJECT, "properties": {}, "required": [], "title": "Nothing"},
+        {**OBJECT, "properties": {}, "additionalProperties": False},
     ):
         spec = of_schema(tokenizer, name, schema, strict=strict)
         assert accepts(spec, call("f"))
         assert not accepts(spec, call("f", city="Paris"))
     # Schemas that say more are open.
     for schema in (
-        {"type": "object", "additionalProperties": True},
-        {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}},
-        {"type": "object", "patternProperties": {"^c": {"type": "string"}}},
-        {"anyOf": [{"type": "object", "properties": {"city": {"type": "string"}}}]},
+        {**OBJECT, "additionalProperties": True},
+        {**OBJECT, "properties": {}, "additionalProperties": STRING},
+        {**OBJECT, "patternProperties": {"^c": STRING}},
+        {"anyOf": [{**OBJECT, "properties": {"city": STRING}}]},
     ):
         assert accepts(of_schema(tokenizer, name, schema, strict=False), call("f", city="Paris"))
 
@@ -338,27 +320,25 @@ def test_whatever_is_let_through_is_read_as_what_fits(
             validator.validate(read("qwen3_coder", schema, text))
 
 
-NOT_NAMES = {"type": "object", "properties": {"a>b": {"type": "string"}}}
-OTHERS_OF_A_TYPE = {"type": "object", "additionalProperties": {"type": "integer"}}
+REQUIRED = [{"required": ["a"]}, {"required": ["b"]}]
+REFERENCE_TO_PARAMETER = {"type": "array", "items": {"$ref": "#/properties/a"}}
+NO_NAMES = {**OBJECT, "properties": {"a>b": STRING}}
+OTHERS_OF_A_TYPE = {**OBJECT, "additionalProperties": {"type": "integer"}}
 UNSUPPORTED: dict[str, tuple[Any, str, bool]] = {
     # the schema, the keyword at fault, whether it is that of one parameter
-    "not": ({"type": "string", "not": {"const": "a"}}, "not", True),
-    "one string for two": ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "oneOf", True),
+    "not": ({**STRING, "not": {"const": "a"}}, "not", True),
+    "one string for two": ({"oneOf": [STRING, {"const": "a"}]}, "oneOf", True),
     "a reference to nowhere": ({"$ref": "#/$defs/none"}, "$ref", True),
     "a circle": ({"$ref": "#/$defs/circle"}, "$ref", True),
     "too deep": ({"$ref": "#/$defs/d0"}, "$ref", True),
-    "a reference within the parameters": (
-        {"type": "array", "items": {"$ref": "#/properties/a"}},
-        "$ref",
-        True,
-    ),
+    "a reference within the parameters": (REFERENCE_TO_PARAMETER, "$ref", True),
     "a word that ends its value": ({"enum": ["</parameter>"]}, "enum", True),
-    "anyOf": (tool_schema({}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]), "anyOf", False),
+    "anyOf": (tool_schema({}, anyOf=REQUIRED), "anyOf", False),
     "minProperties": (tool_schema({}, minProperties=1), "minProperties", False),
     "if": (tool_schema({}, **{"if": {}, "then": {}}), "if", False),
     "others of a type": (OTHERS_OF_A_TYPE, "additionalProperties", False),
     "required, but not declared": (tool_schema({}, required=["b"]), "required", False),
-    "a name that is no tag": (NOT_NAMES, "properties", False),
+    "a name that is no tag": (NO_NAMES, "properties", False),
 }
 
 
@@ -389,7 +369,7 @@ def test_a_grammar_that_would_be_huge_is_not_built(tokenizer: Tokenizer) -> None
 
 
 def test_a_text_with_tags_does_not_end_early(accepts: Accepts, tokenizer: Tokenizer) -> None:
-    spec = of_schema(tokenizer, "qwen3_coder", tool_schema({"type": "string"}))
+    spec = of_schema(tokenizer, "qwen3_coder", tool_schema(STRING))
     for text in ("</parameter>", "</parameter>x", "a</function>\nb"):
         assert accepts(spec, xml("f", a=text)), text
     for text in ("</parameter><parameter=b>\nx", "x</parameter>\n\n</function>y"):

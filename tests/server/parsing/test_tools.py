@@ -58,56 +58,42 @@ def text(of: str) -> list[Any]:
     return [("text", of)]
 
 
+CLOSED = "}}\n</tool_call>"
+NONSENSE = ", x}\n</tool_call>"
+TIGHT = '{"a":[1,{"b":"}"}]}'
+TAGS = '{"a": "</tool_call> <tool_call> \\" {"}'
 HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
     "two": (f"I look.\n\n{CALL}\n{CALL}\n", [("text", "I look."), DONE, DONE]),
-    "no white space": (
-        '<tool_call>{"name":"f","arguments":{"a":[1,{"b":"}"}]}}</tool_call>',
-        [("call", "f", '{"a":[1,{"b":"}"}]}')],
-    ),
+    "no white space": (f'<tool_call>{{"name":"f","arguments":{TIGHT}}}', [("call", "f", TIGHT)]),
     "text after": (f"{CALL}\nDone.", [DONE, ("text", "\nDone.")]),
     "after a think block": (f"<think>\nhm\n</think>\n\n{CALL}", [("think", "hm"), DONE]),
     "arguments first": (f'<tool_call>{{"arguments": {ROME}, "name": "f"}}</tool_call>', [DONE]),
     "arguments as text": (hermes("f", json.dumps(ROME)), [DONE]),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', [("call", "f", "{}")]),
-    "null for arguments": (
-        '<tool_call>{"name": "f", "arguments": null, "id": 3}</tool_call>',
-        [("call", "f", "{}")],
-    ),
+    "null for arguments": (hermes("f", "null"), [("call", "f", "{}")]),
     "parameters": ('<tool_call>{"name": "f", "parameters": {}}', [("call", "f", "{}")]),
-    "a tag in a string": (
-        hermes("f", '{"a": "</tool_call> <tool_call> \\" {"}'),
-        [("call", "f", '{"a": "</tool_call> <tool_call> \\" {"}')],
-    ),
+    "tags in a string": (hermes("f", TAGS), [("call", "f", TAGS)]),
     "a line break in a string": (hermes("f", '{"a": "x\ny"}'), [("call", "f", '{"a": "x\\ny"}')]),
     "a brace too many": (CALL.replace("}}", "}}}"), [DONE]),
     "a brace too few": (CALL.replace("}}", "}"), [DONE]),
     "a field after the arguments": (CALL.replace("}}", '}, "id": 5}'), [DONE]),
-    "nonsense after the arguments": (
-        CALL.replace("}}", "}, oops"),
-        [DONE, ("text", ", oops\n</tool_call>")],
-    ),
+    "nonsense after the arguments": (CALL.replace("}}", "}, x}"), [DONE, ("text", NONSENSE)]),
     "cut after its arguments": (CALL[: CALL.index("}}") + 1], [DONE]),
     "half a closing tag": (CALL.removesuffix("call>"), [DONE]),
     "an unknown tool": (hermes("g.h", "{}"), [("call", "g.h", "{}")]),
     # Broken in one way or another: content, never lost.
     "no object": ("<tool_call>oops</tool_call>", text("<tool_call>oops</tool_call>")),
     "a mention": ("Use <tool_call> for it.", text("Use <tool_call> for it.")),
-    "a mention, then a call": (
-        f"`<tool_call>` is this: {CALL}",
-        [("text", "`<tool_call>` is this:"), DONE],
-    ),
+    "a mention, then a call": (f"`<tool_call>`: {CALL}", [("text", "`<tool_call>`:"), DONE]),
     "two openers": (f"<tool_call>{CALL}", [("text", "<tool_call>"), DONE]),
     "no name": ('<tool_call>{"arguments": {}} x', text('<tool_call>{"arguments": {}} x')),
     "a name that is none": (hermes("a b", "{}"), text(hermes("a b", "{}"))),
     "a name with half a character": (hermes("\\ud800", "{}"), text(hermes("\\ud800", "{}"))),
     "a list of arguments": (hermes("f", "[1]"), text(hermes("f", "[1]"))),
-    "not JSON": (
-        hermes("f", "{city: Rome}"),
-        [("broken", BROKEN), ("text", "city: Rome}}\n</tool_call>")],
-    ),
+    "not JSON": (hermes("f", "{a: 1}"), [("broken", BROKEN), ("text", "a: 1" + CLOSED)]),
     "an infinite number": (
         hermes("f", '{"a": Infinity}'),
-        [("broken", BROKEN + '"a": '), ("text", "Infinity}}\n</tool_call>")],
+        [("broken", BROKEN + '"a": '), ("text", "Infinity" + CLOSED)],
     ),
     "cut in its tag": ("abc <tool_c", text("abc <tool_c")),
     "cut in its name": ('x <tool_call>{"name": "f', text('x <tool_call>{"name": "f')),
@@ -118,63 +104,12 @@ HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-def arguments(**values: Any) -> str:
-    return json.dumps(values, ensure_ascii=False)
-
-
-LONG = 'def f():\n    return "</parameter>"  # <b> & \\n\n'
 WEATHER_DONE = ("call", "get_weather", ROME)
 XML_CASES: dict[str, tuple[str, list[Any]]] = {
     "none": (xml("f"), [("call", "f", "{}")]),
     "two": (
         f"Both:\n{xml('f')}\n{xml('get_weather', city='Rome')}",
         [("text", "Both:"), ("call", "f", "{}"), WEATHER_DONE],
-    ),
-    "types": (
-        xml(
-            "get_weather",
-            city="5",
-            days="5",
-            exact="True",
-            near='["a", "b"]',
-            options="{'a': True, 'b': None}",
-            unit="celsius",
-            level="null",
-            anything='{"x": 1}',
-            note="null",
-        ),
-        [
-            (
-                "call",
-                "get_weather",
-                '{"city": "5", "days": 5, "exact": true, "near": ["a", "b"], '
-                '"options": {"a": true, "b": null}, "unit": "celsius", "level": null, '
-                '"anything": {"x": 1}, "note": null}',
-            )
-        ],
-    ),
-    "values that fit no type stay text": (
-        xml("get_weather", days="many", near="a, b", level="high", exact="maybe", anything="5"),
-        [
-            (
-                "call",
-                "get_weather",
-                arguments(days="many", near="a, b", level="high", exact="maybe", anything="5"),
-            )
-        ],
-    ),
-    "a whole number as 5.0": (
-        xml("get_weather", days="5.0", level="5"),
-        [("call", "get_weather", '{"days": 5, "level": 5}')],
-    ),
-    "a text of many lines, with tags in it": (
-        xml("get_weather", city=LONG, days="1"),
-        [("call", "get_weather", arguments(city=LONG, days=1))],
-    ),
-    "empty values": (
-        "<tool_call><function=get_weather><parameter=city></parameter><parameter=note>\n"
-        "</parameter></function></tool_call>",
-        [("call", "get_weather", '{"city": "", "note": null}')],
     ),
     "in one line": (
         "<tool_call><function=get_weather><parameter=city>Rome</parameter></function></tool_call>",
@@ -226,35 +161,40 @@ def test_calls(make: Make, said: str, expected: list[Any]) -> None:
     assert summary(events_of(make(), said)) == expected
 
 
-CUT_VALUES: list[tuple[str, str, str]] = [
-    ("city", "", '"'),
-    ("city", "Ro\n", '"Ro\\n'),
-    ("city", "a <", '"a <'),
-    ("city", "a\n</para", '"a\\n</para'),
-    ("city", "a\n</parameter>\n</fun", '"a"'),
-    ("days", "1\n</param", "1"),
-    ("days", "1\n</parameter>", "1"),
-    ("days", "one", '"one'),
-    ("exact", "tr", "tr"),
-    ("exact", "Tr", '"Tr'),
-    ("near", '["a", "b', '["a", "b'),
-    ("near", '["</par', '["</par'),
-    ("near", "['a', 'b", "\"['a', 'b"),
-    ("options", '{"a": 1}\n</', '{"a": 1}'),
-    ("note", "nul", '"nul'),
-    ("note", "", ""),
-    ("level", "-", "-"),
-    ("anything", "5", '"5'),
-    ("anything", '{"x": [', '{"x": ['),
-]
+LONG = 'def f():\n    return "</parameter>"  # <b> & \\n\n'
+READ_VALUES = {
+    "city": [("5", '"5"'), ("", '""'), (LONG, json.dumps(LONG))],
+    "days": [("5", "5"), ("5.0", "5"), ("many", '"many"')],
+    "exact": [("True", "true"), ("maybe", '"maybe"')],
+    "near": [('["a", "b"]', '["a", "b"]'), ("a, b", '"a, b"')],
+    "options": [("{'a': True, 'b': None}", '{"a": true, "b": null}')],
+    "unit": [("celsius", '"celsius"')],
+    "level": [("null", "null"), ("5", "5"), ("high", '"high"')],
+    "anything": [('{"x": 1}', '{"x": 1}'), ("5", '"5"')],
+    "note": [("null", "null"), ("", "null"), ("x", '"x"')],
+}
+CUT_VALUES = {
+    "city": [("", '"'), ("Ro\n", '"Ro\\n'), ("a <", '"a <'), ("a\n</para", '"a\\n</para')],
+    "days": [("1\n</param", "1"), ("1\n</parameter>", "1"), ("one", '"one'), ("1\n</func", "1")],
+    "exact": [("tr", "tr"), ("Tr", '"Tr'), ("true\n</parameter>\n</fun", "true")],
+    "near": [('["a", "b', '["a", "b'), ('["</par', '["</par'), ("['a', 'b", "\"['a', 'b")],
+    "options": [('{"a": 1}\n</', '{"a": 1}')],
+    "note": [("nul", '"nul'), ("", "")],
+    "level": [("-", "-")],
+    "anything": [("5", '"5'), ('{"x": [', '{"x": [')],
+}
+END = "\n</parameter>\n</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize(("key", "written", "emitted"), CUT_VALUES)
-def test_a_value_that_is_cut(key: str, written: str, emitted: str) -> None:
-    said = f"<tool_call>\n<function=get_weather>\n<parameter={key}>\n{written}"
-    for pieces in ([said], said):
-        (found,) = summary(events_of(XML(), pieces))
-        assert found == ("cut", "get_weather", f'{{"{key}": {emitted}')
+@pytest.mark.parametrize("key", READ_VALUES)
+def test_values_of_tags(key: str) -> None:
+    read = [(written + END, "call", value + "}") for written, value in READ_VALUES[key]]
+    cut = [(written, "cut", value) for written, value in CUT_VALUES.get(key, [])]
+    for written, kind, value in read + cut:
+        said = f"<tool_call>\n<function=get_weather>\n<parameter={key}>\n{written}"
+        for pieces in ([said], said):
+            (found,) = summary(events_of(XML(), pieces))
+            assert found == (kind, "get_weather", f'{{"{key}": {value}')
 
 
 def test_arguments_come_in_pieces() -> None:
