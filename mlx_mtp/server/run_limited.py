@@ -39,13 +39,14 @@ def run_limited(work: Callable[[], Result], seconds: float) -> Result:
         nonlocal running
         # An interruption may come late: while the one before is dealt with.
         with contextlib.suppress(TimeIsUp):
-            with lock:
-                if given_up:
-                    return
-                running = True
             try:
+                with lock:
+                    if given_up:
+                        return
+                    running = True
                 results.append(work())
             except BaseException as error:
+                running = False  # At once, so that no other one comes when this is over.
                 errors.append(error)
             with lock:
                 running = False

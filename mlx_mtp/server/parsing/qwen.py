@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Reader
@@ -18,6 +18,7 @@ OPEN, CLOSE = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 MAX_NAME = 256
 _NAME = re.compile(rf"[\w./:@-]{{1,{MAX_NAME}}}")
+_TAG = re.compile("<[^<>]*>")
 _CLOSE = re.compile(CLOSE)
 # Some models call a tool without closing the block first. Only what looks like a call all through
 # counts: a model may well think about the tag.
@@ -51,9 +52,9 @@ class QwenParser(AnswerParser):
         self._with_tools = schemas is not None
         self.schemas = schemas or {}
 
-    def openers(self) -> tuple[str, ...]:
-        """What a call begins with."""
-        return (CALL,)
+    def openers(self) -> Collection[str]:
+        """Tags that a call begins with."""
+        return {CALL}
 
     def read_body(self, opener: str) -> Reader[None]:
         """Read a call behind its opener."""
@@ -105,9 +106,9 @@ class QwenParser(AnswerParser):
 
     def _read_calls(self) -> Reader[None]:
         openers = self.openers()
-        opener = re.compile("|".join(map(re.escape, openers)))
         while True:
-            found = opener.search(self.text, self.pos)
+            tags = _TAG.finditer(self.text, self.pos)
+            found = next((tag for tag in tags if tag[0] in openers), None)
             end = found.start() if found else self.certain(openers)
             self.emit_text(self.pos + len(self.text[self.pos : end].rstrip()))
             if found:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 
 from mlx_mtp.server.parsing.answer import AnswerOver, BrokenCall, Reader
 from mlx_mtp.server.parsing.bare_values import begun_json, begun_string, json_text, value_types
@@ -38,9 +39,9 @@ _VALUE_END_BEGUN = re.compile(
 class QwenXmlParser(QwenParser):
     """Values are text; the tool's schema says what JSON they are. Plain strings are streamed."""
 
-    def openers(self) -> tuple[str, ...]:
+    def openers(self) -> Collection[str]:
         # Bare, only a tool that exists makes a call.
-        return (CALL, *(f"{_FUNCTION}{name}>" for name in self.schemas))
+        return {CALL, *(f"{_FUNCTION}{name}>" for name in self.schemas)}
 
     def read_body(self, opener: str) -> Reader[None]:
         name = opener[len(_FUNCTION) : -1]

@@ -38,7 +38,7 @@ WEATHER = {
     },
     "$defs": {"options": {"type": "object"}},
 }
-SCHEMAS = {"get_weather": WEATHER, "f": {}}
+SCHEMAS = {"get_weather": WEATHER, "f": {}, "two words": {}}
 
 
 def maker(tools: str, **more: Any) -> Make:
@@ -77,10 +77,13 @@ HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
     "a brace too many": (CALL.replace("}}", "}}}"), [DONE]),
     "a brace too few": (CALL.replace("}}", "}"), [DONE]),
     "a field after the arguments": (CALL.replace("}}", '}, "id": 5}'), [DONE]),
+    "arguments twice": (CALL.replace("}}", '}, "arguments": {}}'), [DONE]),
     "nonsense after the arguments": (CALL.replace("}}", "}, x}"), [DONE, ("text", NONSENSE)]),
     "cut after its arguments": (CALL[: CALL.index("}}") + 1], [DONE]),
     "half a closing tag": (CALL.removesuffix("call>"), [DONE]),
     "an unknown tool": (hermes("g.h", "{}"), [("call", "g.h", "{}")]),
+    "an odd name": (hermes("two words", "{}"), [("call", "two words", "{}")]),
+    "white space alone": (" \n", text(" \n")),
     # Broken in one way or another: content, never lost.
     "no object": ("<tool_call>oops</tool_call>", text("<tool_call>oops</tool_call>")),
     "a mention": ("Use <tool_call> for it.", text("Use <tool_call> for it.")),
@@ -91,6 +94,10 @@ HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
     "a name with half a character": (hermes("\\ud800", "{}"), text(hermes("\\ud800", "{}"))),
     "a list of arguments": (hermes("f", "[1]"), text(hermes("f", "[1]"))),
     "not JSON": (hermes("f", "{a: 1}"), [("broken", BROKEN), ("text", "a: 1" + CLOSED)]),
+    "a comma too many": (
+        hermes("f", '{"a": 1,}'),
+        [("broken", BROKEN + '"a": 1,'), ("text", CLOSED)],
+    ),
     "an infinite number": (
         hermes("f", '{"a": Infinity}'),
         [("broken", BROKEN + '"a": '), ("text", "Infinity" + CLOSED)],
