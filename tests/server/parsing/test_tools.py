@@ -171,7 +171,7 @@ def test_calls(make: Make, said: str, expected: list[Any]) -> None:
 LONG = 'def f():\n    return "</parameter>"  # <b> & \\n\n'
 READ_VALUES = {
     "city": [("5", '"5"'), ("", '""'), (LONG, json.dumps(LONG))],
-    "days": [("5", "5"), ("5.0", "5"), ("many", '"many"')],
+    "days": [("5", "5"), ("5.0", "5"), ("5.5", '"5.5"')],
     "exact": [("True", "true"), ("maybe", '"maybe"')],
     "near": [('["a", "b"]', '["a", "b"]'), ("a, b", '"a, b"')],
     "options": [("{'a': True, 'b': None}", '{"a": true, "b": null}')],
@@ -182,7 +182,7 @@ READ_VALUES = {
 }
 CUT_VALUES = {
     "city": [("", '"'), ("Ro\n", '"Ro\\n'), ("a <", '"a <'), ("a\n</para", '"a\\n</para')],
-    "days": [("1\n</param", "1"), ("1\n</parameter>", "1"), ("one", '"one'), ("1\n</func", "1")],
+    "days": [("1\n</param", "1"), ("1\n</parameter>", "1"), ("one", '"one'), ("5,", '"5,')],
     "exact": [("tr", "tr"), ("Tr", '"Tr'), ("true\n</parameter>\n</fun", "true")],
     "near": [('["a", "b', '["a", "b'), ('["</par', '["</par'), ("['a', 'b", "\"['a', 'b")],
     "options": [('{"a": 1}\n</', '{"a": 1}')],
