@@ -163,11 +163,9 @@ class AnswerParser(ABC):
             raise AnswerOver
 
     def read_call(self, call: Reader[None], start: int) -> Reader[None]:
-        """Read a call; what is no part of one after all becomes content.
+        """Read a call, of which the text from `start` of the answer on has been read.
 
-        Args:
-            call: reads it.
-            start: where it begins in the answer; `call` goes on behind that.
+        What is no part of a call after all becomes content.
         """
         self._call_at, num_calls = start, self.num_calls
         try:

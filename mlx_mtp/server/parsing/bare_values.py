@@ -17,20 +17,12 @@ JSON_TYPES = ("string", "null", *_TYPES.values())
 
 
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that a property may have; empty: the schema doesn't say.
-
-    Args:
-        schema: of an object.
-        key: the property's name.
-    """
+    """The JSON types that a property of an object may have; empty: the schema doesn't say."""
     types: set[str] = set()
     for part in parts(schema, _property(schema, key), "anyOf", "oneOf", "allOf"):
         names = as_list(part.get("type"))
         if names == [None]:
-            constants = [
-                *as_list(part.get("enum", [])),
-                *([part["const"]] if "const" in part else []),
-            ]
+            constants = [part["const"]] if "const" in part else as_list(part.get("enum", []))
             names = [type_of(value) for value in constants]
         types.update(name for name in JSON_TYPES if name in names)
     return frozenset(types)
@@ -128,10 +120,7 @@ def _python_literal(text: str) -> str:
 def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
     """The beginning of the JSON text of a value of which only the beginning is there.
 
-    Args:
-        text: what there is of it.
-        certain: the same without what may begin the tag after it.
-        types: that the value may have; none: unknown.
+    `certain` is the same text without what may begin the tag after it.
     """
     if text.strip()[:1] in ("{", "[") or (types and "string" not in types):
         for candidate in (text.strip(), certain.strip()):

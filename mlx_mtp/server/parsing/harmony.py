@@ -27,12 +27,7 @@ _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser(AnswerParser):
-    """Reasoning, text and calls of one answer.
-
-    Args:
-        with_tools: calls are wanted; otherwise they are text.
-        max_calls: the answer ends with so many; None: there is no such limit.
-    """
+    """Reasoning, text and calls of one answer; without tools calls are text."""
 
     def __init__(self, *, with_tools: bool, max_calls: int | None = None) -> None:
         super().__init__(max_calls)

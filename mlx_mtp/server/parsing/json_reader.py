@@ -23,6 +23,7 @@ from mlx_mtp.server.parsing.answer import (
 MAX_DEPTH = 128
 """Most objects and lists within each other: a call's arguments may come back in a chat."""
 Emit = Callable[[str], object]
+Tokens = tuple[str, ...]
 
 _MAX_TOKEN = 400
 _CLOSING = {"{": "}", "[": "]"}
@@ -63,12 +64,7 @@ def loaded(text: str) -> Any:
 
 
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
-    """Read any value.
-
-    Args:
-        parser: reads from here.
-        emit: gets the value in pieces, joined a valid JSON text.
-        depth: of the objects and lists around it.
+    """Read any value; `emit` gets it in pieces, and `depth` counts what is around it.
 
     Raises:
         BrokenCall: it is no JSON; what has been emitted begins some all the same.
@@ -136,20 +132,12 @@ def _read_string(parser: AnswerParser, emit: Emit) -> Reader[None]:
 
 
 def _read_token(
-    parser: AnswerParser,
-    emit: Emit,
-    token: re.Pattern[str],
-    examples: tuple[str, ...],
-    delimiters: str = "",
+    parser: AnswerParser, emit: Emit, token: re.Pattern[str], examples: Tokens, delimiters: str = ""
 ) -> Reader[None]:
     """An escape or a scalar; only where the answer ends is it emitted in part.
 
-    Args:
-        parser: reads from here.
-        emit: gets it.
-        token: matches the whole of it.
-        examples: what is begun may go on as one of these, or as a number.
-        delimiters: it ends before these and white space; otherwise where `token` matches.
+    What is begun must go on as one of the `examples`, or as a number. It ends before `delimiters`
+    and white space; without any, where `token` matches.
     """
     read = ""
     try:

@@ -92,10 +92,6 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
     """What a parameter may be: terminals of bare text, and the schema of what is JSON.
 
-    Args:
-        schema: of the tool's parameters.
-        key: the parameter's name.
-
     Raises:
         NotExpressible: for a keyword that can't be enforced of bare text.
     """

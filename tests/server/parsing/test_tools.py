@@ -71,6 +71,7 @@ HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
     "arguments as text": (hermes("f", json.dumps(ROME)), [DONE]),
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', [("call", "f", "{}")]),
     "null for arguments": (hermes("f", "null"), [("call", "f", "{}")]),
+    "an empty text for arguments": (hermes("f", '""'), [("call", "f", "{}")]),
     "parameters": ('<tool_call>{"name": "f", "parameters": {}}', [("call", "f", "{}")]),
     "tags in a string": (hermes("f", TAGS), [("call", "f", TAGS)]),
     "a line break in a string": (hermes("f", '{"a": "x\ny"}'), [("call", "f", '{"a": "x\\ny"}')]),
