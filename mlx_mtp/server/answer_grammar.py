@@ -10,8 +10,8 @@ from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.parsing.formats import HERMES, QWEN3_CODER, OutputFormat
-from mlx_mtp.server.parsing.think import CLOSE
-from mlx_mtp.server.parsing.tool_grammar import CallableTool, ToolGrammar, json_rule
+from mlx_mtp.server.parsing.qwen import CLOSE
+from mlx_mtp.server.parsing.tool_grammar import json_rule, tool_grammar
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
@@ -21,9 +21,8 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
         InvalidRequestError: a call is required, but there is no such tool.
         UnsupportedParameterError: tools are given, but calls can't be read, or not be enforced.
     """
-    choice = conversation.tool_choice
-    known = {tool.name for tool in conversation.tools}
-    missing = sorted((choice.names or frozenset()) - known)
+    choice, offered = conversation.tool_choice, conversation.offered_tools
+    missing = sorted((choice.names or frozenset()) - {tool.name for tool in conversation.tools})
     if missing:
         raise InvalidRequestError(
             f"{choice.field} names {missing[0]!r}, which is not one of the tools.",
@@ -33,17 +32,20 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
         raise InvalidRequestError(
             f"{choice.field} asks for a tool call, but there are no tools.", param=choice.field
         )
-    if conversation.offered_tools and not output_format.has_tools:
+    if offered and not output_format.has_tools:
         raise UnsupportedParameterError(
             "This server was started with --tool-call-parser none.", param="tools"
         )
-    if output_format.tools not in (HERMES, QWEN3_CODER):
-        strict = any(tool.strict for tool in conversation.offered_tools)
-        if choice.mode == "required" or strict:
-            raise UnsupportedParameterError(
-                f"With the format {output_format.tools} tool calls can't be enforced.",
-                param="tools" if strict else choice.field,
-            )
+    strict = any(tool.strict for tool in offered)
+    if not _enforces_calls(output_format) and (choice.mode == "required" or strict):
+        raise UnsupportedParameterError(
+            f"With the format {output_format.tools} tool calls can't be enforced.",
+            param="tools" if strict else choice.field,
+        )
+
+
+def _enforces_calls(output_format: OutputFormat) -> bool:
+    return output_format.tools in (HERMES, QWEN3_CODER)
 
 
 def max_calls(conversation: Conversation) -> int | None:
@@ -60,7 +62,7 @@ def answer_grammar(
     *,
     thinking: bool,
 ) -> GrammarSpec | None:
-    """The grammar of the answer; None leaves it free.
+    """The grammar of the answer; None leaves it free. Of many tools it is a long text.
 
     Args:
         conversation: what was asked; see `check_tools`.
@@ -68,45 +70,30 @@ def answer_grammar(
         added_tokens: the tokenizer's, by their text.
         thinking: the answer begins within a think block, which is left free, within its budget.
     """
-    grammar = _after_thinking(conversation, output_format, added_tokens, thinking)
-    if not thinking:
-        return grammar
-    budget = conversation.thinking_budget
-    if grammar is None:
-        if budget is None:
-            return None
-        grammar = GrammarSpec("free")
-    return replace(grammar, free_until=CLOSE, free_tokens=budget)
-
-
-def _after_thinking(
-    conversation: Conversation,
-    output_format: OutputFormat,
-    added_tokens: Container[str],
-    thinking: bool,
-) -> GrammarSpec | None:
-    tools = conversation.offered_tools
-    response = conversation.response
+    tools, response = conversation.offered_tools, conversation.response
     required = conversation.tool_choice.mode == "required"
-    strict = any(tool.strict for tool in tools)
-    if not tools or not (required or response or strict):
-        return response
-    if output_format.tools not in (HERMES, QWEN3_CODER):
-        raise UnsupportedParameterError(
-            f"With the format {output_format.tools} {conversation.response_field} does not go with "
-            "tools.",
-            param=conversation.response_field,
+    grammar = response
+    if tools and (required or response or any(tool.strict for tool in tools)):
+        if not _enforces_calls(output_format):
+            raise UnsupportedParameterError(
+                f"With the format {output_format.tools} {conversation.response_field} does not go "
+                "with tools.",
+                param=conversation.response_field,
+            )
+        text = tool_grammar(
+            tools,
+            added_tokens,
+            xml=output_format.tools == QWEN3_CODER,
+            text=not required and response is None,
+            answer=None if required or response is None else _rule(response),
+            parallel=max_calls(conversation) is None,
+            after_think=thinking,
         )
-    callable_tools = [CallableTool(tool.name, tool.parameters, tool.strict) for tool in tools]
-    grammar = ToolGrammar(output_format.tools, callable_tools, added_tokens)
-    parallel = max_calls(conversation) is None
-    if required:
-        value = grammar.calls_only(parallel=parallel, after_think=thinking)
-    elif response is not None:
-        value = grammar.calls_or_answer(_rule(response), parallel=parallel, after_think=thinking)
-    else:
-        value = grammar.calls_or_text()
-    return GrammarSpec("lark", value)
+        grammar = GrammarSpec("lark", text)
+    budget = conversation.thinking_budget
+    if not thinking or (grammar is None and budget is None):
+        return grammar
+    return replace(grammar or GrammarSpec("free"), free_until=CLOSE, free_tokens=budget)
 
 
 def _rule(response: GrammarSpec) -> str:

@@ -2,10 +2,10 @@
 
 llguidance bounds the size of what it builds, but neither its time nor the depth of its stack: some
 grammars of a few hundred characters take minutes, and others crash the process. Here each is tried
-in a fork of its own, which a timer kills when it takes too long and whose crash nobody notices.
+in a fork of its own, which a timer kills when it takes too long; a crash ends only the fork.
 
 Run as a module it reads a tokenizer and then specs from standard input, a JSON text a line, and
-answers each with the error or an empty string.
+answers each with the error as a JSON text, or with null.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO
 
 import numpy as np
@@ -38,16 +38,26 @@ STACK_BYTES = 2 << 20
 """Stack that a grammar may take here. The server's threads have several times as much, and 8,800
 real schemas need less than half."""
 _TRIAL_TOKENS = 32
+_DEATHS: dict[int, str] = {
+    signal.SIGPROF: f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile.",
+    signal.SIGALRM: f"It takes more than {MAX_WAIT_SECONDS:g} s to compile.",
+}
+
+
+def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
+    """Compile a grammar; whatever llguidance raises on a client's text is a GrammarError."""
+    try:
+        return compiler.compile(spec)
+    except GrammarError:
+        raise
+    except Exception as error:
+        raise GrammarError(f"{error}.") from None
 
 
 class GrammarChecker:
-    """The process, from the server's side; started when it is first needed.
+    """The process, from the server's side: for one thread, started when it is first needed.
 
-    Not for several threads at a time.
-
-    Args:
-        tokenizer_json: as in tokenizer.json.
-        eos_token_ids: see `GrammarCompiler`.
+    Its arguments are those of `GrammarCompiler`.
     """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
@@ -64,14 +74,15 @@ class GrammarChecker:
         answer = ""
         with contextlib.suppress(OSError):
             process = self._process or self._start()
-            _write(process, json.dumps(dataclasses.asdict(spec)))
+            assert process.stdin is not None
             assert process.stdout is not None
+            print(json.dumps(dataclasses.asdict(spec)), file=process.stdin, flush=True)
             answer = process.stdout.readline()
         if not answer:
             self.close()
             raise EngineError("The process that checks grammars has ended; try again.")
         error = json.loads(answer)
-        if error:
+        if error is not None:
             raise GrammarError(error)
 
     def close(self) -> None:
@@ -92,70 +103,56 @@ class GrammarChecker:
             # ctrl-C is for the server: this one ends when its input does.
             start_new_session=True,
         )
-        _write(self._process, self._header)
+        print(self._header, file=self._process.stdin, flush=True)
         return self._process
-
-
-def _write(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
 
 
 def serve(source: IO[str], answers: IO[str]) -> None:
     """The process's side: until `source` ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer_json, eos_token_ids = json.loads(source.readline())
-    compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
+    compiler = GrammarCompiler(*json.loads(source.readline()))
     while line := source.readline():
         error = _in_a_fork(compiler, GrammarSpec(**json.loads(line)))
         print(json.dumps(error), file=answers, flush=True)
 
 
-def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str:
-    """What is wrong with a grammar, or nothing."""
+def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
+    """What is wrong with a grammar; None: nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        with open(writing, "w") as answer:
-            _limited(lambda: answer.write(_try(compiler, spec)))
+        with open(writing, "w") as answers:
+            # The timers' signals end the process.
+            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_SECONDS)
+            threading.stack_size(STACK_BYTES)
+            thread = threading.Thread(target=_try, args=(compiler, spec, answers))
+            thread.start()
+            thread.join()
         os._exit(0)
     os.close(writing)
-    with open(reading) as answer:
-        error = answer.read()
+    with open(reading) as answers:
+        answer = answers.read()
     _, status = os.waitpid(child, 0)
-    return _cause_of_death(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else error
+    if os.WIFSIGNALED(status):
+        crashed = "It is too deeply nested, or takes too much memory."
+        return _DEATHS.get(os.WTERMSIG(status), crashed)
+    error: str | None = json.loads(answer or '"llguidance failed on it."')
+    return error
 
 
-def _limited(work: Callable[[], object]) -> None:
-    """Run on a small stack, against the clock: the timers' signals end the process."""
-    signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_SECONDS)
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def _cause_of_death(number: int) -> str:
-    if number == signal.SIGPROF:
-        return f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile."
-    if number == signal.SIGALRM:
-        return f"It takes more than {MAX_WAIT_SECONDS:g} s to compile."
-    return "It is too deeply nested, or takes too much memory."
-
-
-def _try(compiler: GrammarCompiler, spec: GrammarSpec) -> str:
+def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None:
+    error = None
     try:
-        _walk(compiler.compile(spec))
-    except GrammarError as error:
-        return str(error)
-    return ""
+        _walk(compile_grammar(compiler, spec))
+    except GrammarError as refused:
+        error = str(refused)
+    json.dump(error, answers)
 
 
 def _walk(grammar: Grammar) -> None:
-    """Some random tokens: what is dear or deep shows here, at times, rather than in compiling."""
+    """Some random tokens: what is expensive or deep may show only here, not in compiling."""
     if grammar.matcher is None:
         return
     choose, matcher = random.Random(0), grammar.matcher.deep_copy()

@@ -1,4 +1,4 @@
-"""Work that may never end, such as a template's: it is ended when its time is up."""
+"""Work that may never end, such as a template's, with a time limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -21,41 +21,6 @@ class TimeIsUp(BaseException):
     """Raised within the work; no `except Exception` of the work stops it."""
 
 
-class _Work(Generic[Result]):
-    """The work as a thread does it. It is only interrupted where it can tell: not before it has
-    begun, nor when it is over."""
-
-    def __init__(self, work: Callable[[], Result]) -> None:
-        self._work = work
-        self._lock = threading.Lock()
-        self._running = self._given_up = False
-        self.result: list[Result] = []
-        self.error: BaseException | None = None
-
-    def __call__(self) -> None:
-        # An interruption may come late: while the one before is dealt with.
-        with contextlib.suppress(TimeIsUp):
-            with self._lock:
-                if self._given_up:
-                    return
-                self._running = True
-            try:
-                self.result.append(self._work())
-            except BaseException as error:
-                self.error = error
-            with self._lock:
-                self._running = False
-
-    def interrupt(self, ident: int) -> None:
-        """Raise `TimeIsUp` in the thread that does it; if none has begun, none will."""
-        with self._lock:
-            self._given_up = True
-            if self._running:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(ident), ctypes.py_object(TimeIsUp)
-                )
-
-
 def run_limited(work: Callable[[], Result], seconds: float) -> Result:
     """Do some work in pure Python on a thread of its own, and wait for it.
 
@@ -65,23 +30,42 @@ def run_limited(work: Callable[[], Result], seconds: float) -> Result:
     Raises:
         TimeoutError: it took longer.
     """
-    job = _Work(work)
-    thread = threading.Thread(target=job, daemon=True, name="limited")
+    lock = threading.Lock()
+    given_up = running = False
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        nonlocal running
+        # An interruption may come late: while the one before is dealt with.
+        with contextlib.suppress(TimeIsUp):
+            try:
+                with lock:
+                    if given_up:
+                        return
+                    running = True
+                results.append(work())
+            except BaseException as error:
+                running = False  # At once, so that no other one comes when this is over.
+                errors.append(error)
+            with lock:
+                running = False
+
+    thread = threading.Thread(target=run, daemon=True, name="limited")
     thread.start()
     thread.join(seconds)
-    if thread.is_alive():
-        _end(thread, job)
-        raise TimeoutError
-    if job.error is not None:
-        raise job.error
-    return job.result[0]
-
-
-def _end(thread: threading.Thread, job: _Work[Result]) -> None:
-    assert thread.ident is not None, "the thread was started"
+    if not thread.is_alive():
+        if errors:
+            raise errors[0]
+        return results[0]
     for _ in range(_TRIES):
-        job.interrupt(thread.ident)
+        with lock:
+            given_up = True
+            if running:  # Otherwise it has not begun, and never will, or is over.
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(TimeIsUp))
         thread.join(_PAUSE)
         if not thread.is_alive():
-            return
+            raise TimeoutError
     logger.error("A thread does not end; it is abandoned.")
+    raise TimeoutError

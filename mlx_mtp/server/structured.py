@@ -11,23 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker
+from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker, compile_grammar
 from mlx_mtp.server.tokenizer import Tokenizer
 
 MAX_CACHED = 64
 """Grammars kept, the latest used, those that are wrong among them."""
-_STACK_BYTES = 8 * STACK_BYTES
 
 
 class Grammars:
     """Compiles what requests ask for, one at a time, and keeps the latest.
 
     Build it before anything is served: a tokenizer's tables take up to a second, and hold up all
-    threads meanwhile.
-
-    Args:
-        tokenizer_json: as in tokenizer.json.
-        eos_token_ids: the ids that end every answer; without any there are no grammars.
+    threads meanwhile. Without `eos_token_ids` there are no grammars.
     """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
@@ -41,7 +36,11 @@ class Grammars:
                 self._compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
             except ValueError as error:
                 self._missing = f"llguidance can't use its tokenizer: {error}"
-        self._pool = _one_thread()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
+        # Its thread has a larger stack than a checked grammar can need.
+        before = threading.stack_size(8 * STACK_BYTES)
+        self._pool.submit(int).result()
+        threading.stack_size(before)
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Grammars:
@@ -50,14 +49,10 @@ class Grammars:
         return cls(tokenizer.to_json(), known)
 
     async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
-        """The compiled grammar.
-
-        Args:
-            spec: what was asked for.
-            field: where the request asks for it.
+        """Compile a grammar, or find the one that was kept.
 
         Raises:
-            GrammarError: it is wrong, too large, or too dear; `field` is named.
+            GrammarError: it is wrong, too large, or too expensive; `field` is named.
             UnsupportedParameterError: this model can't follow any.
         """
         if self._compiler is None:
@@ -82,7 +77,7 @@ class Grammars:
         if kept is None:
             try:
                 self._checker.check(spec)
-                kept = compiler.compile(spec)
+                kept = compile_grammar(compiler, spec)
             except GrammarError as error:
                 kept = str(error)
             with self._lock:
@@ -96,14 +91,3 @@ class Grammars:
             if spec in self._kept:
                 self._kept.move_to_end(spec)
             return self._kept.get(spec)
-
-
-def _one_thread() -> ThreadPoolExecutor:
-    """A pool whose thread has a larger stack than a checked grammar can need."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        pool.submit(int).result()
-    finally:
-        threading.stack_size(before)
-    return pool

@@ -10,38 +10,41 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_val
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.fields import WireModel, at_most, few_values, refusal
+from mlx_mtp.server.parsing.json_reader import loads
 
 
 def _as_schema(value: object) -> object:
     """JSON text becomes the schema that it is the text of."""
     if not isinstance(value, str):
         return value
-    _check_size(len(value))
+    _check_size(value)
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return loads(value)
+    except ValueError as error:
         raise refusal(f"is not the JSON text of a schema: {error}") from None
 
 
-def _dumped(schema: dict[str, Any]) -> dict[str, Any]:
-    try:
-        size = len(json.dumps(schema))
-    except (ValueError, RecursionError):
-        raise refusal("is nested too deeply") from None
-    _check_size(size)
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    _check_size(json.dumps(schema))
     return schema
 
 
-def _check_size(characters: int) -> None:
-    if characters > MAX_GRAMMAR_CHARACTERS:
+def _check_size(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise refusal(
-            f"has {characters} characters of JSON; at most {MAX_GRAMMAR_CHARACTERS} are allowed"
+            f"has {len(text)} characters of JSON; at most {MAX_GRAMMAR_CHARACTERS} are allowed"
         )
 
 
-Schema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_dumped)]
+Schema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
+SchemaOrText = Annotated[Schema, BeforeValidator(_as_schema)]
 Choices = Annotated[list[str], FailFast(), Field(min_length=1), at_most(MAX_CHOICES)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
+    """The spec of a JSON schema; the order of its properties is that of the answer's."""
+    return GrammarSpec("json_schema", json.dumps(schema))
 
 
 class JsonSchema(WireModel):
@@ -74,20 +77,16 @@ class ResponseFormat(WireModel):
         return self
 
     def grammar(self) -> GrammarSpec | None:
-        """What an answer of this form must look like."""
-        if self.type == "text":
-            return None
-        if self.json_schema is not None:
-            return schema_grammar(self.json_schema.schema_)
-        return GrammarSpec("json_object") if self.schema_ is None else schema_grammar(self.schema_)
+        schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        if schema is not None:
+            return schema_grammar(schema)
+        return GrammarSpec("json_object") if self.type == "json_object" else None
 
 
 class StructuredOutputs(WireModel):
     """The same in vLLM's words of today."""
 
-    json_schema: Annotated[Schema, BeforeValidator(_as_schema)] | None = Field(
-        default=None, alias="json"
-    )
+    json_schema: SchemaOrText | None = Field(default=None, alias="json")
     regex: Text | None = None
     choice: Choices = Field(default_factory=list)
     grammar: Text | None = None
@@ -97,23 +96,15 @@ class StructuredOutputs(WireModel):
     def _exactly_one(self) -> StructuredOutputs:
         if self.json_object is False:
             raise refusal("must be true, or be left out", field="json_object")
-        if len(_given(self, StructuredOutputs)) != 1:
+        if len(self.model_fields_set) != 1:
             raise refusal("must have one of json, regex, choice, grammar and json_object")
         return self
-
-    def spec(self) -> GrammarSpec:
-        """What is asked for."""
-        if self.json_object:
-            return GrammarSpec("json_object")
-        spec = _spec(self.json_schema, self.regex, self.choice, self.grammar)
-        assert spec is not None, "one of them is there"
-        return spec
 
 
 class GuidedFields(WireModel):
     """The same in vLLM's words, for both of OpenAI's endpoints."""
 
-    guided_json: Annotated[Schema, BeforeValidator(_as_schema)] | None = None
+    guided_json: SchemaOrText | None = None
     guided_regex: Text | None = None
     guided_choice: Choices = Field(default_factory=list)
     guided_grammar: Text | None = None
@@ -121,40 +112,29 @@ class GuidedFields(WireModel):
 
     @model_validator(mode="after")
     def _at_most_one(self) -> GuidedFields:
-        given = _given(self, GuidedFields)
+        given = self._given()
         if len(given) > 1:
             raise refusal(f"can't be combined with {given[0]}", field=given[1])
         return self
 
     def guided(self) -> tuple[str, GrammarSpec] | None:
         """The field that was given, and what it asks for."""
-        given = _given(self, GuidedFields)
-        if not given:
-            return None
-        if self.structured_outputs is not None:
-            return given[0], self.structured_outputs.spec()
-        spec = _spec(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        assert spec is not None, "one of them is there"
-        return given[0], spec
+        for field in self._given():
+            if self.structured_outputs is None:
+                return field, _spec(field.removeprefix("guided_"), getattr(self, field))
+            (kind,) = self.structured_outputs.model_fields_set
+            return field, _spec(kind, getattr(self.structured_outputs, kind))
+        return None
+
+    def _given(self) -> list[str]:
+        return [name for name in GuidedFields.model_fields if name in self.model_fields_set]
 
 
-def _given(fields: WireModel, among: type[WireModel]) -> list[str]:
-    """The names of the fields that are there, of those that `among` has."""
-    return [name for name in among.model_fields if getattr(fields, name) not in (None, [])]
-
-
-def _spec(
-    schema: dict[str, Any] | None, regex: str | None, choice: list[str], grammar: str | None
-) -> GrammarSpec | None:
-    if schema is not None:
-        return schema_grammar(schema)
-    if regex is not None:
-        return GrammarSpec("regex", regex)
-    if choice:
-        return GrammarSpec("choice", json.dumps(choice))
-    return None if grammar is None else GrammarSpec("lark", grammar)
-
-
-def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
-    """The spec of a JSON schema; the order of its properties is that of the answer's."""
-    return GrammarSpec("json_schema", json.dumps(schema))
+def _spec(kind: str, value: Any) -> GrammarSpec:
+    if kind == "regex":
+        return GrammarSpec("regex", value)
+    if kind == "grammar":
+        return GrammarSpec("lark", value)
+    if kind == "choice":
+        return GrammarSpec("choice", json.dumps(value))
+    return GrammarSpec("json_object") if kind == "json_object" else schema_grammar(value)

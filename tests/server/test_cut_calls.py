@@ -1,4 +1,4 @@
-"""Answers that end within a tool call: streams and whole answers tell the same, and it once."""
+"""Answers that end within a tool call: streams and whole answers say the same, and it once."""
 
 from __future__ import annotations
 
@@ -26,24 +26,18 @@ XML = (
 )
 CALLS = {"hermes": HERMES, "qwen3_coder": XML}
 TEXT = "I look."
-
-
-class Said:
-    """A served model that says some text and two calls, in one step, as far as it may."""
-
-    def __init__(self, client: Served, text: str, tokenizer: Tokenizer) -> None:
-        self.client = client
-        self.text = text
-        self.num_tokens = len(tokenizer.encode(text))
+Said = tuple[Served, str, list[int]]
 
 
 @pytest.fixture(scope="module", params=CALLS)
 def said(request: Any, serve: Serve, tokenizer: Tokenizer) -> Iterator[Said]:
+    """A served model that says some text and two calls, in one step, as far as it may; what it
+    says, and the lengths that are tried: each of the first call, and some of the second."""
     call = CALLS[request.param]
-    text = f"{TEXT}\n{call}\n{call}"
-    engine = saying(tokenizer, text, sizes=(99,))
-    with serve(engine, tool_call_parser=request.param) as client:
-        yield Said(client, text, tokenizer)
+    text, begun = f"{TEXT}\n{call}\n{call}", len(tokenizer.encode(f"{TEXT}\n{call}"))
+    lengths = [*range(1, begun), *range(begun, len(tokenizer.encode(text)) + 1, 4)]
+    with serve(saying(tokenizer, text, sizes=(99,)), tool_call_parser=request.param) as client:
+        yield client, text, lengths
 
 
 def is_whole(arguments: str) -> bool:
@@ -55,26 +49,26 @@ def is_whole(arguments: str) -> bool:
 
 
 def test_chats(said: Said) -> None:
-    found = []
-    for most in range(1, said.num_tokens + 1):
+    client, text, lengths = said
+    found = set()
+    for most in lengths:
         fields = {"tools": [WEATHER], "max_tokens": most}
-        (choice,) = ask(said.client, **fields)["choices"]
-        streamed = joined(events(said.client, **fields))
-        whole = choice["message"]
+        (choice,) = ask(client, **fields)["choices"]
+        whole, streamed = choice["message"], joined(events(client, **fields))
         calls = [call["function"] for call in whole.get("tool_calls", [])]
         assert [{k: c[k] for k in ("name", "arguments")} for c in streamed["tool_calls"]] == calls
         assert streamed["content"] == (whole["content"] or "")
         assert streamed["finish_reason"] == choice["finish_reason"] == "length"
         assert all(is_whole(call["arguments"]) for call in calls[:-1])
-        if calls and not is_whole(calls[-1]["arguments"]):
-            # It is told in the call, and nowhere else.
-            assert streamed["content"].count("<tool_call>") == 0
-            found.append(calls[-1]["arguments"])
-        elif not calls:
-            assert said.text.startswith(whole["content"].rstrip("\ufffd"))
-        if calls:
+        if not calls:
+            assert text.startswith(whole["content"].rstrip("\ufffd"))
+        else:
             assert whole["content"] is None or whole["content"].startswith(TEXT)
-    assert len(set(found)) > 8
+            if not is_whole(calls[-1]["arguments"]):
+                # It is in the call, and nowhere else.
+                assert "<tool_call>" not in streamed["content"]
+                found.add(calls[-1]["arguments"])
+    assert len(found) > 8
     full = '{"city": "Rome'
     assert all(full.startswith(part) or part.startswith(full) for part in found)
 
@@ -93,56 +87,52 @@ def items_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_responses(said: Said) -> None:
+    client, _, lengths = said
     num_cut = 0
-    for most in range(1, said.num_tokens + 1):
+    for most in lengths:
         fields = {"tools": [responses.TOOL], "max_output_tokens": most}
-        whole = responses.response(said.client, **fields)
-        found = responses.stream(said.client, **fields)
-        last = found[-1]["response"]
-        output = responses.without_ids(whole["output"])
+        whole, found = responses.response(client, **fields), responses.stream(client, **fields)
+        last, output = found[-1]["response"], responses.without_ids(whole["output"])
         assert responses.without_ids(last["output"]) == output
         assert last["status"] == whole["status"] == "incomplete"
-        for item, told in zip(items_of(found), output, strict=True):
-            assert responses.without_ids([item["item"]]) == [told]
-            assert item["text"] == (told.get("arguments") or told["content"][0]["text"])
-        for item in output:
-            if item["type"] == "function_call":
-                done = is_whole(item["arguments"])
-                assert item["status"] == ("completed" if done else "incomplete")
-                num_cut += not done
-        num_done = sum("arguments.done" in event["type"] for event in found)
-        assert num_done == sum(is_whole(item.get("arguments", "")) for item in output)
+        for item, expected in zip(items_of(found), output, strict=True):
+            assert responses.without_ids([item["item"]]) == [expected]
+            assert item["text"] == (expected.get("arguments") or expected["content"][0]["text"])
+        done = [is_whole(item["arguments"]) for item in output if item["type"] == "function_call"]
+        statuses = [item["status"] for item in output if item["type"] == "function_call"]
+        assert statuses == ["completed" if each else "incomplete" for each in done]
+        assert sum("arguments.done" in event["type"] for event in found) == sum(done)
+        num_cut += not all(done)
     assert num_cut > 8
 
 
 def test_messages(said: Said) -> None:
+    client, text, lengths = said
     num_cut = 0
-    for most in range(1, said.num_tokens + 1):
+    for most in lengths:
         fields = {"tools": [messages.TOOL], "max_tokens": most}
-        whole = messages.message(said.client, **fields)
-        found = messages.stream(said.client, **fields)
+        whole, found = messages.message(client, **fields), messages.stream(client, **fields)
         (reason,) = [e["delta"]["stop_reason"] for e in found if e["type"] == "message_delta"]
         assert reason == whole["stop_reason"] == "max_tokens"
-        blocks = [dict(e["content_block"], told="") for e in found if e["type"].endswith("k_start")]
+        blocks = [dict(e["content_block"], said="") for e in found if e["type"].endswith("k_start")]
         for event in found:
             if event["type"] == "content_block_delta":
-                (told,) = [v for k, v in event["delta"].items() if k != "type"]
-                blocks[event["index"]]["told"] += told
-        if blocks and blocks[-1]["type"] == "tool_use" and not is_whole(blocks[-1]["told"]):
+                (part,) = [v for k, v in event["delta"].items() if k != "type"]
+                blocks[event["index"]]["said"] += part
+        if blocks and blocks[-1]["type"] == "tool_use" and not is_whole(blocks[-1]["said"]):
             # An object can't be half there: whole answers have the call as the model wrote it.
             blocks.pop()
-            text = whole["content"][-1].pop("text")
-            before = blocks.pop()["told"] if blocks and blocks[-1]["type"] == "text" else ""
-            assert text.startswith(before + "\n<tool_call>")
-            assert text.rstrip("\ufffd") in said.text
-            assert whole["content"].pop() == {"type": "text"}
+            cut = whole["content"].pop()["text"]
+            before = blocks.pop()["said"] if blocks and blocks[-1]["type"] == "text" else ""
+            assert cut.startswith(before + "\n<tool_call>")
+            assert cut.rstrip("\ufffd") in text
             num_cut += 1
-        assert [block["type"] for block in blocks] == [block["type"] for block in whole["content"]]
         for block, other in zip(blocks, whole["content"], strict=True):
+            assert block["type"] == other["type"]
             if block["type"] == "text":
-                assert block["told"] == other["text"]
+                assert block["said"] == other["text"]
             else:
-                assert json.loads(block["told"]) == other["input"]
+                assert json.loads(block["said"]) == other["input"]
     assert num_cut > 8
 
 
@@ -153,11 +143,9 @@ def test_half_a_call_is_no_reason_to_call(serve: Serve, tokenizer: Tokenizer) ->
         fields: dict[str, Any] = {"tools": [WEATHER], "stop": ["slo"]}
         (choice,) = ask(client, **fields)["choices"]
         assert choice["finish_reason"] == "stop"
-        calls = choice["message"]["tool_calls"]
-        assert calls[1]["function"]["arguments"] == '{"city": "O'
+        assert choice["message"]["tool_calls"][1]["function"]["arguments"] == '{"city": "O'
         assert joined(events(client, **fields))["finish_reason"] == "stop"
-        fields = {"tools": [messages.TOOL], "stop_sequences": ["slo"]}
-        whole = messages.message(client, **fields)
+        whole = messages.message(client, tools=[messages.TOOL], stop_sequences=["slo"])
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "slo")
         assert [block["type"] for block in whole["content"]] == ["tool_use", "text"]
 
@@ -167,10 +155,13 @@ def test_half_a_call_may_come_back(serve: Serve, tokenizer: Tokenizer, template:
     engine = saying(tokenizer, "I see.")
     with serve(engine, tokenizer=tokenizer_with(template)) as client:
         for arguments in ('{"city": "Ro', "{", '{"city": "x\\ud83c'):
-            call = {"id": "c", "function": {"name": "get_weather", "arguments": arguments}}
+            function = {"name": "get_weather", "arguments": arguments}
             chat = [
                 {"role": "user", "content": "hi"},
-                {"role": "assistant", "tool_calls": [{**call, "type": "function"}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "function", "function": function}],
+                },
                 {"role": "tool", "tool_call_id": "c", "content": "The arguments are no JSON."},
             ]
             assert ask(client, tools=[WEATHER], messages=chat)["choices"]

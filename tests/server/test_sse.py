@@ -21,8 +21,8 @@ from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.openai.writer import ChatWriter, Envelope
-from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser, ThinkThenTools
-from mlx_mtp.server.parsing.think import ThinkParser
+from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser
+from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -139,8 +139,8 @@ def test_reasoning_and_answer_of_a_step_are_two_events(tokenizer: Tokenizer) -> 
     tokens = (*thought, *tokenizer.encode("</think>"), *said)
 
     async def main() -> None:
-        think = ThinkParser(opened=True, with_tools=False)
-        stream = Stream(tokenizer, ThinkThenTools(think, None))
+        parser = OutputFormat("qwen3", "none").parser(thinking=True, schemas=None)
+        stream = Stream(tokenizer, parser)
         stream._text_bytes = tokenizer.text_bytes_with(["</think>"])
         stream.step(*tokens)
         _, reasoning, content = events(await anext(stream.pieces))

@@ -1,101 +1,195 @@
-"""An answer's whole parser: what the rest of the server sees of this package."""
+"""What the parsers of all formats share: the text that has arrived, and the events it makes."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable
+from typing import TypeVar
 
-from mlx_mtp.server.parsing.events import Event, Text, merged
-from mlx_mtp.server.parsing.think import ThinkParser
-from mlx_mtp.server.parsing.tool_parser import ToolParser
+from mlx_mtp.server.parsing import events
+from mlx_mtp.server.parsing.events import Event, Text
+
+_Result = TypeVar("_Result")
+Reader = Generator[None, None, _Result]
+"""Reads a part of the answer, and yields where it needs more text."""
 
 
-class AnswerParser(Protocol):
-    """Takes an answer's text in pieces of any size; what it finds doesn't depend on the pieces."""
+class BrokenCall(Exception):  # noqa: N818 - not an error: the text is content after all
+    """What looked like a call is none; the next character is read again as content."""
 
-    @property
-    def in_reasoning(self) -> bool:
-        """The next character is part of the model's reasoning."""
 
-    @property
-    def num_calls(self) -> int:
-        """Complete tool calls so far."""
+class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader needs more text
+    """The answer ended, or nothing more of it is wanted."""
+
+
+class AnswerParser(ABC):
+    """Turns an answer's text into events as it arrives, however it is split.
+
+    Each format is a generator, `read`, over what has arrived: what it finds can't depend on how
+    many tokens a step brought, or where a token ends.
+
+    Args:
+        max_calls: the answer ends with so many tool calls; None: there is no such limit.
+    """
+
+    in_reasoning = False
+    """The next character is part of the model's reasoning."""
+
+    def __init__(self, max_calls: int | None = None) -> None:
+        self.num_calls = 0  # complete ones
+        self.text, self.pos, self.over = "", 0, False
+        self._dropped = 0  # characters of the answer before `text`
+        self._max_calls = max_calls
+        self._num_started = 0
+        self._call: int | None = None  # the one that has begun and is not complete
+        self._call_at: int | None = None  # what a broken call gives back begins here
+        self._events: list[Event] = []
+        self._reading = self.read()
 
     @property
     def done(self) -> bool:
         """Whatever follows is not wanted: the answer has all the calls that it may have."""
+        return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def feed(self, text: str) -> list[Event]:
         """Take some more text; return what is certain now."""
+        self.text += text
+        with contextlib.suppress(StopIteration, AnswerOver):
+            next(self._reading)
+        if self._call_at is None:
+            self._dropped += self.pos
+            self.text, self.pos = self.rest, 0
+        found, self._events = events.merged(self._events), []
+        return found
 
     def finish(self) -> list[Event]:
-        """The answer is over: return what was held."""
+        """The answer is over: return what was held back."""
+        self.over = True
+        return self.feed("")
+
+    @abstractmethod
+    def read(self) -> Reader[None]:
+        """Read the answer."""
+
+    # Reading.
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.pos :]
+
+    @property
+    def at(self) -> int:
+        """Characters of the answer before the next one."""
+        return self._dropped + self.pos
+
+    def more(self) -> Reader[bool]:
+        """Wait for more text; False when the answer is over."""
+        if not self.over:
+            yield
+        return not self.over
+
+    def peek(self) -> Reader[str]:
+        """The next character, which stays unread."""
+        while self.pos >= len(self.text):
+            if not (yield from self.more()):
+                raise AnswerOver
+        return self.text[self.pos]
+
+    def space(self) -> Reader[str]:
+        """Skip white space; return the character after it, which stays unread."""
+        while (character := (yield from self.peek())).isspace():
+            self.pos += 1
+        return character
+
+    def find(self, *tags: str, skip: str | None = None) -> Reader[str]:
+        """Read the one of some tags that comes next, after white space or `skip`; "": none does."""
+        while True:
+            rest = self.rest.lstrip(skip)
+            for tag in tags:
+                if rest.startswith(tag):
+                    self.pos = len(self.text) - len(rest) + len(tag)
+                    return tag
+            if not any(tag.startswith(rest) for tag in tags):
+                return ""
+            if not (yield from self.more()):
+                raise AnswerOver
+
+    def certain(self, tags: Iterable[str]) -> int:
+        """Where the text ends that can't be the beginning of a tag; tags begin with "<"."""
+        start = self.text.find("<", self.pos)
+        while start >= 0:
+            tail = self.text[start:]
+            if any(tag.startswith(tail) and tag != tail for tag in tags):
+                return start
+            start = self.text.find("<", start + 1)
+        return len(self.text)
+
+    # What is found.
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def emit_text(self, end: int) -> None:
+        """The text up to an index is content."""
+        if end > self.pos:
+            self.emit(Text(self.text[self.pos : end], self.at))
+            self.pos = end
+
+    def read_text(self) -> Reader[None]:
+        """All that is left is content."""
+        self.emit_text(len(self.text))
+        while (yield from self.more()):
+            self.emit_text(len(self.text))
+
+    def begin_call(self, name: str) -> None:
+        """The call's name is known, and its arguments are about to come."""
+        self._call = self._num_started
+        self._num_started += 1
+        self.emit(events.ToolStart(self._call, name))
+
+    def emit_arguments(self, text: str) -> None:
+        assert self._call is not None, "arguments come after the name"
+        if text:
+            self.emit(events.ToolArguments(self._call, text))
+
+    def end_call(self) -> None:
+        """The call is complete, whatever follows."""
+        assert self._call is not None, "a call ends after it began"
+        self.emit(events.ToolEnd(self._call))
+        self._call, self._call_at = None, self.at
+        self.num_calls += 1
+        if self.done:
+            raise AnswerOver
+
+    def read_call(self, call: Reader[None], start: int) -> Reader[None]:
+        """Read a call, of which the text from `start` of the answer on has been read.
+
+        What is no part of a call after all becomes content.
+        """
+        self._call_at, num_calls = start, self.num_calls
+        try:
+            yield from call
+        except BrokenCall:
+            raw = self.text[self._call_at - self._dropped : self.pos]
+            if self._call is not None:
+                self.emit(events.ToolBroken(self._call, raw, self._call_at))
+            elif raw:
+                self.emit(Text(raw, self._call_at))
+        except AnswerOver:
+            self.pos = len(self.text)
+            raw = self.text[self._call_at - self._dropped :]
+            if self._call is not None:
+                self.emit(events.ToolCut(self._call, raw))
+            elif self.num_calls == num_calls:
+                self.emit(Text(raw, self._call_at))
+            raise
+        finally:
+            self._call = self._call_at = None
 
 
-class PlainParser:
+class PlainParser(AnswerParser):
     """All of it is text."""
 
-    in_reasoning = False
-    num_calls = 0
-    done = False
-
-    def __init__(self) -> None:
-        self._at = 0
-
-    def feed(self, text: str) -> list[Event]:
-        """The text."""
-        start, self._at = self._at, self._at + len(text)
-        return [Text(text, start)] if text else []
-
-    def finish(self) -> list[Event]:
-        """Nothing is ever held."""
-        return []
-
-
-class ThinkThenTools:
-    """A think block first, then text with tool calls in it; either may be missing.
-
-    Args:
-        think: splits off the think block; None: the model has none.
-        tools: finds tool calls; None: the request has no tools, so that all of it is text.
-    """
-
-    def __init__(self, think: ThinkParser | None, tools: ToolParser | None) -> None:
-        self._think: ThinkParser | PlainParser = think or PlainParser()
-        self._tools = tools
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Within the think block."""
-        return self._think.in_reasoning
-
-    @property
-    def num_calls(self) -> int:
-        """Complete tool calls so far."""
-        return self._tools.num_complete if self._tools else 0
-
-    @property
-    def done(self) -> bool:
-        """No more calls are wanted."""
-        return self._tools is not None and self._tools.done
-
-    def feed(self, text: str) -> list[Event]:
-        """One stage after the other."""
-        return merged(self._through_tools(self._think.feed(text)))
-
-    def finish(self) -> list[Event]:
-        """What either stage held."""
-        events = self._through_tools(self._think.finish())
-        if self._tools is not None:
-            events.extend(self._tools.finish())
-        return merged(events)
-
-    def _through_tools(self, events: list[Event]) -> list[Event]:
-        if self._tools is None:
-            return events
-        found: list[Event] = []
-        for event in events:
-            if isinstance(event, Text):
-                found.extend(self._tools.feed(event.text, event.start))
-            else:
-                found.append(event)
-        return found
+    def read(self) -> Reader[None]:
+        return self.read_text()

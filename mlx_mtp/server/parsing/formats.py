@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_mtp.server.parsing import harmony
-from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser, ThinkThenTools
+from mlx_mtp.server.parsing.answer import AnswerParser
 from mlx_mtp.server.parsing.harmony import HarmonyParser
 from mlx_mtp.server.parsing.hermes import HermesParser
+from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, QwenParser
 from mlx_mtp.server.parsing.qwen_xml import QwenXmlParser
-from mlx_mtp.server.parsing.think import CLOSE, OPEN, ThinkParser
-from mlx_mtp.server.parsing.tool_parser import ToolParser
 
 AUTO = "auto"
 NONE = "none"
@@ -21,7 +20,7 @@ QWEN3 = "qwen3"
 HERMES = "hermes"
 QWEN3_CODER = "qwen3_coder"
 
-_TOOL_PARSERS: dict[str, type[ToolParser]] = {HERMES: HermesParser, QWEN3_CODER: QwenXmlParser}
+_PARSERS = {HERMES: HermesParser, QWEN3_CODER: QwenXmlParser, NONE: QwenParser}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class OutputFormat:
         """Special tokens that the parser has to see in the text."""
         if self.reasoning == GPT_OSS:
             return harmony.MARKERS
-        return (OPEN, CLOSE, "<tool_call>", "</tool_call>")
+        return (OPEN, CLOSE, CALL, CALL_END)
 
     @property
     def has_tools(self) -> bool:
@@ -70,20 +69,12 @@ class OutputFormat:
         schemas: Mapping[str, Mapping[str, Any]] | None,
         max_calls: int | None = None,
     ) -> AnswerParser:
-        """A parser for one answer.
-
-        Args:
-            thinking: as `opens_thinking` told.
-            schemas: the JSON schema of each tool's parameters, by its name; None: no tools.
-            max_calls: the answer ends with so many calls.
-        """
+        """A parser for one answer; its arguments are those of `QwenParser`."""
         if self.reasoning == GPT_OSS:
             return HarmonyParser(with_tools=schemas is not None, max_calls=max_calls)
-        kind = _TOOL_PARSERS.get(self.tools)
-        tools = kind(schemas, max_calls) if kind is not None and schemas is not None else None
-        think = None
-        if self.reasoning == QWEN3:
-            think = ThinkParser(opened=thinking, with_tools=tools is not None)
-        if think is None and tools is None:
-            return PlainParser()
-        return ThinkThenTools(think, tools)
+        return _PARSERS[self.tools](
+            think=self.reasoning == QWEN3,
+            opened=thinking,
+            schemas=schemas if self.has_tools else None,
+            max_calls=max_calls,
+        )

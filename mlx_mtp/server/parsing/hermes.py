@@ -5,71 +5,64 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mlx_mtp.server.parsing import strict_json
-from mlx_mtp.server.parsing.json_reader import read_object, read_string, read_value
-from mlx_mtp.server.parsing.reading import Reader, broken, closing, one_of, space
-from mlx_mtp.server.parsing.tool_parser import ToolParser
+from mlx_mtp.server.parsing.answer import BrokenCall, Reader
+from mlx_mtp.server.parsing.json_reader import loaded, read_value
+from mlx_mtp.server.parsing.qwen import CALL_END, QwenParser
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class HermesParser(ToolParser):
-    """Streams the arguments as the model writes them, once it has told the name."""
+class HermesParser(QwenParser):
+    """Emits the arguments as the model writes them, once the function's name is known."""
 
-    def read_call(self, opener: str) -> Reader:
-        """The object's fields, one after the other."""
-        yield from one_of((yield from space()), "{")
+    def read_body(self, opener: str) -> Reader[None]:
+        if not (yield from self.find("{")):
+            raise BrokenCall
         fields: dict[str, Any] = {}
-        told = False
-        following = yield from space()
+        begun = False
+        following = yield from self.space()
         while following != "}":
-            yield from one_of(following, '"')
-            read: list[str] = []
-            yield from read_string(read.append)
-            key = _loaded(read)
-            yield from one_of((yield from space()), ":")
-            first = yield from space()
-            name = fields.get("name")
-            if key in _ARGUMENTS and first == "{" and isinstance(name, str) and not told:
-                self.begin(name)
-                told = True
-                yield from read_object(self.argue)
+            if following != '"':
+                raise BrokenCall
+            key = yield from self._read_json()
+            if not (yield from self.find(":")):
+                raise BrokenCall
+            first, name = (yield from self.space()), fields.get("name")
+            if key in _ARGUMENTS and first == "{" and isinstance(name, str) and not begun:
+                self.begin_call(name)
+                begun = True
+                yield from read_value(self, self.emit_arguments)
                 # A client may act on it from here on: whatever follows, this is a call.
-                self.end()
-                following = yield from space()
+                self.end_call()
             else:
-                read = []
-                after = yield from read_value(first, read.append)
-                fields[key] = _loaded(read)
-                following = yield from space(unless=after)
+                fields[key] = yield from self._read_json()
+            following = yield from self.space()
             if following == ",":
-                following = yield from space()
-            elif told:
-                return (yield from closing(following, skip="}"))
+                self.pos += 1
+                following = yield from self.space()
+            elif begun:
+                break
             elif following != "}":
-                broken()
-        if not told:
-            self._tell_late(fields)
-            self.end()
+                raise BrokenCall
+        if not begun:
+            self.pos += 1
+            self._call_late(fields)
         # Small models close too many braces, or none: the call is whole without the rest.
-        return (yield from closing(skip="}"))
+        yield from self.find(CALL_END, skip="} \t\r\n")
 
-    def _tell_late(self, fields: dict[str, Any]) -> None:
+    def _read_json(self) -> Reader[Any]:
+        read: list[str] = []
+        yield from read_value(self, read.append)
+        return loaded("".join(read))
+
+    def _call_late(self, fields: dict[str, Any]) -> None:
         """A call whose name came last, or whose arguments are no plain object."""
         name = fields.get("name")
         given = next((fields[key] for key in _ARGUMENTS if key in fields), None)
-        if not isinstance(name, str):
-            broken()
         if isinstance(given, str):
-            given = _loaded([given]) if given.strip() else None
-        if not isinstance(given, dict | None):
-            broken()
-        self.begin(name)
-        self.argue(json.dumps({} if given is None else given))
-
-
-def _loaded(pieces: list[str]) -> Any:
-    try:
-        return strict_json.loads("".join(pieces))
-    except ValueError:
-        broken()
+            given = loaded(given) if given.strip() else None
+        if not isinstance(given, dict | None) or not isinstance(name, str):
+            raise BrokenCall
+        self.begin_call(name)
+        self.emit_arguments(json.dumps(given or {}))
+        self.end_call()

@@ -1,4 +1,4 @@
-"""JSON read one character at a time and told as it comes: what is told always begins valid JSON.
+"""JSON as it arrives: what is emitted always begins a valid JSON text.
 
 A client may parse a call's arguments while they come; it must never see what no end could mend.
 """
@@ -7,187 +7,166 @@ from __future__ import annotations
 
 import json
 import re
-import string
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from typing import Any
 
-from mlx_mtp.server.parsing import strict_json
-from mlx_mtp.server.parsing.reading import AnswerOver, BrokenCall, Step, broken
+from pydantic_core import from_json
 
-Tell = Callable[[str], None]
-Told = Generator[None, str, None]
-
-_MAX_SCALAR = 400
-_NUMBER_BEGUN = re.compile(
-    r"-?|-?(?:0|[1-9][0-9]*)(?:\.|(?:\.[0-9]+)?[eE][+-]?|(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
+from mlx_mtp.server.parsing.answer import (
+    AnswerOver,
+    AnswerParser,
+    BrokenCall,
+    PlainParser,
+    Reader,
 )
-_HIGH = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_LOW = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+
+MAX_DEPTH = 128
+"""Most objects and lists within each other: a call's arguments may come back in a chat."""
+Emit = Callable[[str], object]
+Tokens = tuple[str, ...]
+
+_MAX_TOKEN = 400
+_CLOSING = {"{": "}", "[": "]"}
+_ESCAPE = re.compile(
+    r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+# "<" may begin a tag, which `peek` looks for.
+_PLAIN = re.compile(rf'(?:[^"\\<\x00-\x1f]|{_ESCAPE.pattern})+')
+_ESCAPES = (r"\n", r"\u0000", r"\ud800\udc00")
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_SCALARS = ("true", "false", "null")
 
 
-def read_value(first: str, tell: Tell, depth: int = 0) -> Step:
-    """Any value; returns the character after it if it had to be read, else "".
-
-    Args:
-        first: its first character, which is read already.
-        tell: gets the value in pieces, joined a valid JSON text.
-        depth: of the objects and lists around it.
+def loads(text: str) -> Any:
+    """The value of a JSON text that can be passed on as JSON again.
 
     Raises:
-        BrokenCall: it is no JSON; what has been told begins some all the same.
+        ValueError: it is no JSON, or has infinite numbers, half characters or too many levels.
     """
-    if first == '"':
-        yield from read_string(tell)
-    elif first == "{":
-        yield from read_object(tell, depth)
-    elif first == "[":
-        yield from _read_list(tell, depth)
-    else:
-        return (yield from _read_scalar(first, tell))
-    return ""
+    value = from_json(text, allow_inf_nan=False)
+    json.dumps(value, allow_nan=False)  # A number as large as 1e999 has been read as infinite.
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        outer = [each for each in level if isinstance(each, dict | list)]
+        level = [v for each in outer for v in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise ValueError("nested too deeply")
+    return value
 
 
-def read_object(tell: Tell, depth: int = 0) -> Told:
-    """An object, whose brace is read already."""
-    _check_depth(depth)
-    tell("{")
-    character = yield from _space(tell)
-    while character != "}":
-        if character != '"':
-            broken()
-        yield from read_string(tell)
-        if (yield from _space(tell)) != ":":
-            broken()
-        tell(":")
-        character = yield from read_value((yield from _space(tell)), tell, depth + 1)
-        character = yield from _after_value(character, "}", tell)
-    tell("}")
-
-
-def _read_list(tell: Tell, depth: int) -> Told:
-    _check_depth(depth)
-    tell("[")
-    character = yield from _space(tell)
-    while character != "]":
-        character = yield from read_value(character, tell, depth + 1)
-        character = yield from _after_value(character, "]", tell)
-    tell("]")
-
-
-def _after_value(read: str, end: str, tell: Tell) -> Step:
-    """What follows a value: the end of what is around it, or the next one's first character."""
-    character = yield from _space(tell, unless=read)
-    if character == end:
-        return end
-    if character != ",":
-        broken()
-    tell(",")
-    character = yield from _space(tell)
-    return character if character != end else broken()
-
-
-def read_string(tell: Tell) -> Told:
-    """A string, whose quote is read already; line breaks and the like in it are escaped."""
-    tell('"')
-    while (character := (yield)) != '"':
-        if character == "\\":
-            yield from _read_escape(tell)
-        else:
-            tell(json.dumps(character)[1:-1] if character < " " else character)
-    tell('"')
-
-
-def _read_escape(tell: Tell) -> Told:
-    """What follows a backslash; half of a character is not told unless the answer ends there."""
-    read = ["\\"]
+def loaded(text: str) -> Any:
+    """Like `loads`, but what can't be read breaks the call."""
     try:
-        read.append((yield))
-        if read[1] == "u":
-            yield from _read_digits(read)
-            unit = "".join(read)
-            if _LOW.fullmatch(unit):
-                broken()
-            if _HIGH.fullmatch(unit):
-                for expected in "\\u":
-                    read.append((yield))
-                    if read[-1] != expected:
-                        broken()
-                yield from _read_digits(read)
-                if not _LOW.fullmatch("".join(read[6:])):
-                    broken()
-        elif read[1] not in '"\\/bfnrt':
-            broken()
-    except AnswerOver:
-        tell("".join(read))
-        raise
-    tell("".join(read))
-
-
-def _read_digits(read: list[str]) -> Told:
-    for _ in range(4):
-        read.append((yield))
-        if read[-1] not in string.hexdigits:
-            broken()
-
-
-def _read_scalar(first: str, tell: Tell) -> Step:
-    """A number, true, false or null; returns the character after it."""
-    text = first
-    _check_begun(text)
-    try:
-        while (character := (yield)) not in ",}]" and not character.isspace():
-            text += character
-            _check_begun(text)
-    except AnswerOver:
-        tell(text)
-        raise
-    try:
-        value = strict_json.loads(text)
+        return loads(text)
     except ValueError:
-        broken()
-    if not isinstance(value, int | float | None):
-        broken()
-    tell(text)
+        raise BrokenCall from None
+
+
+def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
+    """Read any value; `emit` gets it in pieces, and `depth` counts what is around it.
+
+    Raises:
+        BrokenCall: it is no JSON; what has been emitted begins some all the same.
+    """
+    opening = yield from parser.peek()
+    if opening == '"':
+        yield from _read_string(parser, emit)
+    elif opening not in _CLOSING:
+        yield from _read_token(parser, emit, _SCALAR, _SCALARS, delimiters=",}]")
+    elif depth == MAX_DEPTH:
+        raise BrokenCall
+    else:
+        following = yield from _after(parser, emit)
+        while following != _CLOSING[opening]:
+            if opening == "{":
+                if following != '"':
+                    raise BrokenCall
+                yield from _read_string(parser, emit)
+                if (yield from _space(parser, emit)) != ":":
+                    raise BrokenCall
+                yield from _after(parser, emit)
+            yield from read_value(parser, emit, depth + 1)
+            following = yield from _space(parser, emit)
+            if following == ",":
+                following = yield from _after(parser, emit)
+                if following == _CLOSING[opening]:
+                    raise BrokenCall
+            elif following != _CLOSING[opening]:
+                raise BrokenCall
+        _take(parser, emit)
+
+
+def _take(parser: AnswerParser, emit: Emit) -> None:
+    """Read and emit the next character, which has been looked at."""
+    parser.pos += 1
+    emit(parser.text[parser.pos - 1])
+
+
+def _space(parser: AnswerParser, emit: Emit) -> Reader[str]:
+    """Read white space; return the character after it, which stays unread."""
+    while (character := (yield from parser.peek())) in " \t\r\n":
+        _take(parser, emit)
     return character
 
 
-def _check_begun(text: str) -> None:
-    """What is told where the answer ends must begin valid JSON too."""
-    words = ("true", "false", "null")
-    if len(text) > _MAX_SCALAR or not (
-        _NUMBER_BEGUN.fullmatch(text) or any(word.startswith(text) for word in words)
-    ):
-        broken()
+def _after(parser: AnswerParser, emit: Emit) -> Reader[str]:
+    """Read a character and the white space after it."""
+    _take(parser, emit)
+    return (yield from _space(parser, emit))
 
 
-def _space(tell: Tell, unless: str = "") -> Step:
-    """Skip white space, all of which is told; returns the first character after it."""
-    character = unless or (yield)
-    while character in " \t\r\n":
-        tell(character)
-        character = yield
-    return character
+def _read_string(parser: AnswerParser, emit: Emit) -> Reader[None]:
+    """A string; line breaks and the like in it are escaped."""
+    _take(parser, emit)
+    while (character := (yield from parser.peek())) != '"':
+        if found := _PLAIN.match(parser.text, parser.pos):
+            parser.pos = found.end()
+            emit(found[0])
+        elif character == "\\":
+            yield from _read_token(parser, emit, _ESCAPE, _ESCAPES)
+        else:
+            parser.pos += 1
+            emit(json.dumps(character)[1:-1])
+    _take(parser, emit)
 
 
-def _check_depth(depth: int) -> None:
-    if depth >= strict_json.MAX_DEPTH:
-        broken()
+def _read_token(
+    parser: AnswerParser, emit: Emit, token: re.Pattern[str], examples: Tokens, delimiters: str = ""
+) -> Reader[None]:
+    """An escape or a scalar; only where the answer ends is it emitted in part.
+
+    What is begun must go on as one of the `examples`, or as a number. It ends before `delimiters`
+    and white space; without any, where `token` matches.
+    """
+    read = ""
+    try:
+        while delimiters or not token.fullmatch(read):
+            character = yield from parser.peek()
+            if delimiters and (character in delimiters or character.isspace()):
+                loaded(read)
+                break
+            read += character
+            endings = ("", "0", *(example[len(read) :] for example in examples))
+            if len(read) > _MAX_TOKEN or not any(token.fullmatch(read + end) for end in endings):
+                raise BrokenCall
+            parser.pos += 1
+    except AnswerOver:
+        emit(read)
+        raise
+    emit(read)
 
 
 def begun_value(text: str) -> str | None:
     """The JSON value that a text is the beginning of, as far as it goes; None: it begins none."""
-    told: list[str] = []
-    reader = read_value(text[:1], told.append)
-    unread = len(text) - 1
+    read: list[str] = []
+    parser = PlainParser()
+    parser.text, parser.over = text, True
     try:
-        next(reader)
-        for character in text[1:]:
-            unread -= 1
-            reader.send(character)
-        reader.throw(AnswerOver())
+        for _ in read_value(parser, read.append):
+            pass
     except AnswerOver:
-        return "".join(told)
-    except StopIteration:
-        return None if unread else "".join(told)  # It is all of a value.
+        return "".join(read)
     except BrokenCall:
         return None
-    raise AssertionError("a reader that is told of the end ends")
+    return None if parser.rest else "".join(read)

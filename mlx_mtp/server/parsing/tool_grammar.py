@@ -8,194 +8,87 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from mlx_mtp.errors import UnsupportedParameterError
-from mlx_mtp.sampling.grammar import JSON_WHITESPACE
-from mlx_mtp.server.parsing.formats import QWEN3_CODER
-from mlx_mtp.server.parsing.json_types import value_types
-from mlx_mtp.server.parsing.reading import CALL_END
-from mlx_mtp.server.parsing.schema_forms import NotExpressible
-from mlx_mtp.server.parsing.think import CLOSE, OPEN
-from mlx_mtp.server.parsing.tool_parameters import (
-    has_foreign_reference,
-    is_closed,
-    parameters_schema,
+from mlx_mtp.errors import GrammarError, UnsupportedParameterError
+from mlx_mtp.sampling.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARACTERS
+from mlx_mtp.server.conversation import Tool
+from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN
+from mlx_mtp.server.parsing.xml_values import (
+    ANY_TEXT,
+    BEYOND_TAGS,
+    NotExpressible,
     plain_parameters,
+    value_forms,
 )
-from mlx_mtp.server.parsing.tool_parser import CALL
-from mlx_mtp.server.parsing.xml_values import END, any_text, text_value
 
-_DEFINITIONS = ("$defs", "definitions")
-_LEAD = r"/\n{0,2}/"
+_VALUE_END = r"/\n<\/parameter>\n/"
 
 
-@dataclass(frozen=True, slots=True)
-class CallableTool:
-    """A tool, as far as a grammar is concerned.
+class _Rules(dict[str, str]):
+    """Bodies by name. Each parameter that is JSON has a copy of its tool's definitions."""
+
+    size = 0
+
+    def __setitem__(self, name: str, body: str) -> None:
+        super().__setitem__(name, body)
+        self.size += len(body)
+        if self.size > MAX_GRAMMAR_CHARACTERS:
+            raise GrammarError(
+                f"tools can't be enforced: their grammar has more than {MAX_GRAMMAR_CHARACTERS} "
+                "characters.",
+                param="tools",
+            )
+
+
+def tool_grammar(
+    tools: Sequence[Tool],
+    added_tokens: Container[str],
+    *,
+    xml: bool,
+    text: bool,
+    answer: str | None,
+    parallel: bool,
+    after_think: bool,
+) -> str:
+    """The grammar of an answer that has calls, each as its tool's schema has it.
 
     Args:
-        name: of the function.
-        schema: JSON schema of its parameters; None: it has none.
-        strict: what can't be expressed in a grammar is an error, instead of being left open.
-    """
-
-    name: str
-    schema: Mapping[str, Any] | None
-    strict: bool = False
-
-
-class ToolGrammar:
-    """Builds the grammar of an answer that has calls.
-
-    Args:
-        tool_format: "hermes" or "qwen3_coder".
-        tools: those that may be called.
+        tools: those that may be called. What can't be enforced is an error for those that are
+            strict, and left open for others.
         added_tokens: the tokenizer's added tokens, by their text.
+        xml: calls are written as tags; otherwise as JSON.
+        text: calls may stand within text, or be missing; otherwise there is one at least.
+        answer: the body of a rule for an answer without calls; None: there is none.
+        parallel: there may be several calls.
+        after_think: the answer follows a think block, with an empty line between them.
+
+    Raises:
+        UnsupportedParameterError: a strict tool's schema can't be enforced, or the tokenizer has
+            no token that calls begin with, so that text and call can't be told apart.
     """
-
-    def __init__(
-        self, tool_format: str, tools: Sequence[CallableTool], added_tokens: Container[str]
-    ) -> None:
-        self._xml = tool_format == QWEN3_CODER
-        self._added = added_tokens
-        self._rules: dict[str, str] = {}
-        names = [self._tool(number, tool) for number, tool in enumerate(tools)]
-        self._rule("call", " | ".join(names))
-
-    def calls_only(self, *, parallel: bool, after_think: bool) -> str:
-        """Nothing but calls, one at least.
-
-        Args:
-            parallel: there may be several.
-            after_think: the answer follows a think block, with an empty line between them.
-        """
-        return self._grammar(f"{_LEAD if after_think else ''} {self._calls(parallel=parallel)}")
-
-    def calls_or_text(self) -> str:
-        """Text and calls in any order, each call as its tool's schema has it.
-
-        Raises:
-            UnsupportedParameterError: the tokenizer has no token that calls begin with, so that
-                text and call can't be told apart.
-        """
-        if CALL not in self._added:
+    rules = _Rules()
+    opening, closing = (tag if tag in added_tokens else json.dumps(tag) for tag in (CALL, CALL_END))
+    for number, tool in enumerate(tools):
+        body = (_xml_call if xml else _json_call)(f"call_{number}", tool, rules)
+        rules[f"call_{number}"] = f"{opening} {body} {closing}"
+    rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
+    if text:
+        if CALL not in added_tokens:
             raise UnsupportedParameterError(
                 "strict: true needs a model with a token for tool calls; use tool_choice "
                 '"required" with this one.',
                 param="tools",
             )
-        think = [tag for tag in (OPEN, CLOSE) if tag in self._added]
-        self._rule("text", " | ".join(["TEXT", *think]))
-        self._rule("TEXT", "/(?s:.+)/")
-        return self._grammar("(text | call)*")
-
-    def calls_or_answer(self, answer: str, *, parallel: bool, after_think: bool) -> str:
-        """Calls alone, or an answer of a form of its own.
-
-        Args:
-            answer: the form, as the body of a rule.
-            parallel: there may be several calls.
-            after_think: the answer follows a think block, with an empty line between them.
-        """
-        self._rule("answer", answer)
-        self._rule("calls", self._calls(parallel=parallel))
-        return self._grammar(f"{_LEAD if after_think else ''} (calls | answer)")
-
-    def _tool(self, number: int, tool: CallableTool) -> str:
-        name = f"call_{number}"
-        body = self._xml_body(name, tool) if self._xml else self._json_body(name, tool)
-        self._rule(name, f"{self._tag(CALL)} {body} {self._tag(CALL_END)}")
-        return name
-
-    def _json_body(self, rule: str, tool: CallableTool) -> str:
-        schema = parameters_schema(tool.schema)
-        self._rule(f"{rule}_arguments", json_rule(schema, strict=tool.strict))
-        start = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-        return f"{_literal(start)} {rule}_arguments {_literal('}' + chr(10))}"
-
-    def _xml_body(self, rule: str, tool: CallableTool) -> str:
-        schema = parameters_schema(tool.schema)
-        try:
-            schema = plain_parameters(schema)
-        except NotExpressible as error:
-            if tool.strict:
-                raise _unsupported(tool, error) from None
-        properties = schema.get("properties")
-        parts = [_literal(f"\n<function={tool.name}>\n")]
-        if isinstance(properties, Mapping) and (properties or is_closed(schema)):
-            required = schema.get("required")
-            required = required if isinstance(required, list) else []
-            for number, key in enumerate(properties):
-                try:
-                    value = self._xml_value(f"{rule}_{number}", schema, key, strict=tool.strict)
-                except NotExpressible as error:
-                    raise _unsupported(tool, error, key) from None
-                parameter = f"{_literal(f'<parameter={key}>' + chr(10))} {value}"
-                parts.append(parameter if key in required else f"({parameter})?")
-        else:
-            parts.append(f'("<parameter=" /[^<>\\n]+/ ">\\n" {self._free_value()})*')
-        return " ".join([*parts, _literal("</function>\n")])
-
-    def _xml_value(self, rule: str, schema: Mapping[str, Any], key: str, *, strict: bool) -> str:
-        types = value_types(schema, key)
-        definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
-        if not types or "string" in types:
-            value = text_value(schema, key, strict=strict)
-            if value is None:
-                return self._free_value()
-            terminals, schemas = value.terminals, value.schemas
-        else:
-            terminals, schemas = [], [schema["properties"][key]]
-        ways = []
-        if terminals:
-            name = rule.upper()
-            self._rule(name, " | ".join(terminals))
-            self._rule(f"{rule}_text[lazy]", f"{name} /{END}/")
-            ways.append(f"{rule}_text")
-        for number, part in enumerate(schemas):
-            whole = {**part, **definitions}
-            if strict and has_foreign_reference(whole):
-                raise NotExpressible("$ref")
-            self._rule(f"{rule}_json_{number}", json_rule(whole, strict=strict))
-            ways.append(f"{rule}_json_{number} /{END}/")
-        return f"({' | '.join(ways)})"
-
-    def _free_value(self) -> str:
-        """Any text, up to the tag that ends it."""
-        self._rule("FREE_TEXT", any_text())
-        self._rule("free_value[lazy]", f"FREE_TEXT /{END}/")
-        return "free_value"
-
-    def _calls(self, *, parallel: bool) -> str:
-        return 'call ("\\n" call)*' if parallel else "call"
-
-    def _tag(self, tag: str) -> str:
-        return tag if tag in self._added else _literal(tag)
-
-    def _rule(self, name: str, body: str) -> None:
-        self._rules[name] = body
-
-    def _grammar(self, start: str) -> str:
-        rules = [f"{name}: {body}" for name, body in self._rules.items()]
-        return "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
-
-
-def _unsupported(
-    tool: CallableTool, error: NotExpressible, key: str | None = None
-) -> UnsupportedParameterError:
-    where = "its schema" if key is None else f"its parameter {json.dumps(key)}"
-    return UnsupportedParameterError(
-        f"strict: true can't be kept for the tool {json.dumps(tool.name)} with this model's format "
-        f"of calls: {where} has {json.dumps(error.keyword)} in a form that no grammar enforces "
-        "here. Leave out strict, or that keyword.",
-        param="tools",
-    )
+        rules["TEXT"] = "/(?s:.+)/"
+        tags = [tag for tag in (OPEN, CLOSE) if tag in added_tokens]
+        start = f"({' | '.join(['TEXT', 'call', *tags])})*"
+    else:
+        rules["calls"] = r'call ("\n" call)*' if parallel else "call"
+        rules["answer"] = answer or "calls"
+        start = r"/\n{0,2}/ (calls | answer)" if after_think else "calls | answer"
+    lines = (f"{name}: {body}\n" for name, body in {"start": start, **rules}.items())
+    return "%llguidance {}\n" + "".join(lines)
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
@@ -210,3 +103,83 @@ def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
         # A tool may be forced whose schema is more than a grammar can express.
         options["lenient"] = True
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _json_call(rule: str, tool: Tool, rules: _Rules) -> str:
+    rules[f"{rule}_arguments"] = json_rule(_parameters(tool), strict=tool.strict)
+    start = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+    return rf'{start} {rule}_arguments "}}\n"'
+
+
+def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
+    schema = _parameters(tool)
+    try:
+        schema = plain_parameters(schema)
+    except NotExpressible as error:
+        _check_lax(tool, error, "its schema")
+    start = json.dumps(f"\n<function={tool.name}>\n")
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        properties = {}
+    body = ""
+    for number, key in enumerate(properties):
+        value = _xml_value(f"{rule}_{number}", tool, schema, key, rules)
+        parameter = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
+        is_required = isinstance(required, list) and key in required
+        body += f" {parameter}" if is_required else f" ({parameter})?"
+    if not properties and schema.get("additionalProperties") is not False:
+        body = rf' ("<parameter=" /[^<>\n]+/ ">\n" {_any_value(rules)})*'
+    return rf'{start}{body} "</function>\n"'
+
+
+def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules: _Rules) -> str:
+    """A parameter's value and the tag that ends it."""
+    try:
+        terminals, json_schema = value_forms(schema, key)
+    except NotExpressible as error:
+        _check_lax(tool, error, f"its parameter {json.dumps(key)}")
+        return _any_value(rules)
+    if ANY_TEXT in terminals:
+        return _any_value(rules)
+    ways = []
+    if terminals:
+        rules[rule.upper()] = " | ".join(terminals)
+        rules[f"{rule}_text[lazy]"] = f"{rule.upper()} {_VALUE_END}"
+        ways.append(f"{rule}_text")
+    if json_schema is not None:
+        rules[f"{rule}_json"] = json_rule(json_schema, strict=tool.strict)
+        ways.append(f"{rule}_json {_VALUE_END}")
+    return f"({' | '.join(ways)})"
+
+
+def _any_value(rules: _Rules) -> str:
+    """Any text, up to the tag that ends it."""
+    if "ANY_TEXT" not in rules:
+        rules["ANY_TEXT"] = ANY_TEXT
+        rules["any_value[lazy]"] = f"ANY_TEXT {_VALUE_END}"
+    return "any_value"
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's parameters, where one that names none allows none.
+
+    OpenAI: "Omitting `parameters` defines a function with an empty parameter list." Many clients
+    write `{"type": "object", "properties": {}}` for it.
+    """
+    schema = tool.parameters or {}
+    says_more = (
+        schema.get("type", "object") != "object"
+        or schema.get("additionalProperties", False) is not False
+        or any(schema.get(key) for key in ("properties", "required", "$ref", "allOf", *BEYOND_TAGS))
+    )
+    return schema if says_more else {"type": "object", "additionalProperties": False}
+
+
+def _check_lax(tool: Tool, error: NotExpressible, where: str) -> None:
+    if tool.strict:
+        raise UnsupportedParameterError(
+            f"strict: true can't be kept for the tool {json.dumps(tool.name)} with this model's "
+            f"format of calls: {where} has {json.dumps(str(error))} in a form that no grammar "
+            "enforces here. Leave out strict, or that keyword.",
+            param="tools",
+        ) from None

@@ -1,7 +1,7 @@
-"""The grammar of a value that is written as bare text, as Qwen3-Coder's format has it.
+"""What a value may be that is written as bare text, as Qwen3-Coder's format has it.
 
-What a text stands for is decided by `json_types.json_text`; what is allowed here is read by it as a
-value that fits the schema.
+`bare_values` decides what a text stands for. Whatever is allowed here is read as a value that fits
+the schema: llguidance enforces the schema of what is JSON, and the rest is settled here.
 """
 
 from __future__ import annotations
@@ -9,223 +9,225 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from mlx_mtp.server.parsing import strict_json
-from mlx_mtp.server.parsing.json_types import json_text, value_types
-from mlx_mtp.server.parsing.patterns import FORMATS, pattern_regex
-from mlx_mtp.server.parsing.schema_forms import NotExpressible, fits_type, form_types, forms
+from mlx_mtp.server.parsing.bare_values import (
+    JSON_TYPES,
+    MOST_PARTS,
+    as_list,
+    json_text,
+    parts,
+    resolved,
+    type_of,
+    value_types,
+)
+from mlx_mtp.server.parsing.json_reader import loads
 
-END = r"\n<\/parameter>\n"
-"""What ends a value, as a regular expression."""
 _SPACE = r"[\s\x1c-\x1f]*"  # What Python takes for white space.
 # A text with these in it would be read as the end of the value, or of the whole call.
 _TAGS = (
     rf"<\/parameter>{_SPACE}(<parameter=|<\/function>)",
     rf"<\/function>{_SPACE}<\/tool_call>",
 )
-_ANY_TEXT = " & ".join(["/(?s:.*)/", *(f"~/(?s:.*){tag}(?s:.*)/" for tag in _TAGS)])
-_SCALARS = {
-    "null": "null",
-    "boolean": "true|false",
-    "integer": r"-?(0|[1-9][0-9]{0,17})",
-    "number": r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?",
-}
-# What bare text may be read as, where a string isn't the only type.
-_READ_AS = {
-    "null": "(None|null)?",
-    "boolean": "(?i:true|false)",
-    "integer": r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?",
-    "number": r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?",
-    "array": r"\[(?s:.*)",
-    "object": r"\{(?s:.*)",
-}
-_FIRST = {"integer": "[-0-9]", "number": "[-0-9]", "array": r"\[", "object": r"\{"}
-_OF_STRINGS = frozenset({"minLength", "maxLength", "pattern", "format"})
-_OF_OTHERS = {
-    "number": frozenset(
-        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    ),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"}),
-    "object": frozenset(
-        {"properties", "required", "additionalProperties", "patternProperties", "propertyNames"}
-        | {"minProperties", "maxProperties"}
-    ),
+ANY_TEXT = " & ".join(["/(?s:.*)/", *(f"~/(?s:.*){tag}(?s:.*)/" for tag in _TAGS)])
+"""A terminal of llguidance's Lark: any text that does not end its value."""
+_JSON_BEGINS = {"integer": "[-0-9]", "number": "[-0-9]", "array": r"\[", "object": r"\{"}
+_JSON = frozenset(_JSON_BEGINS)
+# What is read as another type, or begins as its JSON: where both could go on, llguidance would
+# take the text.
+_READ_AS = {kind: f"{begins}(?s:.*)" for kind, begins in _JSON_BEGINS.items()} | {
+    "null": f"(None|null)?{_SPACE}",
+    "boolean": f"(?i:true|false){_SPACE}",
 }
 
+_NAME = re.compile(r"(?!\s)[^<>\r\n]+(?<!\s)")  # In a tag, others can't be read.
+_OF_PARAMETERS = ("type", "properties", "required", "additionalProperties")
+_FOLLOWED = ("enum", "const", "$ref", "allOf", "anyOf", "oneOf")
+_OF_ALL = ("not", "if", "$dynamicRef", "$recursiveRef")
+_REFUSED_FOR = {
+    **{keyword: {"string", "null", "boolean"} for keyword in _OF_ALL},
+    **{keyword: {"string"} for keyword in ("minLength", "maxLength", "pattern", "format")},
+}
+_BOUND_NOTHING = {"type", "title", "description", "default", "example", "examples", "deprecated"}
+BEYOND_TAGS = {
+    *("enum", "const", "anyOf", "oneOf", "patternProperties", "propertyNames", "minProperties"),
+    *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("unevaluatedProperties", *_OF_ALL),
+}
+"""What a schema may say of an object that tags can't keep."""
+_MOST_LEVELS = 16
 
-@dataclass(slots=True)
-class TextValue:
-    """What a value may be that may be a string.
 
-    Args:
-        terminals: of bare text, in llguidance's Lark.
-        schemas: of JSON.
-    """
-
-    terminals: list[str] = field(default_factory=list)
-    schemas: list[dict[str, Any]] = field(default_factory=list)
+class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
+    """What a keyword says can't be enforced; the keyword is the argument."""
 
 
-def any_text() -> str:
-    """A terminal: any text that does not end its value."""
-    return _ANY_TEXT
-
-
-def text_value(schema: Mapping[str, Any], key: str, *, strict: bool) -> TextValue | None:
-    """What a parameter may be that may be a string; None: any text.
-
-    Args:
-        schema: of the tool's parameters.
-        key: the parameter's name.
-        strict: what can't be expressed is an error; otherwise it is left open.
+def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's parameters with its own references followed.
 
     Raises:
-        NotExpressible: for a keyword that no grammar of bare text can enforce.
+        NotExpressible: it says more than which parameters there are, or their tags can't be read.
     """
-    part = schema["properties"][key]
-    try:
-        found = forms(schema, part)
-        reader = _Reader(value_types(schema, key), found, strict=strict)
-        return reader.value()
-    except NotExpressible:
-        if strict:
-            raise
-        return None
+    plain = _definitions(schema)
+    for part in _all_parts(schema, schema, "allOf"):
+        for key, value in part.items():
+            if (
+                key in BEYOND_TAGS
+                or (key == "$ref" and resolved(schema, value) is None)
+                or (key in _OF_PARAMETERS and repr(plain.setdefault(key, value)) != repr(value))
+            ):
+                raise NotExpressible(key)
+    properties, required = plain.get("properties", {}), plain.get("required", [])
+    if "object" not in as_list(plain.get("type", "object")):
+        raise NotExpressible("type")
+    if not isinstance(properties, Mapping) or not all(map(_NAME.fullmatch, properties)):
+        raise NotExpressible("properties")
+    if not {*map(str, as_list(required))} <= properties.keys():
+        raise NotExpressible("required")
+    if not properties and plain.get("additionalProperties") not in (None, False, True, {}):
+        raise NotExpressible("additionalProperties")
+    return plain
 
 
-class _Reader:
-    """Turns plain schemas into terminals, knowing what a text would be read as."""
+def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
+    """What a parameter may be: terminals of bare text, and the schema of what is JSON.
 
-    def __init__(self, types: frozenset[str], found: list[dict[str, Any]], *, strict: bool) -> None:
-        self._types = types
-        self._forms = found
-        self._strict = strict
-        # Types of which any value will do, whatever bare text is read as.
-        self._open = {kind for form in found for kind in _open_types(form)}
-        free = not any(
-            form.keys() & (_OF_STRINGS | {"enum"}) for form in found if "string" in form_types(form)
-        )
-        # Types whose values are JSON by a schema. One character tells them from bare text: where
-        # both could go on, llguidance would take the text.
-        self._routed = {
-            kind
-            for form in found
-            if "enum" not in form and "type" in form
-            for kind in form_types(form) & _FIRST.keys()
-            if kind not in self._open or (kind in ("array", "object") and not free)
-        }
-
-    def value(self) -> TextValue | None:
-        value = TextValue()
-        for form in self._forms:
-            if not form:
-                return None  # Anything goes, and whatever it is read as fits.
-            self._check(form)
-            if "enum" in form:
-                value.terminals.extend(self._words(form))
-                continue
-            types = form_types(form)
-            if "string" in types:
-                value.terminals.append(self._text(form))
-            if "type" not in form:
-                continue  # Bare text that is read as something else fits too.
-            scalars = (types & self._open & _SCALARS.keys()) - self._routed
-            value.terminals.extend(f"/{_SCALARS[kind]}/" for kind in sorted(scalars))
-            routed = sorted(types & self._routed)
-            if routed:
-                value.schemas.append({**form, "type": routed})
-        if not value.terminals and not value.schemas:
-            raise NotExpressible("enum" if any("enum" in form for form in self._forms) else "type")
-        return None if _ANY_TEXT in value.terminals else value
-
-    def _check(self, form: Mapping[str, Any]) -> None:
-        """Raise for keywords that would be left out."""
-        if not self._strict:
-            return
-        types = form_types(form)
-        known = {"type", "enum"} | _OF_STRINGS
-        for kind, keywords in _OF_OTHERS.items():
-            applies = bool(types & ({"integer", "number"} if kind == "number" else {kind}))
-            if not applies or ("type" in form and "enum" not in form):
-                known |= keywords
-        standing = [key for key in form if key not in known and key in _ALL_KEYWORDS]
-        if standing:
-            raise NotExpressible(standing[0])
-
-    def _words(self, form: Mapping[str, Any]) -> Iterable[str]:
-        types = form_types({key: form[key] for key in form if key == "type"})
-        strings: list[str] = []
-        others: list[str] = []
-        for value in form["enum"]:
-            if not fits_type(value, types):
-                continue
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            if self._is_read_as(text, value):
-                (strings if isinstance(value, str) else others).append(json.dumps(text))
-        if strings:
-            constraints = [f"({' | '.join(strings)})", *self._constraints(form)]
-            yield " & ".join(constraints)
-        yield from others
-
-    def _is_read_as(self, text: str, value: object) -> bool:
-        """The text means this value, and doesn't end early."""
-        if any(tag in text for tag in ("</parameter>", "</function>")):
-            return False
-        if self._types == {"string"}:
-            return text == value
-        if any(re.match(_FIRST[kind], text.strip()) for kind in self._routed):
-            return False
-        read = strict_json.loads(json_text(text, self._types))
-        return bool(read == value) and type(read) is type(value)
-
-    def _text(self, form: Mapping[str, Any]) -> str:
-        terms = [*self._constraints(form), _ANY_TEXT]
-        if "type" in form and self._types != {"string"}:
-            shut = self._types - {"string"} - self._open
-            if "number" in self._open:
-                shut -= {"integer"}
-            terms += [f"~/{_SPACE}{_FIRST[kind]}(?s:.*)/" for kind in sorted(self._routed)]
-            terms += [
-                f"~/{_SPACE}{_READ_AS[kind]}{_SPACE}/" for kind in sorted(shut) if kind in _READ_AS
-            ]
-        return " & ".join(terms)
-
-    def _constraints(self, form: Mapping[str, Any]) -> Iterable[str]:
-        """Terminals all of which a string has to match."""
-        least, most = form.get("minLength", 0), form.get("maxLength", "")
-        if least or most != "":
-            yield f"/(?s:.{{{least},{most}}})/"
-        if "pattern" in form:
-            regex = pattern_regex(form["pattern"])
-            if regex is not None:
-                yield f"/{regex}/"
-            elif self._strict:
-                raise NotExpressible("pattern")
-        if "format" in form:
-            if form["format"] in FORMATS:
-                yield f"/{FORMATS[form['format']]}/"
-            elif self._strict:
-                raise NotExpressible("format")
+    Raises:
+        NotExpressible: for a keyword that can't be enforced of bare text.
+    """
+    part, types = schema["properties"][key], value_types(schema, key)
+    if types and "string" not in types:
+        return [], _whole({"type": sorted(types), **part}, schema)
+    _all_parts(schema, part, "allOf", "anyOf", "oneOf")
+    allowed = _allowed(schema, part, {})
+    read_as = types or frozenset(["string", "array", "object"])
+    json_types = allowed.types & _with_integer(read_as) & _JSON
+    terminals = []
+    if "string" in allowed.fits:
+        json_types -= allowed.fits
+        shut = [f"~/{_SPACE}{_READ_AS[kind]}/" for kind in sorted(read_as - allowed.fits)]
+        terminals.append(" & ".join([ANY_TEXT, *shut]))
+    words = [value for value in (None, True, False) if _covers(allowed.fits, (value,))]
+    words += [label[0] for label in allowed.fits if isinstance(label, tuple)]
+    for value in sorted(words, key=str):
+        text = value if isinstance(value, str) else json.dumps(value)
+        begins_json = any(re.match(_JSON_BEGINS[kind], text.strip()) for kind in json_types)
+        is_read_back = loads(json_text(text, types)) == value
+        if is_read_back and not begins_json and not re.search("</(parameter|function)>", text):
+            terminals.append(json.dumps(text))
+    if not terminals and not json_types:
+        raise NotExpressible("enum" if words else "type")
+    if not json_types:
+        return terminals, None
+    return terminals, _whole({**part, "type": sorted(json_types)}, schema)
 
 
-_ALL_KEYWORDS = frozenset(
-    {"not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies"}
-    | {"unevaluatedProperties", "unevaluatedItems", "additionalItems", "contentSchema"}
-    | {"minContains", "maxContains", "$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor"}
-).union(_OF_STRINGS, *_OF_OTHERS.values())
+def _all_parts(root: Mapping[str, Any], part: object, *keywords: str) -> list[Mapping[str, Any]]:
+    found = list(parts(root, part, *keywords))
+    if len(found) == MOST_PARTS:
+        raise NotExpressible(keywords[0])  # The parser would not look at all of them.
+    return found
 
 
-def _open_types(form: Mapping[str, Any]) -> frozenset[str]:
-    """The types, other than strings, of which a plain schema allows every value."""
-    if "enum" in form:
-        return frozenset({"null"} if None in form["enum"] and "null" in form_types(form) else ())
-    found = set()
-    for kind in form_types(form) - {"string"}:
-        of = "number" if kind == "integer" else kind
-        if not any(key in _OF_OTHERS.get(of, ()) for key in form) and not (
-            form.keys() & (_ALL_KEYWORDS - _OF_STRINGS - frozenset().union(*_OF_OTHERS.values()))
-        ):
-            found.add(kind)
-    return frozenset(found)
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def _whole(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema with all that it refers to."""
+    whole = schema | _definitions(root)
+    if re.search(r'"\$ref": "(?!#/\$defs/|#/definitions/)', json.dumps(whole)):
+        raise NotExpressible("$ref")
+    return whole
+
+
+class _Allowed(NamedTuple):
+    """What a schema allows.
+
+    Args:
+        types: of the values that may fit.
+        fits: types of which every value fits; and each single string, null or boolean that fits
+            beside them, as a tuple of one.
+    """
+
+    types: frozenset[str]
+    fits: frozenset[Any]
+
+
+def _allowed(
+    root: Mapping[str, Any], schema: object, known: dict[str, _Allowed], level: int = 0
+) -> _Allowed:
+    """What a schema within `root` allows.
+
+    Each reference is followed once, to be `known` then, so that this takes no longer than the
+    schema is.
+    """
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, Mapping):
+        raise NotExpressible("properties")
+    names = as_list(schema.get("type", [*JSON_TYPES]))
+    if any(name not in JSON_TYPES for name in names):
+        raise NotExpressible("type")
+    types = _with_integer(names)
+    for keyword, kinds in _REFUSED_FOR.items():
+        if keyword in schema and types & kinds:
+            raise NotExpressible(keyword)
+    is_bounded = schema.keys() - _BOUND_NOTHING - _REFUSED_FOR.keys() - {*_FOLLOWED}
+    allowed = _Allowed(types, types - _JSON if is_bounded else types)
+    for keyword in _FOLLOWED:
+        if keyword in schema:
+            for choice in _choices(root, keyword, schema[keyword], known, level):
+                labels = frozenset(
+                    label
+                    for label in allowed.fits | choice.fits
+                    if _covers(allowed.fits, label) and _covers(choice.fits, label)
+                )
+                allowed = _Allowed(allowed.types & choice.types, _reduced(labels))
+    return allowed
+
+
+def _choices(
+    root: Mapping[str, Any], keyword: str, value: Any, known: dict[str, _Allowed], level: int
+) -> list[_Allowed]:
+    """What a keyword allows: that which each of these does."""
+    if keyword == "$ref":
+        target = resolved(root, value)
+        if target is None or level == _MOST_LEVELS:
+            raise NotExpressible(keyword)
+        if value not in known:
+            known[value] = _allowed(root, target, known, level + 1)
+        return [known[value]]
+    values = [value] if keyword == "const" else value
+    if not isinstance(values, list):
+        raise NotExpressible(keyword)
+    if keyword in ("enum", "const"):
+        types = frozenset(map(type_of, values))
+        return [_Allowed(types, frozenset((v,) for v in values if type_of(v) not in _JSON))]
+    if not values or level == _MOST_LEVELS:
+        raise NotExpressible(keyword)
+    choices = [_allowed(root, each, known, level + 1) for each in values]
+    if keyword == "allOf":
+        return choices
+    types, fits = (frozenset[Any]().union(*sets) for sets in zip(*choices, strict=True))
+    fits = _reduced(fits)
+    if keyword == "oneOf":
+        # No two may allow the same; llguidance looks after what is JSON.
+        if len(fits - _JSON) < sum(len(choice.fits - _JSON) for choice in choices):
+            raise NotExpressible(keyword)
+        fits -= {kind for kind in _JSON if sum(kind in choice.types for choice in choices) > 1}
+    return [_Allowed(types, fits)]
+
+
+def _covers(fits: Iterable[Any], label: Any) -> bool:
+    return label in fits or (isinstance(label, tuple) and type_of(label[0]) in fits)
+
+
+def _reduced(labels: frozenset[Any]) -> frozenset[Any]:
+    """Without single values all others of the type of which fit too."""
+    return frozenset(x for x in labels if isinstance(x, str) or type_of(x[0]) not in labels)
+
+
+def _with_integer(types: Iterable[str]) -> frozenset[str]:
+    """Whole numbers are numbers too."""
+    return frozenset({*types, "integer"} if "number" in types else types)

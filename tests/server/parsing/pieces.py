@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,34 +36,37 @@ def events_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Event]:
 
 
 def summary(events: Iterable[Event]) -> list[Any]:
-    """Events in a form that is short to write: ("text", ...), ("think", ...), ("call", ...)
-    and so on."""
+    """Events in a short form: ("text", ...), ("think", ...), ("call", name, arguments)."""
     short: list[Any] = []
     calls: dict[int, list[str]] = {}
+    kinds = {Text: "text", Reasoning: "think", ToolBroken: "broken", ToolEnd: "call"}
     for event in events:
-        if isinstance(event, Text):
-            short.append(("text", event.text))
-        elif isinstance(event, Reasoning):
-            short.append(("think", event.text))
-        elif isinstance(event, ToolStart):
+        if isinstance(event, ToolStart):
             calls[event.call] = [event.name, ""]
         elif isinstance(event, ToolArguments):
             calls[event.call][1] += event.text
-        elif isinstance(event, ToolEnd):
-            short.append(("call", *calls.pop(event.call)))
-        elif isinstance(event, ToolBroken):
-            calls.pop(event.call)
-            short.append(("broken", event.text))
-        elif isinstance(event, ToolCut):
-            short.append(("cut", *calls.pop(event.call)))
+        elif isinstance(event, ToolEnd | ToolCut):
+            short.append((kinds.get(type(event), "cut"), *calls.pop(event.call)))
+        else:
+            short.append((kinds[type(event)], event.text))
+            if isinstance(event, ToolBroken):
+                calls.pop(event.call)
     assert not calls, "a call neither ended nor broke, nor was it cut"
     return short
 
 
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    """The text in pieces."""
-    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(bounds)]
+def hermes(name: str, arguments: str) -> str:
+    """A call as JSON."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def xml(name: str, **values: Any) -> str:
+    """A call as tags."""
+    parameters = ""
+    for key, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        parameters += f"<parameter={key}>\n{text}\n</parameter>\n"
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 steady = settings(deadline=None, max_examples=200)
@@ -74,4 +78,5 @@ def same_however_cut(make: Make, text: str, at: Iterable[int]) -> None:
     """Whole, character by character and cut anywhere, the events are the same."""
     whole = events_of(make(), [text])
     assert events_of(make(), text) == whole
-    assert events_of(make(), cut(text, at)) == whole
+    bounds = [0, *sorted(place % (len(text) + 1) for place in at), len(text)]
+    assert events_of(make(), [text[a:b] for a, b in itertools.pairwise(bounds)]) == whole

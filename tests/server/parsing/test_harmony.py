@@ -21,39 +21,37 @@ def maker(tools: bool = True, **more: Any) -> Make:
 THINK = "<|channel|>analysis<|message|>Let me see.<|end|>"
 NEXT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>Hello <b>!"
-CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+OPENED = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+CALL = OPENED + '{"a": 1}'
+DONE = ("call", "f", '{"a": 1}')
 
 CASES: dict[str, tuple[str, list[Any]]] = {
     "no channels": ("Hello", [("text", "Hello")]),
-    "an answer": (FINAL, [("text", "Hello <b>!")]),
-    "its end": (FINAL + "<|return|>", [("text", "Hello <b>!")]),
+    "an answer": (FINAL + "<|return|>", [("text", "Hello <b>!")]),
     "reasoning": (THINK + NEXT + FINAL, [("think", "Let me see."), ("text", "Hello <b>!")]),
-    "a call": (THINK + NEXT + CALL, [("think", "Let me see."), ("call", "f", '{"a": 1}')]),
+    "a call": (THINK + NEXT + CALL, [("think", "Let me see."), DONE]),
     "the recipient first": (
         "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>",
         [("call", "f", "{}")],
     ),
-    "two calls": (
-        f"{CALL}<|call|>{NEXT}{CALL}<|call|>",
-        [("call", "f", '{"a": 1}'), ("call", "f", '{"a": 1}')],
-    ),
+    "two calls": (f"{CALL}<|call|>{NEXT}{CALL}  <|call|>", [DONE, DONE]),
+    "text after a call": (f"{CALL}  so it is", [DONE, ("text", "so it is")]),
     "a preamble": (
         f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}{CALL}",
-        [("text", "I look."), ("call", "f", '{"a": 1}')],
+        [("text", "I look."), DONE],
     ),
-    "no arguments": (
-        "<|channel|>commentary to=functions.f<|message|><|call|>",
-        [("call", "f", "{}")],
-    ),
+    "no arguments": (OPENED + "<|call|>", [("call", "f", "{}")]),
     "cut in reasoning": (THINK.removesuffix(".<|end|>"), [("think", "Let me see")]),
-    "cut in a header": (
-        f"{THINK}{NEXT}<|chan",
-        [("think", "Let me see."), ("text", NEXT + "<|chan")],
-    ),
+    "cut in a header": (f"{THINK}{NEXT}<|c", [("think", "Let me see."), ("text", NEXT + "<|c")]),
     "cut in a call": (CALL[:-1], [("cut", "f", '{"a": 1')]),
     "a broken call": (
         CALL.replace(": 1", " 1") + "<|call|>",
-        [("broken", CALL.replace(": 1}", " ")), ("text", "1}")],
+        [("broken", OPENED + '{"a" '), ("text", "1}")],
+    ),
+    "a marker in a string": (OPENED + '{"<|end|>x', [("broken", OPENED + '{"'), ("text", "x")]),
+    "a marker that ends nothing": (
+        OPENED + '{"<|message|><|call|>',
+        [("broken", OPENED + '{"<|message|>')],
     ),
 }
 
@@ -70,22 +68,15 @@ def test_a_call_without_tools_is_text() -> None:
 
 def test_after_the_last_call_that_is_wanted_nothing_is() -> None:
     parser = maker(max_calls=1)()
-    found = summary(events_of(parser, f"{CALL}<|call|>{NEXT}{CALL}<|call|>{NEXT}{FINAL}"))
-    assert found == [("call", "f", '{"a": 1}')]
+    assert summary(events_of(parser, f"{CALL}<|call|>{NEXT}{CALL}<|call|>{NEXT}{FINAL}")) == [DONE]
     assert parser.done
 
 
-PIECES = st.sampled_from(
-    [*MARKERS, "analysis", "final", "commentary", " to=functions.f", "{}", "<"]
-)
-
-
-def test_after_the_last_call_nothing_is_told() -> None:
-    same_however_cut(maker(max_calls=1), "<|channel|> to=functions.f<|message|>{}<|message|>", [])
+PIECES = [*MARKERS, "analysis", "final", "commentary", " to=functions.f", "{}", '{"', "<", "  "]
 
 
 @steady
-@given(st.lists(PIECES, max_size=20).map("".join), places)
+@given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), places)
 def test_what_comes_out_does_not_depend_on_the_pieces(text: str, at: list[int]) -> None:
     same_however_cut(maker(), text, at)
     same_however_cut(maker(max_calls=1), text, at)
