@@ -10,8 +10,7 @@ from mlx_mtp.flags import Flag, add_options, size
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 if TYPE_CHECKING:
-    from mlx_mtp.cache.specs import AttentionSpec
-from mlx_mtp.inspect.found import Found
+    from mlx_mtp.inspect.found import Found
 
 
 def add_inspect(subparsers: Any) -> None:
@@ -46,8 +45,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     backend.prepare()
-    from mlx_mtp.cache.specs import AttentionSpec
-from mlx_mtp.inspect.found import find, quantization
+    from mlx_mtp.inspect.found import find, quantization
     from mlx_mtp.inspect.memory import demand, fit_rows, memory_rows
     from mlx_mtp.machine import MemoryLimit, machine_memory
     from mlx_mtp.units import size_text
@@ -74,6 +72,8 @@ from mlx_mtp.inspect.found import find, quantization
 
 
 def _family(found: Found) -> str:
+    from mlx_mtp.cache.specs import AttentionSpec
+
     args = found.target.args
     layers = found.target.family.layer_specs(args)
     attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
