@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import argparse
 import queue
+import random
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from mlx_mtp.engine.arrivals import next_arrival
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.generate_options import ANSWER_TOKENS
-from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.conversation import Message
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.wire import CompletionRequest
-from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
+from mlx_mtp.server.output_stream import OutputStream
+from mlx_mtp.server.params import engine_requests, model_defaults, sampling_params
 from mlx_mtp.server.parsing.answer import PlainParser
-from mlx_mtp.server.protocols import EngineInfoLike, EngineLike
+from mlx_mtp.server.parsing.events import Text
 from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.engine.info import EngineInfo
 
 _SAMPLING = (
     "max_tokens",
@@ -40,7 +45,7 @@ _SAMPLING = (
 
 
 def stream_answer(
-    engine: EngineLike,
+    engine: Engine,
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
@@ -57,7 +62,7 @@ def stream_answer(
         MlxMtpError: the answer can't be given, or the engine died.
     """
     request, stops = _request(engine, tokenizer, generation_config, options)
-    choice = Choice(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
+    stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
     arrived: queue.SimpleQueue[tuple[float, RequestOutput]] = queue.SimpleQueue()
 
     def deliver(outputs: Any) -> None:
@@ -69,31 +74,31 @@ def stream_answer(
         began = time.perf_counter()
         engine.submit(request)
         times: list[tuple[float, int]] = []
-        while choice.finish_reason is None:
+        while stream.finish_reason is None:
             at, output = next_arrival(arrived, engine)
-            for piece in choice.take(output).pieces:
-                assert isinstance(piece, Content), "plain text has no other pieces"
-                print(piece.text, end="", flush=True)
-            times.append((at, choice.num_tokens))
+            for event in stream.push(output).events:
+                assert isinstance(event, Text), "plain text has no other events"
+                print(event.text, end="", flush=True)
+            times.append((at, stream.num_tokens))
     finally:
         engine.stop()
     print(flush=True)
     prompt_tokens = len(request.prompt_token_ids)
-    print(summary(choice, prompt_tokens, began, times, engine.info), file=sys.stderr)
+    print(summary(stream, prompt_tokens, began, times, engine.info), file=sys.stderr)
     return 0
 
 
 def summary(
-    choice: Choice,
+    stream: OutputStream,
     prompt_tokens: int,
     began: float,
     times: list[tuple[float, int]],
-    info: EngineInfoLike,
+    info: EngineInfo,
 ) -> str:
     """Speed and acceptance in one line.
 
     Args:
-        choice: finished.
+        stream: finished.
         prompt_tokens: of its prompt.
         began: when it was submitted.
         times: when each output came, and how many tokens there were by then.
@@ -107,14 +112,14 @@ def summary(
         f"{prompt_tokens} tokens in {first - began:.2f} s; "
     )
     depth = f", depth {info.num_draft_tokens}" if info.mtp_enabled else ""
-    if not choice.num_drafts:
+    if not stream.num_drafts:
         return f"{line}no drafts{depth}]"
-    accepted, share = choice.num_accepted, choice.num_accepted / choice.num_drafts
-    return f"{line}{accepted} of {choice.num_drafts} drafts accepted ({share:.0%}){depth}]"
+    accepted, share = stream.num_accepted, stream.num_accepted / stream.num_drafts
+    return f"{line}{accepted} of {stream.num_drafts} drafts accepted ({share:.0%}){depth}]"
 
 
 def _request(
-    engine: EngineLike,
+    engine: Engine,
     tokenizer: Tokenizer,
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
@@ -128,14 +133,13 @@ def _request(
         body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
-    seed = SeedSource(None).next() if body.seed is None else body.seed
-    defaults = SamplingDefaults.from_generation_config(generation_config)
+    defaults = model_defaults(generation_config)
     wanted = body.options()
-    params = sampling_params(wanted, defaults, seed, engine.info.vocab_size)
+    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
     messages = [message.for_template() for message in asked]
     prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
-    (request,) = engine_requests("generate", [prompt], params, wanted, engine.info)
-    if body.max_tokens is None:
+    (request,) = engine_requests("generate", [prompt], params, wanted, engine.info.max_model_len)
+    if options.max_tokens is None:
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
     return request, body.stop

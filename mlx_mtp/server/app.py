@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -15,16 +15,18 @@ from mlx_mtp.server.auth import ApiKeyMiddleware
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.guard import Guard
 from mlx_mtp.server.hosts import HostMiddleware, OriginMiddleware, cors, known_names
-from mlx_mtp.server.protocols import EngineLike
-from mlx_mtp.server.routes import router
+from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 STOP_SECONDS = 10.0
 """How long the engine's thread may take to end; one that hangs must not keep the process alive."""
 
 
 def create_app(
-    engine: EngineLike, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
 ) -> FastAPI:
     """Build the application; serving it starts the engine, and ending it stops the engine.
 
@@ -34,7 +36,7 @@ def create_app(
         config: how to answer.
         defaults: the model's generation_config.json.
     """
-    context = Context.build(engine, tokenizer, config, defaults)
+    context = Context(engine, tokenizer, config, defaults)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,15 +56,12 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = context
-    app.include_router(router)
+    for route in ROUTES:
+        # With and without a slash at the end: a redirect would lose some clients' bodies.
+        for path in {route.path, route.path.rstrip("/") + "/"}:
+            app.add_api_route(path, route.load(), methods=route.methods.split())
     http_errors.install(app)
-    _protect(app, context)
-    return app
-
-
-def _protect(app: FastAPI, context: Context) -> None:
-    # From the inside out: a browser's preflight has no key, and a foreign name hears nothing else.
-    config = context.config
+    # From the inside out: preflights have no key, and unknown Host headers are rejected first.
     app.add_middleware(Guard, gate=context.gate, body_seconds=config.body_timeout)
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=config.api_keys)
@@ -70,3 +69,4 @@ def _protect(app: FastAPI, context: Context) -> None:
         app.add_middleware(cors, origins=config.cors_origins)
     app.add_middleware(OriginMiddleware, origins=config.cors_origins)
     app.add_middleware(HostMiddleware, names=known_names(config.host, config.allowed_hosts))
+    return app

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mlx_mtp.errors import (
     DrainingError,
@@ -15,7 +16,9 @@ from mlx_mtp.errors import (
     MlxMtpError,
     QueueFullError,
 )
-from mlx_mtp.server.protocols import EngineLike
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
@@ -71,7 +74,7 @@ class Gate:
     """
 
     def __init__(
-        self, engine: EngineLike, max_queue: int, clock: Callable[[], float] = time.monotonic
+        self, engine: Engine, max_queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._engine = engine
         self.capacity = engine.info.max_num_seqs + max_queue

@@ -13,10 +13,9 @@ from mlx_mtp.errors import BodyTimeoutError, MlxMtpError
 from mlx_mtp.server.clients import Client, client_of
 from mlx_mtp.server.gate import Gate, Ticket
 from mlx_mtp.server.http_errors import error_response
+from mlx_mtp.server.routes import generates
 from mlx_mtp.server.within import within
 
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-"""POSTs to these make sequences."""
 _ALWAYS_OPEN = frozenset({"/health", "/metrics"})
 """Who watches the server may ask while it ends."""
 _VISIT = "mlx_mtp.visit"
@@ -65,7 +64,7 @@ class Guard:
         try:
             if self._gate.draining and path not in _ALWAYS_OPEN:
                 raise self._gate.draining_error()
-            if scope["method"] == "POST" and path in GENERATING:
+            if scope["method"] == "POST" and generates(path):
                 self._gate.check()
         except MlxMtpError as error:
             await error_response(error, scope["path"])(scope, receive, send)

@@ -25,6 +25,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
+from mlx_mtp.server.routes import error_style
 from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED = 499
 """nginx's status for a client that went away: nobody reads it but the access log."""
 
-
-ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -70,7 +69,7 @@ def error_response(
     error: Exception, path: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """The HTTP answer to an error on this path."""
-    if path.startswith(ANTHROPIC_PATH):
+    if error_style(path) == "anthropic":
         body = anthropic_error_body(error)
     else:
         body = error_body(error)

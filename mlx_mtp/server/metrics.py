@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,7 +11,9 @@ from prometheus_client.registry import Collector
 
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.server.gate import REASONS, Gate
-from mlx_mtp.server.protocols import EngineLike
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -20,7 +23,7 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.
 class EngineCollector(Collector):
     """Reads the engine's statistics at each scrape, so that nothing is counted twice."""
 
-    def __init__(self, engine: EngineLike, gate: Gate) -> None:
+    def __init__(self, engine: Engine, gate: Gate) -> None:
         self._engine = engine
         self._gate = gate
 
@@ -92,7 +95,7 @@ class EngineCollector(Collector):
 class Metrics:
     """One app's metrics, in a registry of its own."""
 
-    def __init__(self, engine: EngineLike, gate: Gate) -> None:
+    def __init__(self, engine: Engine, gate: Gate) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, gate))
         self._timeouts = Counter(

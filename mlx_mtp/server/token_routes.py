@@ -7,27 +7,25 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.body import read_body
-from mlx_mtp.server.conversation import Conversation
+from mlx_mtp.server.context import context_of
+from mlx_mtp.server.conversation import Conversation, split_template_kwargs
 from mlx_mtp.server.fields import (
-    MAX_MESSAGES,
     MAX_PROMPT_IDS,
+    Many,
+    ManyTools,
     TemplateKwargs,
     WireModel,
     at_most,
     is_id,
     refusal,
 )
-from mlx_mtp.server.openai.messages import Message
-from mlx_mtp.server.openai.wire import Tools
-from mlx_mtp.server.respond import context_of
-from mlx_mtp.server.thinking import split_template_kwargs
+from mlx_mtp.server.openai.wire import Message, Tool
 
-Messages = Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
 _STEP = 1 << 14
 
 
@@ -37,9 +35,9 @@ class TokenizeRequest(WireModel):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages = Field(default_factory=list)
-    tools: Tools = Field(default_factory=list)
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    messages: Many[Message] = Field([])
+    tools: ManyTools[Tool] = Field([])
+    chat_template_kwargs: TemplateKwargs = Field({})
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -57,15 +55,15 @@ class TokenizeRequest(WireModel):
 
     @property
     def text(self) -> str | None:
-        """The text, under either of its names."""
+        """Under either of its names."""
         return self.content if self.prompt is None else self.prompt
 
     def conversation(self) -> Conversation:
-        """The chat, as the server knows it."""
+        """The chat."""
         kwargs, _ = split_template_kwargs(self.chat_template_kwargs)
         return Conversation(
             messages=[message.message() for message in self.messages],
-            tools=[tool.tool() for tool in self.tools],
+            tools=[tool.function.tool() for tool in self.tools],
             template_kwargs=kwargs,
         )
 
@@ -93,9 +91,10 @@ async def tokenize(request: Request) -> Response:
         context.check_model(body.model)
     text = body.text
     if text is None:
-        ids = (await context.prompt(body.conversation(), MAX_PROMPT_IDS)).token_ids
+        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
+        ids = prompt.token_ids
     else:
-        ids = await context.aside(
+        ids = await context.prompter.in_thread(
             len(text),
             lambda: context.tokenizer.encode(
                 text, limit=MAX_PROMPT_IDS, add_special_tokens=body.add_special_tokens

@@ -4,45 +4,91 @@ from __future__ import annotations
 
 import json
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from mlx_mtp.server.choice import Delta
+from mlx_mtp.server.blocks import Answer, Block, BlockParser, Content
 from mlx_mtp.server.generation import Generation
-from mlx_mtp.server.whole import Answer
-
-COMMENT = b": keep-alive\n\n"
+from mlx_mtp.server.output_stream import Delta
 
 
-class Writer(Protocol):
-    """One answer's. It is used either for `whole` or for the rest, and only once."""
+class Writer(ABC):
+    """Words one answer; used once, for a stream or for `whole`.
 
-    keep_alive: bytes
-    """Breaks a silence."""
-    done: bytes
-    """Comes last in every stream."""
+    `opening` comes with the first that is new, before `delta`; `ending` after the last choice has
+    ended. `failure` ends a stream that fails. `whole` is the answer that isn't streamed.
 
-    def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The events before anything has come of the answer."""
+    Attributes:
+        keep_alive: sent to break a silence.
+        done: the end of every stream.
+    """
+
+    keep_alive = b": keep-alive\n\n"
+    done = b""
+
+    def __init__(self, answer_id: str) -> None:
+        self.answer_id = answer_id
+
+    @abstractmethod
+    def opening(self, generation: Generation) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def ending(self, generation: Generation) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def failure(self, error: Exception) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]: ...
+
+
+class BlockWriter(Writer):
+    """Words the one choice of an answer block by block.
+
+    A block is empty when it starts; `content` is in it already; its state says how it stopped.
+
+    Attributes:
+        last: the delta with the finish reason, as soon as it has come.
+    """
+
+    def __init__(self, answer_id: str) -> None:
+        super().__init__(answer_id)
+        self.last = Delta(0)
+        self._parser = BlockParser()
 
     def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
-        """The events of what is new in one choice."""
+        for step, block, content in self._parser.read(delta):
+            if step == "start":
+                yield from self.block_start(block)
+            elif content is not None:
+                yield from self.block_delta(block, content)
+            else:
+                yield from self.block_stop(block)
+        if delta.finish_reason is not None:
+            self.last = delta
 
-    def ending(self, generation: Generation) -> Iterable[bytes]:
-        """The events after the last choice has ended."""
+    @abstractmethod
+    def block_start(self, block: Block) -> Iterable[bytes]: ...
 
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        """The events that end a stream which fails."""
+    @abstractmethod
+    def block_delta(self, block: Block, content: Content) -> Iterable[bytes]: ...
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        """The answer that isn't streamed."""
+    @abstractmethod
+    def block_stop(self, block: Block) -> Iterable[bytes]: ...
+
+
+packed_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+"""JSON without spaces."""
 
 
 def event(fields: dict[str, Any], name: str | None = None) -> bytes:
     """A server-sent event."""
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {text}\n\n".encode()
+    return f"{head}data: {packed_json(fields)}\n\n".encode()
 
 
 def new_id(prefix: str) -> str:

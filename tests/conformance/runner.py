@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tests.conformance.adapters.suite_names import stands_for
 from tests.conformance.sources import Source, directory
@@ -27,7 +29,8 @@ class Suite:
     """Some of a project's tests.
 
     Args:
-        name: of the list of expected outcomes.
+        name: of the list of expected outcomes: `passing` and `excluded` cases, these with reasons.
+            Without parameters, a name stands for all of a test's cases.
         source: where the tests come from.
         adapter: the plugin that points them at a server of ours.
         files: what pytest is given, below the source's directory.
@@ -46,58 +49,32 @@ class Suite:
     model: str = MODEL
     arguments: tuple[str, ...] = ()
 
-    @property
-    def excluded(self) -> dict[str, str]:
-        """Cases that aren't run, each with its reason."""
-        return self._lists["excluded"]
-
-    @property
-    def passing(self) -> list[str]:
-        """Cases that must pass; without parameters, a name stands for all of a test's cases."""
-        return self._lists["passing"]
-
-    @property
-    def _lists(self) -> dict:
+    @cached_property
+    def expected(self) -> dict[str, Any]:
         return tomllib.loads((HERE / "expected" / f"{self.name}.toml").read_text("utf-8"))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a suite ended.
+def run(suite: Suite) -> dict[str, Any]:
+    """Run all cases but the excluded ones.
 
-    Args:
-        outcomes: "passed", "failed" or "skipped" for each case that ran.
-        words: the end of what pytest said of those that did not pass.
-        excluded: the cases that were left out.
-        output: the end of all of pytest's words.
+    Returns:
+        `outcomes`: "passed", "failed" or "skipped" for each case that ran; `words`: the end of what
+        pytest said of those that did not pass; `excluded`: the cases that were left out; `output`.
     """
-
-    outcomes: dict[str, str]
-    words: dict[str, str]
-    excluded: list[str]
-    output: str = field(repr=False)
-
-
-def run(suite: Suite) -> Outcome:
-    """Run all cases but the excluded ones."""
-    source = directory(suite.source)
-    folder = source / suite.folder
+    folder = directory(suite.source) / suite.folder
     adapters = HERE / "adapters"
-    paths = [adapters, *(folder / path for path in suite.paths)]
     with tempfile.TemporaryDirectory() as temporary:
         told = Path(temporary) / "outcomes.json"
         environment = {
-            **{
-                k: v
-                for k, v in os.environ.items()
-                if not k.startswith(("MLX_MTP_", "PYTEST_", "SUITE_"))
-            },
+            **{k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)},
             "MLX_MTP_CACHE_DIR": temporary,
-            "SUITE_EXCLUDED": json.dumps(list(suite.excluded)),
+            "SUITE_EXCLUDED": json.dumps(list(suite.expected["excluded"])),
             "SUITE_OUTCOMES": str(told),
             "SUITE_MODEL": suite.model,
             "SUITE_ROOT": str(ROOT),
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, [adapters, *(folder / path for path in suite.paths)])
+            ),
         }
         plugins = ["-p", "suite_outcomes", "-p", suite.adapter, "-p", "no:cacheprovider"]
         files = [str((adapters if f.startswith("suite_") else folder) / f) for f in suite.files]
@@ -107,29 +84,21 @@ def run(suite: Suite) -> Outcome:
         )
         output = process.stdout[-6000:] + process.stderr[-2000:]
         assert told.exists(), output
-        return Outcome(**json.loads(told.read_text()), output=output)
+        return {**json.loads(told.read_text()), "output": output}
 
 
-def differences(suite: Suite, outcome: Outcome) -> list[str]:
-    """How the outcome differs from what is written down, a line each."""
-    found = []
-    for case, ended in sorted(outcome.outcomes.items()):
-        listed = any(stands_for(name, case) for name in suite.passing)
-        if ended != "passed":
-            found.append(f"{case} {ended}: {outcome.words.get(case, '')}")
-        elif not listed:
+def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
+    """How the outcomes differ from what is written down, a line each."""
+    passing, excluded, found = suite.expected["passing"], suite.expected["excluded"], []
+    for case, outcome in sorted(ended["outcomes"].items()):
+        if outcome != "passed":
+            found.append(f"{case} {outcome}: {ended['words'].get(case, '')}")
+        elif not any(stands_for(name, case) for name in passing):
             found.append(f"{case} passed, but stands in no list")
-    for name in suite.passing:
-        if not any(stands_for(name, case) for case in outcome.outcomes):
+    for name in passing:
+        if not any(stands_for(name, case) for case in ended["outcomes"]):
             found.append(f"{name} is to pass, but did not run")
-    for name in suite.excluded:
-        if not any(stands_for(name, case) for case in outcome.excluded):
+    for name in excluded:
+        if not any(stands_for(name, case) for case in ended["excluded"]):
             found.append(f"{name} is excluded, but there is no such case")
     return found
-
-
-def summary(suite: Suite, outcome: Outcome) -> str:
-    """How many passed, and how many were left out."""
-    passed = list(outcome.outcomes.values()).count("passed")
-    ran, left = len(outcome.outcomes), len(outcome.excluded)
-    return f"{suite.name}: {passed} of {ran} passed, {left} left out"
