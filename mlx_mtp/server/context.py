@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
+from mlx_mtp.server.body import Model, read_body
 from mlx_mtp.server.clients import key_of
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.gate import Gate
@@ -30,14 +31,7 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """One application's parts.
-
-    Args:
-        engine: not yet started.
-        tokenizer: the model's own.
-        config: how to answer.
-        generation_config: the model's generation_config.json.
-    """
+    """One application's parts, from what `create_app` is given."""
 
     def __init__(
         self,
@@ -111,3 +105,9 @@ def context_of(request: Request) -> Context:
     context = request.app.state.context
     assert isinstance(context, Context)
     return context
+
+
+async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
+    """The application's parts and the request's body; raises RequestError for a wrong one."""
+    context = context_of(request)
+    return context, await read_body(request, model, context.config.max_body_bytes)

@@ -90,12 +90,9 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model calls tools, and which.
+    """Whether the model may, must or can't call tools; `names` are the only ones, None all.
 
-    Args:
-        mode: "auto": as it likes; "none": it gets no tools; "required": it must.
-        names: the only ones that it may call; None: all.
-        field: of the request that says so.
+    `field` of the request says so.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -109,8 +106,6 @@ class Conversation:
 
     Args:
         messages: in order; see `folded` for those of role system.
-        tools: that the model may call.
-        tool_choice: whether it may or must.
         parallel_tool_calls: one answer may have several calls.
         template_kwargs: the client's own settings for the chat template.
         thinking: whether the model is to think first; None: as its template does by itself.

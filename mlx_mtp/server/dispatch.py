@@ -1,11 +1,11 @@
-"""Between the engine's thread and the event loop: one call per step, then one inbox per request."""
+"""Between the engine's thread and the event loop: one call per step."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -13,59 +13,15 @@ from mlx_mtp.errors import EngineStoppedError, MlxMtpError
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
-
-
-class Inbox:
-    """The outputs of one HTTP request's sequences, in the order in which they came.
-
-    Args:
-        find_error: the error to end with when nothing has arrived; None while the engine works.
-    """
-
-    def __init__(self, find_error: Callable[[], MlxMtpError | None]) -> None:
-        self._find_error = find_error
-        self._arrived: list[tuple[float, RequestOutput]] = []
-        self._error: MlxMtpError | None = None
-        self._wakeup = asyncio.Event()
-
-    async def receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        """All that has arrived, each with its time; nothing after `timeout` seconds of silence.
-
-        Raises:
-            MlxMtpError: the engine died or is being stopped.
-        """
-        if self._error is None:
-            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
-            # the wakeup, and a client that left would be answered for ever.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._wakeup.wait()
-        self._wakeup.clear()
-        arrived, self._arrived = self._arrived, []
-        if not arrived:
-            # What has arrived is sent first; the error follows.
-            self._error = self._error or self._find_error()
-            if self._error is not None:
-                raise self._error
-        return arrived
-
-    def put(self, at: float, output: RequestOutput) -> None:
-        """An output has arrived (on the event loop)."""
-        self._arrived.append((at, output))
-        self._wakeup.set()
-
-    def fail(self, error: MlxMtpError) -> None:
-        """Nothing more will come."""
-        self._error = error
-        self._wakeup.set()
+    from mlx_mtp.server.generation import Generation
 
 
 class Dispatcher:
-    """Starts and stops the engine, and passes each of its outputs to the request's inbox."""
+    """Starts and stops the engine, and passes each of its outputs to the request's generation."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inboxes: dict[str, Inbox] = {}
+        self._open: dict[str, Generation] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -81,32 +37,31 @@ class Dispatcher:
 
     def end_all(self) -> None:
         """End every open request with an error, because the server is stopping."""
-        for inbox in set(self._inboxes.values()):
-            inbox.fail(EngineStoppedError("The server is shutting down."))
+        for generation in set(self._open.values()):
+            generation.fail(EngineStoppedError("The server is shutting down."))
 
-    def open(self, requests: Sequence[Request]) -> Inbox:
+    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
         """Submit sequences; all of them, or none and an error.
 
         Raises:
             RequestError, EngineError: as `Engine.submit` does.
         """
-        inbox = Inbox(self._engine_failure)
         try:
             for request in requests:
-                self._inboxes[request.request_id] = inbox
+                self._open[request.request_id] = generation
                 self._engine.submit(request)
         except BaseException:
             self.cancel(request.request_id for request in requests)
             raise
-        return inbox
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Free the rows of those sequences that have not ended."""
         for request_id in request_ids:
-            if self._inboxes.pop(request_id, None) is not None:
+            if self._open.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)
 
-    def _engine_failure(self) -> MlxMtpError | None:
+    def engine_failure(self) -> MlxMtpError | None:
+        """The error that requests end with when the engine can't serve them any more."""
         if self._engine.healthy:
             return None
         return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
@@ -119,8 +74,8 @@ class Dispatcher:
 
     def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
+            generation = self._open.get(output.request_id)
+            if generation is not None:
                 if output.finish_reason is not None:
-                    del self._inboxes[output.request_id]
-                inbox.put(at, output)
+                    del self._open[output.request_id]
+                generation.put(at, output)

@@ -53,12 +53,9 @@ UNSUPPORTED = "unsupported"
 
 
 def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
-    """An error for a validator to raise.
+    """An error for a validator to raise, which may name the field at fault.
 
-    Args:
-        message: what is wrong and what would be right.
-        field: the field at fault, where the validator sees more than that.
-        unsupported: the value makes sense, but this server does not offer it.
+    It is `unsupported` if the value makes sense, but this server does not offer it.
     """
     kind = UNSUPPORTED if unsupported else "refused"
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
@@ -218,8 +215,7 @@ class GenerateRequest(WireModel):
         return {name: value for name, value in values.items() if value is not None}
 
     @abstractmethod
-    def options(self) -> RequestOptions:
-        """What is asked for beside the chat or the prompts."""
+    def options(self) -> RequestOptions: ...
 
 
 class OpenAILabels(WireModel):
@@ -264,7 +260,6 @@ class Function(WireModel):
     strict: bool = False
 
     def tool(self) -> conversation.Tool:
-        """The function as the server knows it."""
         return conversation.Tool(self.name, self.description, self.parameters, self.strict)
 
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from mlx_mtp.engine.request import check_num_draft_tokens
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.answer_grammar import check_tools, max_calls
-from mlx_mtp.server.blocks import collect_response
 from mlx_mtp.server.clients import named
+from mlx_mtp.server.collect import collect_response
 from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.detokenizer import Detokenizer
@@ -29,14 +29,7 @@ from mlx_mtp.server.writer import Writer
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request that was admitted.
-
-    Args:
-        context: the application's parts.
-        client: who asks.
-        options: how the answer is made.
-        params: how it is sampled.
-    """
+    """A request that was admitted, its client, and how its answer is made and sampled."""
 
     context: Context
     client: tuple[str, ...]
@@ -70,11 +63,11 @@ class Admitted:
         prompts: Sequence[str | list[int]],
         guided: tuple[str, GrammarSpec] | None,
     ) -> Generation:
-        """Continue some prompts.
+        """Continue some prompts, texts or token ids.
 
         Args:
             answer_id: of the answer.
-            prompts: texts or token ids.
+            prompts: to be continued.
             guided: the field that asks for a form of the answers, and the form.
 
         Raises:
@@ -128,14 +121,13 @@ class Admitted:
         )
 
 
-def admit(request: Request, body: GenerateRequest) -> Admitted:
+def admit(context: Context, request: Request, body: GenerateRequest) -> Admitted:
     """Check what is asked for, and reserve slots for its sequences.
 
     Raises:
         RequestError: it can't be answered as it is.
         QueueFullError: there are not so many slots.
     """
-    context = context_of(request)
     context.check_model(body.model)
     options, info = body.options(), context.engine.info
     options.check_choices(context.config.max_choices)
@@ -157,12 +149,7 @@ async def respond(
 ) -> Response:
     """Generate for as long as the client stays, and answer in the writer's words.
 
-    Args:
-        request: the HTTP request.
-        generation: its answers.
-        writer: words them.
-        stream: as server-sent events.
-        keep: gets the whole answer at its end.
+    `keep` gets the whole answer at its end, streamed or not.
     """
     patience = context_of(request).config.keep_alive_seconds
     if stream:

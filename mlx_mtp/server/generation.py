@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import MlxMtpError, RequestTimeoutError
-from mlx_mtp.server.dispatch import Dispatcher, Inbox
+from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.output_stream import Delta, OutputStream
 
@@ -34,7 +36,7 @@ class Generation:
         metrics: notes the times.
         requests: one for each choice, those of the same prompt together.
         streams: likewise.
-        num_choices: for each prompt.
+        num_choices: of each prompt.
         timeout: seconds that all of it may take; 0: any.
     """
 
@@ -57,7 +59,9 @@ class Generation:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._timeout = timeout
-        self._inbox: Inbox | None = None
+        self._arrived: list[tuple[float, RequestOutput]] = []
+        self._error: MlxMtpError | None = None
+        self._wakeup = asyncio.Event()
         self._began = 0.0
         self._times: dict[str, float] = {}
         self._first: float | None = None
@@ -66,11 +70,37 @@ class Generation:
 
     def __enter__(self) -> Generation:
         self._began = self._last = time.perf_counter()
-        self._inbox = self._dispatcher.open(self._requests)
+        self._dispatcher.submit(self._requests, self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._dispatcher.cancel(self._by_id)
+
+    def put(self, at: float, output: RequestOutput) -> None:
+        """An output has arrived (on the event loop)."""
+        self._arrived.append((at, output))
+        self._wakeup.set()
+
+    def fail(self, error: MlxMtpError) -> None:
+        self._error = error
+        self._wakeup.set()
+
+    async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
+        """All that has arrived, in order; nothing after `timeout` seconds of silence."""
+        if self._error is None:
+            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
+            # the wakeup, and a client that left would be answered for ever.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._wakeup.wait()
+        self._wakeup.clear()
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            # What has arrived is sent first; the error follows.
+            self._error = self._error or self._dispatcher.engine_failure()
+            if self._error is not None:
+                raise self._error
+        return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
         """What is new, as it comes, until every choice is finished.
@@ -80,11 +110,10 @@ class Generation:
 
         Raises:
             RequestTimeoutError: it has taken too long.
-            MlxMtpError: a choice failed, or the engine did.
+            MlxMtpError: a choice failed, or the engine did, or the server is stopping.
         """
-        assert self._inbox is not None, "deltas come after the requests were submitted"
         while not self.is_finished:
-            arrived = await self._inbox.receive(min(patience, self._seconds_left()))
+            arrived = await self._receive(min(patience, self._seconds_left()))
             if not arrived:
                 self._seconds_left()  # Raise on timeout instead of reporting a silence.
                 yield []
@@ -151,7 +180,6 @@ class Generation:
         return sum(stream.num_tokens for stream in self.streams)
 
     def usage(self) -> Usage:
-        """The counts so far."""
         reasoning = sum(stream.num_reasoning_tokens for stream in self.streams)
         prompts = sum(self._lengths)
         return Usage(prompts, self.completion_tokens, reasoning, self._cached_tokens)

@@ -8,13 +8,12 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
 First = TypeVar("First")
 Result = TypeVar("Result")
-
 _PAUSE = 0.05
 _TRIES = 20
 
@@ -34,69 +33,58 @@ async def run_in_thread(
     Raises:
         TimeoutError: `first` took more than `seconds`.
     """
-    return await _Job(first, rest).run(seconds)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Result] = loop.create_future()
+    lock = threading.Lock()
+    state = "new"  # Then "first" and "rest"; or "never", where it would begin too late.
+    timer: asyncio.TimerHandle
 
+    def end(result: Any, error: BaseException | None) -> None:
+        if error is None and not ended.done():
+            ended.set_result(result)
+        elif error is not None and not ended.done():
+            ended.set_exception(error)
 
-class _Job(Generic[First, Result]):
-    def __init__(self, first: Callable[[], First], rest: Callable[[First], Result]) -> None:
-        self._first = first
-        self._rest = rest
-        self._lock = threading.Lock()
-        self._state = "new"  # Then "first" and "rest"; or "never", if it began too late.
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[Result] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._work, daemon=True, name="limited")
-
-    async def run(self, seconds: float) -> Result:
-        self._timer = self._loop.call_later(seconds, self._interrupt, _TRIES)
-        try:
-            self._thread.start()
-            return await self._future
-        finally:
-            self._timer.cancel()
-
-    def _work(self) -> None:
+    def work() -> None:
+        nonlocal state
+        result, error = None, None
         # An interruption may come late: while the one before is dealt with.
         with contextlib.suppress(TimeIsUp):
-            with self._lock:
-                if self._state == "never":
+            with lock:
+                if state == "never":
                     return
-                self._state = "first"
-            result: Result | None = None
-            error: BaseException | None = None
+                state = "first"
             try:
                 try:
-                    found = self._first()
+                    found = first()
                 finally:
-                    with self._lock:
-                        self._state = "rest"
-                result = self._rest(found)
-            except TimeIsUp:
-                error = TimeoutError()
+                    with lock:
+                        state = "rest"
+                result = rest(found)
             except BaseException as raised:
-                error = raised
+                error = TimeoutError() if isinstance(raised, TimeIsUp) else raised
             with contextlib.suppress(RuntimeError):  # The loop may have been closed by force.
-                self._loop.call_soon_threadsafe(self._end, result, error)
+                loop.call_soon_threadsafe(end, result, error)
 
-    def _interrupt(self, tries: int) -> None:
-        with self._lock:
-            state = self._state
-            if state == "new":
-                self._state = "never"
-            elif state == "first" and self._thread.is_alive():
-                ident = ctypes.c_ulong(self._thread.ident or 0)
+    thread = threading.Thread(target=work, daemon=True, name="limited")
+
+    def interrupt(tries: int) -> None:
+        nonlocal state, timer
+        with lock:
+            state = "never" if state == "new" else state
+            if state == "first" and thread.is_alive():
+                ident = ctypes.c_ulong(thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(TimeIsUp))
         if state == "first" and tries:
-            self._timer = self._loop.call_later(_PAUSE, self._interrupt, tries - 1)
+            timer = loop.call_later(_PAUSE, interrupt, tries - 1)
         elif state != "rest":
             if state == "first":
                 logger.error("A thread does not end; it is abandoned.")
-            self._end(None, TimeoutError())
+            end(None, TimeoutError())
 
-    def _end(self, result: Result | None, error: BaseException | None) -> None:
-        if self._future.done():
-            return
-        if error is not None:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(result)  # type: ignore[arg-type]
+    timer = loop.call_later(seconds, interrupt, _TRIES)
+    try:
+        thread.start()
+        return await ended
+    finally:
+        timer.cancel()

@@ -35,16 +35,8 @@ class OutputStream:
     """Detokenizes one sequence, parses it and counts its tokens.
 
     Tokens are read singly: nothing of what comes out depends on how many a step brought, but for
-    the number of events that it comes in.
-
-    Args:
-        index: of the choice, among the answer's.
-        detokenizer: from tokens to text.
-        parser: from text to events.
-
-    Attributes:
-        num_reused_tokens: of the prompt, the tokens that came from the prefix cache.
-        finish_reason: None until the choice has ended.
+    the number of events that it comes in. `num_reused_tokens` of the prompt came from the prefix
+    cache; `finish_reason` is None until the choice has ended.
     """
 
     def __init__(self, index: int, detokenizer: Detokenizer, parser: AnswerParser) -> None:

@@ -27,12 +27,8 @@ class RequestOptions:
             `logit_bias` are texts.
         max_tokens_field: what the API calls the most tokens of an answer.
         cut_to_context: where there is no room for `max_tokens`, fewer will do.
-        num_prompts: that are answered.
         n: choices for each prompt.
-        stop: strings that end a choice.
-        num_draft_tokens: drafts per step; None leaves them to the engine.
-        user: the name of the end user that the client gave.
-        cache_salt: only requests with the same one share prefixes in the cache.
+        user: the name that the client gave its end user.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -101,11 +97,7 @@ def sampling_params(
 ) -> SamplingParams:
     """How the request's sequences are sampled, before the context's room is known.
 
-    Args:
-        options: of the request.
-        defaults: those of the model.
-        seeds: chooses a seed where the request has none.
-        vocab_size: of the model.
+    The `defaults` are the model's; `seeds` chooses a seed where the request has none.
 
     Raises:
         InvalidRequestError: some value is out of its range; it names the field.

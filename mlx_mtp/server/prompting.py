@@ -28,12 +28,9 @@ _EFFORT = "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chat as the model reads it.
+    """A chat as the model reads it; `thinking`: it ends within a think block.
 
-    Args:
-        token_ids: of all of it.
-        thinking: it ends within a think block.
-        grammar: of the answer; None leaves it free.
+    `grammar` is that of the answer; None leaves it free.
     """
 
     token_ids: tuple[int, ...]
@@ -43,13 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompter:
-    """Renders and encodes chats.
-
-    Args:
-        tokenizer: with its template.
-        output_format: of the model's answers.
-        seconds: most time that the template may take.
-    """
+    """Renders and encodes chats; the template may take so many `seconds`."""
 
     tokenizer: Tokenizer
     output_format: OutputFormat
@@ -59,12 +50,7 @@ class Prompter:
     async def prompt(
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> Prompt:
-        """The prompt, up to where the answer begins.
-
-        Args:
-            conversation: to be rendered and encoded.
-            limit: most tokens.
-            with_grammar: build the answer's grammar as well.
+        """The prompt, of at most `limit` tokens, up to where the answer begins.
 
         Raises:
             MlxMtpError: the template can't take this chat, or it is longer than `limit` tokens.

@@ -27,7 +27,6 @@ class Route(NamedTuple):
     errors: ErrorStyle = "openai"
 
     def load(self) -> Callable[..., Any]:
-        """The handler itself."""
         module, _, function = self.handler.rpartition(".")
         handler: Callable[..., Any] = getattr(import_module(f"mlx_mtp.server.{module}"), function)
         return handler

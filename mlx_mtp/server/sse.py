@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_mtp.errors import MlxMtpError
-from mlx_mtp.server.blocks import Answer
+from mlx_mtp.server.collect import Collector
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.writer import Writer
 
@@ -57,13 +57,13 @@ async def stream_events(
     one is an event of the stream.
 
     Args:
-        generation: its answers.
+        generation: its answers, submitted.
         writer: words them.
         patience: any longer silence is broken, in seconds.
         keep: gets the whole answer at its end.
     """
     begun = opened = False
-    answers = [Answer(stream.index) for stream in generation.streams]
+    collector = Collector(len(generation.streams))
     try:
         async for deltas in generation.deltas(patience):
             if not deltas:
@@ -75,13 +75,13 @@ async def stream_events(
             for delta in deltas:
                 events += writer.delta(delta, generation)
                 if keep is not None:
-                    answers[delta.index].add(delta)
+                    collector.add(delta)
             if events:
                 begun = True
                 yield b"".join(events)
         if keep is not None:
             # Before the client can know the end: from then on it may ask for the answer.
-            keep(writer.whole(answers, generation))
+            keep(writer.whole(collector.answers(), generation))
         yield b"".join((*writer.ending(generation), writer.done))
     except Exception as error:
         if not begun:
@@ -109,7 +109,6 @@ class EventStreamResponse(Response):
         self._events = stream_events(generation, writer, patience, keep)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send, until the end or until the client leaves."""
         # After the first byte nobody above could turn a disconnect into anything.
         with self._generation, contextlib.suppress(ClientDisconnect):
             await until_disconnect(receive, self._send(send))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.context import context_of
+from mlx_mtp.server.context import read
 from mlx_mtp.server.conversation import Conversation, split_template_kwargs
 from mlx_mtp.server.fields import (
     MAX_PROMPT_IDS,
@@ -59,7 +58,6 @@ class TokenizeRequest(WireModel):
         return self.content if self.prompt is None else self.prompt
 
     def conversation(self) -> Conversation:
-        """The chat."""
         kwargs, _ = split_template_kwargs(self.chat_template_kwargs)
         return Conversation(
             messages=[message.message() for message in self.messages],
@@ -85,38 +83,32 @@ class DetokenizeRequest(WireModel):
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
-    context = context_of(request)
-    body = await read_body(request, TokenizeRequest, context.config.max_body_bytes)
+    context, body = await read(request, TokenizeRequest)
+    tokenizer, text = context.tokenizer, body.text
     if body.model is not None:
         context.check_model(body.model)
-    text = body.text
     if text is None:
         prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
         ids = prompt.token_ids
     else:
+        special = body.add_special_tokens
         ids = await context.prompter.in_thread(
             len(text),
-            lambda: context.tokenizer.encode(
-                text, limit=MAX_PROMPT_IDS, add_special_tokens=body.add_special_tokens
-            ),
+            lambda: tokenizer.encode(text, limit=MAX_PROMPT_IDS, add_special_tokens=special),
         )
-    fields: dict[str, int | None] = {
-        "count": len(ids),
-        "max_model_len": context.engine.info.max_model_len,
-    }
-    lists: dict[str, Callable[[int], object]] = {"tokens": int}
-    if body.return_token_strs:
-        lists["token_strs"] = context.tokenizer.token_text
-    else:
-        fields["token_strs"] = None
-    content = await asyncio.to_thread(_json, fields, ids, lists)
-    return Response(content, media_type="application/json")
+
+    def content() -> str:
+        strings = _listed(ids, tokenizer.token_text) if body.return_token_strs else "null"
+        length = context.engine.info.max_model_len
+        numbers = f'"count": {len(ids)}, "max_model_len": {length}, "tokens": {_listed(ids, int)}'
+        return f'{{{numbers}, "token_strs": {strings}}}'
+
+    return Response(await asyncio.to_thread(content), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize; the text goes by vLLM's name and by llama.cpp's."""
-    context = context_of(request)
-    body = await read_body(request, DetokenizeRequest, context.config.max_body_bytes)
+    context, body = await read(request, DetokenizeRequest)
     if body.model is not None:
         context.check_model(body.model)
 
@@ -128,17 +120,8 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": found, "content": found})
 
 
-def _json(
-    fields: Mapping[str, int | None],
-    ids: Sequence[int],
-    lists: Mapping[str, Callable[[int], object]],
-) -> bytes:
-    """The answer as JSON, in steps of a few milliseconds: `json.dumps` lets no other thread run."""
-    parts = [json.dumps(fields)[:-1]]
-    for name, value_of in lists.items():
-        parts.append(f', "{name}": [')
-        for start in range(0, len(ids), _STEP):
-            step = json.dumps([value_of(token) for token in ids[start : start + _STEP]])
-            parts += ["," if start else "", step[1:-1]]
-        parts.append("]")
-    return "".join((*parts, "}")).encode()
+def _listed(ids: Sequence[int], value_of: Callable[[int], object]) -> str:
+    """A JSON list, made in steps of milliseconds: `json.dumps` lets no other thread run."""
+    steps = (ids[start : start + _STEP] for start in range(0, len(ids), _STEP))
+    parts = (json.dumps([value_of(token) for token in step])[1:-1] for step in steps)
+    return f"[{', '.join(parts)}]"

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tests.conformance.adapters.suite_names import stands_for
-from tests.conformance.sources import Source, directory
+from tests.conformance.sources import Package, directory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -26,32 +26,40 @@ _QUIETLY = ("-q", "--timeout=120", "--tb=short")
 
 @dataclass(frozen=True)
 class Suite:
-    """Some of a project's tests.
+    """Some of a project's tests, as a file of `expected` describes them.
 
     Args:
-        name: of the list of expected outcomes: `passing` and `excluded` cases, these with reasons.
-            Without parameters, a name stands for all of a test's cases.
+        name: of the file.
         source: where the tests come from.
+        passing: the cases that must pass; without parameters, a name stands for all of a test's.
+        excluded: the cases that aren't run, each with its reason.
         adapter: the plugin that points them at a server of ours.
         files: what pytest is given, below the source's directory.
         folder: where pytest runs, below the source's directory.
         paths: of imports, below that folder.
         model: the name by which the tests ask for a model.
-        arguments: more of pytest's.
+        arguments: more of pytest's; ADAPTERS stands for the adapters' folder.
     """
 
     name: str
-    source: Source
+    source: Package
+    passing: Sequence[str]
+    excluded: Mapping[str, str]
     adapter: str
-    files: tuple[str, ...]
+    files: Sequence[str]
     folder: str = "."
-    paths: tuple[str, ...] = (".",)
+    paths: Sequence[str] = (".",)
     model: str = MODEL
-    arguments: tuple[str, ...] = ()
+    arguments: Sequence[str] = ()
 
-    @cached_property
-    def expected(self) -> dict[str, Any]:
-        return tomllib.loads((HERE / "expected" / f"{self.name}.toml").read_text("utf-8"))
+    @classmethod
+    def load(cls, path: Path) -> Suite:
+        told = tomllib.loads(path.read_text("utf-8"))
+        source = Package(**told["source"])
+        return cls(path.stem, source, told["passing"], told["excluded"], **told["suite"])
+
+
+SUITES = [Suite.load(path) for path in sorted((HERE / "expected").glob("*.toml"))]
 
 
 def run(suite: Suite) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def run(suite: Suite) -> dict[str, Any]:
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)},
             "MLX_MTP_CACHE_DIR": temporary,
-            "SUITE_EXCLUDED": json.dumps(list(suite.expected["excluded"])),
+            "SUITE_EXCLUDED": json.dumps(list(suite.excluded)),
             "SUITE_OUTCOMES": str(told),
             "SUITE_MODEL": suite.model,
             "SUITE_ROOT": str(ROOT),
@@ -78,7 +86,8 @@ def run(suite: Suite) -> dict[str, Any]:
         }
         plugins = ["-p", "suite_outcomes", "-p", suite.adapter, "-p", "no:cacheprovider"]
         files = [str((adapters if f.startswith("suite_") else folder) / f) for f in suite.files]
-        command = [sys.executable, "-m", "pytest", *plugins, *suite.arguments, *_QUIETLY, *files]
+        arguments = [word.replace("ADAPTERS", str(adapters)) for word in suite.arguments]
+        command = [sys.executable, "-m", "pytest", *plugins, *arguments, *_QUIETLY, *files]
         process = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS
         )
@@ -89,16 +98,16 @@ def run(suite: Suite) -> dict[str, Any]:
 
 def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
     """How the outcomes differ from what is written down, a line each."""
-    passing, excluded, found = suite.expected["passing"], suite.expected["excluded"], []
+    found = []
     for case, outcome in sorted(ended["outcomes"].items()):
         if outcome != "passed":
             found.append(f"{case} {outcome}: {ended['words'].get(case, '')}")
-        elif not any(stands_for(name, case) for name in passing):
+        elif not any(stands_for(name, case) for name in suite.passing):
             found.append(f"{case} passed, but stands in no list")
-    for name in passing:
+    for name in suite.passing:
         if not any(stands_for(name, case) for case in ended["outcomes"]):
             found.append(f"{name} is to pass, but did not run")
-    for name in excluded:
+    for name in suite.excluded:
         if not any(stands_for(name, case) for case in ended["excluded"]):
             found.append(f"{name} is excluded, but there is no such case")
     return found

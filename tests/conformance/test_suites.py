@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.runner import Suite, differences, run
-from tests.conformance.suites import SUITES
+from tests.conformance.runner import SUITES, Suite, differences, run
 from tests.harness import MEASURED
 
 

@@ -43,7 +43,7 @@ def pieces_of(text: str, borders: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_any_tokens_give_what_decoding_at_once_gives(ids: list[int]) -> None:
     detokenizer = Detokenizer(TOKENIZER.text_bytes)
     parts = [detokenizer.push(token) for token in ids]
@@ -62,7 +62,7 @@ def test_only_whole_characters_come_out(text: str, borders: list[int]) -> None:
     st.lists(st.text("ab🎉<", min_size=1, max_size=5), max_size=4),
     st.lists(st.integers(0, 100), max_size=20),
 )
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_stop_strings_cut_at_the_same_place_whatever_the_borders(
     text: str, stops: list[str], borders: list[int]
 ) -> None:

@@ -107,12 +107,19 @@ def sdk(url: str) -> Iterator[openai.OpenAI]:
 
 def test_stored_chats(sdk: openai.OpenAI) -> None:
     chats = sdk.chat.completions
-    made = chats.create(model=MODEL, messages=HI, store=True, tools=[WEATHER])
-    for stored in (chats.retrieve(made.id), chats.update(made.id, metadata={"a": "b"})):
-        check(stored)
-    for listed in chats.list():
-        check(listed)
-    check(chats.delete(made.id))
+    # The SDK's type of a stored message knows no role but this one.
+    fields: Any = {"model": MODEL, "messages": [{"role": "assistant", "content": "hi"}]}
+    for n in range(3):
+        made = chats.create(**fields, store=True, tools=[WEATHER], metadata={"n": str(n)})
+    assert check(chats.retrieve(made.id)).choices == made.choices
+    assert [message.content for message in chats.messages.list(made.id)] == ["hi"]
+    assert check(chats.update(made.id, metadata={"n": "9"})).metadata == {"n": "9"}
+    # The SDK asks for the next page by itself.
+    assert [check(c).metadata["n"] for c in chats.list(limit=1)] == ["0", "1", "9"]
+    assert [c.id for c in chats.list(metadata={"n": "9"})] == [made.id]
+    assert check(chats.delete(made.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        chats.retrieve(made.id)
 
 
 def test_models_and_errors(sdk: openai.OpenAI, url: str) -> None:

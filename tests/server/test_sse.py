@@ -142,13 +142,14 @@ def test_what_came_before_an_error_is_written(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("ticks", range(4))
-def test_a_reader_cancelled_as_something_arrives_is_cancelled(ticks: int) -> None:
+def test_a_reader_cancelled_as_something_arrives_is_cancelled(
+    tokenizer: Tokenizer, ticks: int
+) -> None:
     async def main() -> None:
-        request = Request("a", (1,), SamplingParams(max_tokens=8))
-        inbox = Dispatcher(FakeEngine(endless(40))).open([request])
-        reader = asyncio.ensure_future(inbox.receive(10))
+        stream = Stream(tokenizer)
+        reader = asyncio.ensure_future(anext(stream.pieces))
         await asyncio.sleep(0)
-        inbox.put(0.0, dataclasses.replace(out(40), request_id="a"))
+        stream.step(40)
         for _ in range(ticks):
             await asyncio.sleep(0)
         # cancel() tells whether it came in time; if it did, it must not be forgotten.

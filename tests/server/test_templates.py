@@ -81,7 +81,9 @@ values = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
 @given(st.lists(values, min_size=1, max_size=3), prose, prose)
 def test_what_a_template_writes_is_read_back(
     prompter: Prompter, calls: list[dict[str, Any]], said: str, thought: str

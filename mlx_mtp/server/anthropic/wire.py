@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
-from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import conversation, fields
 from mlx_mtp.server.conversation import BUDGETS, Conversation, ToolCall
 from mlx_mtp.server.fields import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
@@ -237,8 +236,8 @@ class CountRequest(WireModel):
     messages: OneOrMore[_Message]
     system: _Texts = Field([])
     tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
-    tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
+    tool_choice: _ToolChoice = Field(_ToolChoice(type="auto"))
+    thinking: _Thinking = Field(_Thinking(type="disabled"))
     output_config: _OutputConfig = Field(default_factory=_OutputConfig)
     output_format: _OutputFormat | None = None
     context_management: _ContextManagement | None = None
@@ -258,39 +257,23 @@ class CountRequest(WireModel):
         return self
 
     def conversation(self) -> Conversation:
-        """What the model is asked."""
         messages = [message for given in self.messages for message in given.messages()]
         system = _text_of(self.system)
         if system:
             messages.insert(0, conversation.Message("system", system))
-        choice = self.tool_choice
+        thinking, budget = self.thinking, BUDGETS.get(self.output_config.effort or "")
+        form = self.output_config.format or self.output_format
         return Conversation(
             messages=messages,
             tools=[tool.tool() for tool in self.tools],
-            tool_choice=choice.choice() if choice else conversation.ToolChoice(),
-            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-            thinking=self._thinks,
-            thinking_budget=self._budget,
-            response=self._response,
+            tool_choice=self.tool_choice.choice(),
+            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            thinking={"enabled": True, "disabled": False}.get(thinking.type),
+            thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
+            response=None if form is None else schema_grammar(form.json_schema),
             response_field="output_format" if self.output_format else "output_config.format",
             continue_final=bool(messages) and messages[-1].role == "assistant",
         )
-
-    @property
-    def _thinks(self) -> bool | None:
-        kind = self.thinking.type if self.thinking is not None else "disabled"
-        return {"enabled": True, "disabled": False}.get(kind)
-
-    @property
-    def _budget(self) -> int | None:
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            return self.thinking.budget_tokens
-        return BUDGETS.get(self.output_config.effort or "")
-
-    @property
-    def _response(self) -> GrammarSpec | None:
-        form = self.output_config.format or self.output_format
-        return None if form is None else schema_grammar(form.json_schema)
 
 
 @fields.sampled("top_p", "top_k", "seed")
@@ -306,7 +289,6 @@ class MessagesRequest(CountRequest, fields.GenerateRequest):
     diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
     def options(self) -> RequestOptions:
-        """What is asked for beside the chat."""
         return RequestOptions(
             sampling=self.sampling(),
             # "The absolute maximum": agents ask for more than small contexts have.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from mlx_mtp.server.blocks import Answer, Block, Content
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import anthropic_error_body
 from mlx_mtp.server.opaque_reasoning import wrap
 from mlx_mtp.server.output_stream import Delta
-from mlx_mtp.server.writer import BlockWriter, event, new_id
+from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
 
 SIGNATURE = "mlx-mtp"
 """Clients send thinking blocks back only if they have a signature, which they don't look into."""
@@ -35,33 +34,32 @@ class MessageWriter(BlockWriter):
         self._seed = seed
         self._omit_thinking = omit_thinking
         self._index = -1
+        self._content: list[dict[str, Any]] = []
 
     def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The message without its content."""
         message = self._message([], None, None) | {"usage": usage_fields(generation)}
         yield _event("message_start", message=message)
 
     def ending(self, generation: Generation) -> Iterable[bytes]:
-        """Why it ended, and what it cost."""
         reason = {"stop_reason": _stop_reason(self.last), "stop_sequence": self.last.stop}
         usage = usage_fields(generation)
         yield _event("message_delta", delta=reason, usage=usage, seed=self._seed)
         yield _event("message_stop")
 
     def failure(self, error: Exception) -> Iterable[bytes]:
-        """The error, as its HTTP answer would have had it."""
         yield event(anthropic_error_body(error), "error")
 
-    def block_start(self, block: Block) -> Iterable[bytes]:
+    def start(self, block: Block) -> Iterable[bytes]:
         self._index += 1
         empty: dict[str, Any] = {"type": "text", "text": ""}
         if block.kind == "reasoning":
             empty = {"type": "thinking", "thinking": "", "signature": ""}
         elif block.kind == "call":
             empty = {"type": "tool_use", "id": new_id("toolu"), "name": block.name, "input": {}}
+        self._content.append(empty)
         yield _event("content_block_start", index=self._index, content_block=empty)
 
-    def block_delta(self, block: Block, content: Content) -> Iterable[bytes]:
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
         if block.kind == "text":
             yield self._delta("text_delta", text=content.text)
         elif block.kind == "call":
@@ -69,33 +67,28 @@ class MessageWriter(BlockWriter):
         elif not self._omit_thinking:
             yield self._delta("thinking_delta", thinking=content.text)
 
-    def block_stop(self, block: Block) -> Iterable[bytes]:
-        if block.kind == "reasoning":
-            yield self._delta("signature_delta", signature=self._signature(block))
+    def stop(self, block: Block) -> Iterable[bytes]:
+        whole = self._content[-1]
+        if block.kind == "text":
+            whole["text"] = block.text
+        elif block.kind == "reasoning":
+            whole["thinking"] = "" if self._omit_thinking else block.text
+            whole["signature"] = wrap(block.text) if self._omit_thinking else SIGNATURE
+            yield self._delta("signature_delta", signature=whole["signature"])
+        elif block.state == "complete":
+            # Complete calls have an object for arguments: the parsers see to that.
+            whole["input"] = json.loads(block.text)
+        elif block.state == "cut":
+            # A `tool_use` has an object for its input, and an object made of half a call looks like
+            # a whole one: a client would write half a file. So a call that is cut is text in a
+            # whole message; in a stream its input is left open, which no client takes for whole.
+            self._content[-1] = {"type": "text", "text": block.raw}
+            if len(self._content) > 1 and self._content[-2]["type"] == "text":
+                self._content[-2]["text"] += self._content.pop()["text"]
         yield _event("content_block_stop", index=self._index)
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        (answer,) = answers
-        content: list[dict[str, Any]] = []
-        for block in answer.blocks:
-            if block.kind == "reasoning":
-                text = "" if self._omit_thinking else block.text
-                signature = self._signature(block)
-                content.append({"type": "thinking", "thinking": text, "signature": signature})
-            elif block.kind == "call" and block.state != "cut":
-                call = {"type": "tool_use", "id": new_id("toolu"), "name": block.name}
-                # Complete calls have an object for arguments: the parsers see to that.
-                content.append({**call, "input": json.loads(block.text)})
-            else:
-                # A `tool_use` has an object for its input, and an object made of half a call looks
-                # like a whole one: a client would write half a file. So a call that is cut is text
-                # here; in a stream its input is left open, which no client can take for whole.
-                text = block.raw or block.text
-                if content and content[-1]["type"] == "text":
-                    content[-1]["text"] += text
-                elif text:
-                    content.append({"type": "text", "text": text})
-        message = self._message(content, _stop_reason(answer), answer.stop)
+    def finished(self, generation: Generation) -> dict[str, Any]:
+        message = self._message(self._content, _stop_reason(self.last), self.last.stop)
         return message | {"usage": usage_fields(generation)}
 
     def _message(
@@ -112,9 +105,6 @@ class MessageWriter(BlockWriter):
             "stop_reason": reason,
             "stop_sequence": stop,
         }
-
-    def _signature(self, block: Block) -> str:
-        return wrap(block.text) if self._omit_thinking else SIGNATURE
 
     def _delta(self, kind: str, **fields: str) -> bytes:
         delta = {"type": kind, **fields}
@@ -133,7 +123,7 @@ def usage_fields(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _stop_reason(answer: Delta | Answer) -> str:
+def _stop_reason(answer: Delta) -> str:
     if answer.stop is not None and answer.finish_reason == "stop":
         return "stop_sequence"
     return _STOP_REASONS[answer.finish_reason or "stop"]

@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from mlx_mtp import __version__
 from mlx_mtp.errors import UnsupportedParameterError
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.context import context_of
+from mlx_mtp.server.context import context_of, read
 from mlx_mtp.server.generate import Admitted, admit, respond
 from mlx_mtp.server.openai.stored import StoredChat
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
@@ -24,9 +23,8 @@ from mlx_mtp.server.writer import packed_json
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
-    max_bytes = context_of(request).config.max_body_bytes
-    body = await read_body(request, ChatRequest, max_bytes)
-    admitted = admit(request, body)
+    context, body = await read(request, ChatRequest)
+    admitted = admit(context, request, body)
     writer = ChatWriter(**_settings("chatcmpl", admitted, body))
     keep = await _keep(request, body, writer.answer_id) if body.store else None
     generation = await admitted.chat(writer.answer_id, body.conversation())
@@ -35,9 +33,8 @@ async def chat_completions(request: Request) -> Response:
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
-    max_bytes = context_of(request).config.max_body_bytes
-    body = await read_body(request, CompletionRequest, max_bytes)
-    admitted = admit(request, body)
+    context, body = await read(request, CompletionRequest)
+    admitted = admit(context, request, body)
     writer = TextWriter(**_settings("cmpl", admitted, body))
     generation = await admitted.complete(writer.answer_id, body.prompt, body.guided())
     return await respond(request, generation, writer, stream=body.stream)

@@ -17,15 +17,7 @@ MAX_STORED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredChat:
-    """A completion and what was asked, as the JSON that clients get.
-
-    Args:
-        id: the completion's.
-        model: that made it.
-        metadata: the client's labels.
-        completion: the whole object.
-        messages: of the request, an object each.
-    """
+    """A completion and the messages of its request, as the JSON that clients get."""
 
     id: str
     model: str
@@ -43,7 +35,6 @@ class StoredChat:
 
     @property
     def size(self) -> int:
-        """Bytes of JSON."""
         return len(self.completion) + sum(map(len, self.messages))
 
 

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.context import context_of
+from mlx_mtp.server.context import context_of, read
 from mlx_mtp.server.fields import Labels, WireModel
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.stored import StoredChat
@@ -25,8 +24,7 @@ _LABEL = re.compile(r"metadata\[(.*)\]")
 
 
 class _PageQuery(WireModel):
-    # `after` is the id of the last item of the page before this one.
-    after: str | None = None
+    after: str | None = None  # The id of the last item of the page before this one.
     limit: Annotated[int, Field(strict=False, ge=1, le=MAX_PAGE)] = 20
     order: Literal["asc", "desc"] = "asc"
 
@@ -37,7 +35,6 @@ class _ChatsQuery(_PageQuery):
 
 
 class _NewLabels(WireModel):
-    # Null takes the labels away.
     metadata: Labels = Field(default_factory=dict)
 
 
@@ -59,8 +56,7 @@ async def get_chat(request: Request) -> Response:
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
-    context = context_of(request)
-    body = await read_body(request, _NewLabels, context.config.max_body_bytes)
+    context, body = await read(request, _NewLabels)
     name = request.path_params["name"]
     return _completion(context.stored(request).label(name, body.metadata))
 

@@ -120,7 +120,6 @@ class Message(WireModel):
         return self
 
     def message(self) -> conversation.Message:
-        """The message as the server knows it."""
         calls = (
             conversation.ToolCall(call.function.name, call.function.arguments, call.id)
             for call in self.tool_calls or ()
@@ -197,7 +196,6 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
         """Alternatives to report for each token; None: no logprobs."""
 
     def options(self, **more: Any) -> RequestOptions:
-        """What is asked for beside the chat or the prompts."""
         return RequestOptions(
             sampling=self.sampling(top_logprobs=self.wanted_logprobs, **more),
             n=self.n,
@@ -251,7 +249,6 @@ class ChatRequest(GenerateRequest):
         return super().options(**more)
 
     def conversation(self) -> Conversation:
-        """What the model is asked."""
         kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
         form = None if self.response_format is None else self.response_format.grammar()
         field, response = self.guided() or ("response_format", form)

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from mlx_mtp.server.blocks import Answer
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.output_stream import Delta
@@ -29,15 +28,17 @@ class OpenAIWriter(Writer):
         with_logprobs: they were asked for.
         include_usage: a usage chunk ends the stream, and the others have a null in its place.
         continuous_usage: they have the usage so far instead.
+
+    Attributes:
+        chunk_key: names the content in the choice of a chunk.
+        empty: the content of a choice's last chunk, which has the finish reason alone.
     """
 
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
     chunk_key: str
-    """Names the content in the choice of a chunk."""
     empty: ClassVar[Any]
-    """The content of the last chunk of a choice, which has the finish reason alone."""
 
     def __init__(
         self,
@@ -72,15 +73,13 @@ class OpenAIWriter(Writer):
             yield self.chunk(generation, last, **more)
 
     def ending(self, generation: Generation) -> Iterable[bytes]:
-        """The usage, if the client wants it."""
         if self._include_usage:
             yield event(self._fields(self.chunk_kind, [], **_costs(generation)))
 
     def failure(self, error: Exception) -> Iterable[bytes]:
-        """The error, as its HTTP answer would have had it."""
         yield event(error_body(error))
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Delta], generation: Generation) -> dict[str, Any]:
         choices = [self.whole_choice(answer) for answer in answers]
         return self._fields(self.answer_kind, choices, **_costs(generation))
 
@@ -89,7 +88,7 @@ class OpenAIWriter(Writer):
         """What an event brings to the choice of this index; None for nothing."""
 
     @abstractmethod
-    def whole_choice(self, answer: Answer) -> dict[str, Any]:
+    def whole_choice(self, answer: Delta) -> dict[str, Any]:
         """The choice of an answer that isn't streamed."""
 
     @abstractmethod
@@ -128,7 +127,6 @@ class ChatWriter(OpenAIWriter):
     empty: ClassVar[Any] = {}
 
     def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The role of each choice."""
         for stream in generation.streams:
             role = {"role": "assistant", "content": ""}
             yield self.chunk(generation, self.choice(stream.index, role))
@@ -147,21 +145,21 @@ class ChatWriter(OpenAIWriter):
                 return {"tool_calls": [{"index": found.call, "function": function}]}
         return None
 
-    def whole_choice(self, answer: Answer) -> dict[str, Any]:
+    def whole_choice(self, answer: Delta) -> dict[str, Any]:
         """One message; its content is null if all that it has is calls."""
-        text, reasoning = answer.text("text"), answer.text("reasoning")
+        text, tokens = _text_of(answer)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        calls = [
-            self._call(answer.index, block.call, block.name, block.text)
-            for block in answer.blocks
-            if block.kind == "call"
-        ]
-        if calls:
-            message |= {"content": text or None, "tool_calls": calls}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        tokens, reason = answer.tokens, answer.finish_reason
-        return self.choice(answer.index, message, tokens, reason, key="message")
+        for found in answer.events:
+            if isinstance(found, events.Reasoning):
+                before = message.get("reasoning_content", "")
+                message["reasoning_content"] = before + found.text
+            elif isinstance(found, events.ToolStart):
+                message["content"] = text or None
+                call = self._call(answer.index, found.call, found.name, "")
+                message.setdefault("tool_calls", []).append(call)
+            elif isinstance(found, events.ToolArguments):
+                message["tool_calls"][-1]["function"]["arguments"] = found.text
+        return self.choice(answer.index, message, tokens, answer.finish_reason, key="message")
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -186,9 +184,8 @@ class TextWriter(OpenAIWriter):
         assert isinstance(found, events.Text), "nothing else is looked for in plain text"
         return found.text
 
-    def whole_choice(self, answer: Answer) -> dict[str, Any]:
-        text = answer.text("text")
-        return self.choice(answer.index, text, answer.tokens, answer.finish_reason)
+    def whole_choice(self, answer: Delta) -> dict[str, Any]:
+        return self.choice(answer.index, *_text_of(answer), answer.finish_reason)
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
         name = self._tokenizer.token_text
@@ -223,6 +220,11 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
         }
         for token in tokens
     ]
+
+
+def _text_of(answer: Delta) -> tuple[str, list[events.OutputToken]]:
+    texts = [found for found in answer.events if isinstance(found, events.Text)]
+    return "".join(t.text for t in texts), [token for t in texts for token in t.tokens]
 
 
 def usage_fields(generation: Generation) -> dict[str, Any]:

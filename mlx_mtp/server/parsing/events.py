@@ -20,12 +20,10 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of the answer proper.
+    """Some of the answer proper, from character `start` of the raw answer on.
 
-    Args:
-        text: what is new; empty where tokens have no text, such as half a character.
-        start: characters of the raw answer before it.
-        tokens: those that became the text, if logprobs were asked for; parsers leave them out.
+    Its tokens are there if logprobs were asked for; parsers leave them out. Tokens that have no
+    text, such as half a character, come with an empty one.
     """
 
     text: str

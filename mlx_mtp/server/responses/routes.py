@@ -5,8 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.context import context_of
+from mlx_mtp.server.context import read
 from mlx_mtp.server.generate import admit, respond
 from mlx_mtp.server.responses.wire import ResponsesRequest
 from mlx_mtp.server.responses.writer import ResponseWriter
@@ -14,9 +13,8 @@ from mlx_mtp.server.responses.writer import ResponseWriter
 
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
-    context = context_of(request)
-    body = await read_body(request, ResponsesRequest, context.config.max_body_bytes)
-    admitted = admit(request, body)
+    context, body = await read(request, ResponsesRequest)
+    admitted = admit(context, request, body)
     name, tokenizer = context.config.model_name, context.tokenizer
     writer = ResponseWriter(body, admitted.params, name, tokenizer)
     generation = await admitted.chat(writer.answer_id, body.chat())

@@ -31,7 +31,6 @@ IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "ima
 """Codex offers these to every server; the prompt describes only tools that the client runs."""
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-_Status = Literal["in_progress", "completed", "incomplete"]
 
 
 # The input's items: messages, calls, their results and reasoning.
@@ -68,12 +67,15 @@ def _text(parts: Iterable[_TextPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-class _MessageItem(WireModel):
+class _AnyItem(WireModel):
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class _MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _MessageParts
-    id: str | None = None
-    status: _Status | None = None
     phase: Literal["commentary", "final_answer"] | None = None
 
 
@@ -82,14 +84,12 @@ class _DirectCaller(WireModel):
     type: Literal["direct"]
 
 
-class _CallItem(WireModel):
+class _CallItem(_AnyItem):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: fields.Arguments
     parsed_arguments: fields.Parsed | None = None
-    id: str | None = None
-    status: _Status | None = None
     namespace: str | None = None
     caller: _DirectCaller | None = None
     # The openai package sends its own name of the field, which Python has a word for.
@@ -98,22 +98,18 @@ class _CallItem(WireModel):
     )
 
 
-class _CallOutputItem(WireModel):
+class _CallOutputItem(_AnyItem):
     type: Literal["function_call_output"]
     call_id: str
     output: _Parts
-    id: str | None = None
-    status: _Status | None = None
     caller: _DirectCaller | None = None
 
 
-class _ReasoningItem(WireModel):
+class _ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
     summary: _Parts = Field([])
     content: _Parts = Field([])
     encrypted_content: str | None = None
-    id: str | None = None
-    status: _Status | None = None
 
     @property
     def text(self) -> str:
@@ -285,7 +281,6 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     prompt_cache_retention: fields.Retention | None = None
 
     def options(self) -> RequestOptions:
-        """What is asked for beside the chat."""
         wanted = self.top_logprobs is not None or LOGPROBS in self.include
         return RequestOptions(
             sampling=self.sampling(
@@ -298,7 +293,6 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
         )
 
     def chat(self) -> Conversation:
-        """What the model is asked."""
         messages = _messages(self.input)
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.blocks import Answer, Block, Content
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.opaque_reasoning import wrap
@@ -15,7 +14,7 @@ from mlx_mtp.server.openai.writer import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.writer import BlockWriter, event, new_id
+from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
 
 _DONE, _CUT = "completed", "incomplete"
 _ITEMS = {
@@ -52,20 +51,14 @@ class ResponseWriter(BlockWriter):
 
     # As a whole.
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        (answer,) = answers
-        output = []
-        for block in answer.blocks:
-            if block.kind != "text" or block.text:
-                self._new_ids(block)
-                output.append(self._item(block))
-        return self._ended(output, answer.finish_reason, generation)
+    def finished(self, generation: Generation) -> dict[str, Any]:
+        output = [item for item in self._output if _has_text(item)]
+        return self._ended(output, generation)
 
-    def _ended(
-        self, output: list[dict[str, Any]], reason: str | None, generation: Generation
-    ) -> dict[str, Any]:
-        fields = self._response(_CUT if reason == "length" else _DONE, output)
-        if reason == "length":
+    def _ended(self, output: list[dict[str, Any]], generation: Generation) -> dict[str, Any]:
+        is_cut = self.last.finish_reason == "length"
+        fields = self._response(_CUT if is_cut else _DONE, output)
+        if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         return fields | {"usage": usage_fields(generation), "timings": generation.timings()}
 
@@ -87,25 +80,22 @@ class ResponseWriter(BlockWriter):
     # As a stream.
 
     def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The response without its output."""
         response = self._response("in_progress", [])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def ending(self, generation: Generation) -> Iterable[bytes]:
-        """The response as a whole."""
-        response = self._ended(self._output, self.last.finish_reason, generation)
+        response = self._ended(self._output, generation)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: Exception) -> Iterable[bytes]:
-        """The response, failed."""
         fields = error_body(error)["error"]
         reason = {"code": fields["code"] or "server_error", "message": fields["message"]}
         response = self._response("failed", self._output) | {"error": reason}
         yield self._event("response.failed", response=response)
 
-    def block_start(self, block: Block) -> Iterable[bytes]:
-        self._new_ids(block)
+    def start(self, block: Block) -> Iterable[bytes]:
+        self._ids = (new_id(_ITEMS[block.kind][0]), new_id("call"))
         yield self._item_event("output_item.added", item=self._item(block))
         if block.kind == "text":
             yield self._part_event("content_part.added", self._text(block), content_index=0)
@@ -113,13 +103,13 @@ class ResponseWriter(BlockWriter):
             part = self._thought(block)
             yield self._part_event("reasoning_summary_part.added", part, summary_index=0)
 
-    def block_delta(self, block: Block, content: Content) -> Iterable[bytes]:
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
         name, fields = self._place(block)
         if block.kind == "text":
             fields["logprobs"] = self._logprobs(getattr(content, "tokens", ()))
         yield self._item_event(f"{name}.delta", item_id=self._ids[0], delta=content.text, **fields)
 
-    def block_stop(self, block: Block) -> Iterable[bytes]:
+    def stop(self, block: Block) -> Iterable[bytes]:
         name, fields = self._place(block)
         where = {"item_id": self._ids[0]}
         if block.kind == "text":
@@ -161,9 +151,6 @@ class ResponseWriter(BlockWriter):
 
     # Output items, of which each is made of one block.
 
-    def _new_ids(self, block: Block) -> None:
-        self._ids = (new_id(_ITEMS[block.kind][0]), new_id("call"))
-
     def _item(self, block: Block) -> dict[str, Any]:
         item_id, call_id = self._ids
         item: dict[str, Any] = {"id": item_id, "type": _ITEMS[block.kind][1]}
@@ -194,6 +181,11 @@ class ResponseWriter(BlockWriter):
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
         return logprob_entries(self._tokenizer, tokens) if self._with_logprobs else []
+
+
+def _has_text(item: dict[str, Any]) -> bool:
+    """Half a character of text has tokens, but is no message of a whole answer."""
+    return item["type"] != "message" or bool(item["content"][0]["text"])
 
 
 def usage_fields(generation: Generation) -> dict[str, Any]:
