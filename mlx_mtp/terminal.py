@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.stats import EngineInfo
 from mlx_mtp.options import ANSWER_TOKENS
-from mlx_mtp.server.choice import Choice, Content
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.wire import CompletionRequest
-from mlx_mtp.server.params import SamplingDefaults, SeedSource, engine_requests, sampling_params
+from mlx_mtp.server.output_stream import OutputStream
+from mlx_mtp.server.params import engine_requests, model_defaults, sampling_params
 from mlx_mtp.server.parsing.answer import PlainParser
+from mlx_mtp.server.parsing.events import Text
 from mlx_mtp.server.tokenizer import Tokenizer
 
 _SAMPLING = (
@@ -41,29 +43,29 @@ def stream_answer(
     The engine is not yet started.
     """
     request, stops = _request(engine, tokenizer, generation_config, options)
-    choice = Choice(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
+    stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
     arrived = start(engine)
     try:
         began = time.perf_counter()
         engine.submit(request)
         times: list[tuple[float, int]] = []
         for at, output in read_outputs(engine, arrived, 1):
-            for piece in choice.take(output).pieces:
-                assert isinstance(piece, Content), "plain text has no other pieces"
-                print(piece.text, end="", flush=True)
-            times.append((at, choice.num_tokens))
-            if choice.finish_reason is not None:
+            for event in stream.push(output).events:
+                assert isinstance(event, Text), "plain text has no other events"
+                print(event.text, end="", flush=True)
+            times.append((at, stream.num_tokens))
+            if stream.finish_reason is not None:
                 break
     finally:
         engine.stop()
     print(flush=True)
     prompt_tokens = len(request.prompt_token_ids)
-    print(summary(choice, prompt_tokens, began, times, engine.info), file=sys.stderr)
+    print(summary(stream, prompt_tokens, began, times, engine.info), file=sys.stderr)
     return 0
 
 
 def summary(
-    choice: Choice,
+    stream: OutputStream,
     prompt_tokens: int,
     began: float,
     times: list[tuple[float, int]],
@@ -77,9 +79,9 @@ def summary(
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
     drafts = "no drafts"
-    if choice.num_drafts:
-        share = choice.num_accepted / choice.num_drafts
-        drafts = f"{choice.num_accepted} of {choice.num_drafts} drafts accepted ({share:.0%})"
+    if stream.num_drafts:
+        share = stream.num_accepted / stream.num_drafts
+        drafts = f"{stream.num_accepted} of {stream.num_drafts} drafts accepted ({share:.0%})"
     depth = f", depth {info.num_draft_tokens}" if info.mtp_enabled else ""
     return (
         f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
@@ -101,13 +103,12 @@ def _request(
         body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
-    seed = SeedSource(None).next() if body.seed is None else body.seed
-    defaults = SamplingDefaults.from_generation_config(generation_config)
+    defaults = model_defaults(generation_config)
     wanted = body.options()
-    params = sampling_params(wanted, defaults, seed, engine.info.vocab_size)
+    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
     prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
-    (request,) = engine_requests("generate", [prompt], params, wanted, engine.info)
-    if body.max_tokens is None:
+    (request,) = engine_requests("generate", [prompt], params, wanted, engine.info.max_model_len)
+    if options.max_tokens is None:
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
     return request, body.stop

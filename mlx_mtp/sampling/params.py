@@ -6,13 +6,14 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, get_type_hints
 
 from mlx_mtp.errors import InvalidRequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+_INT31 = 1 << 31
 _INT64 = 1 << 63
 _LEAST_TEMPERATURE = 1e-5
 
@@ -41,8 +42,39 @@ class GrammarSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a sampling parameter may have.
+
+    Args:
+        low: the least value.
+        high: the greatest value.
+        open_low: `low` itself is out of range.
+        from_model: the model's generation_config.json may have a default for the parameter.
+    """
+
+    low: float
+    high: float
+    open_low: bool = False
+    from_model: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise InvalidRequestError, with the field's name, for a value out of range."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError(f"{name} must be a finite number, not {value}.", param=name)
+        if value > self.high or value < self.low or (self.open_low and value == self.low):
+            least = "more than" if self.open_low else "at least"
+            raise InvalidRequestError(
+                f"{name} is {value}, but must be {least} {self.low} and at most {self.high}.",
+                param=name,
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence is sampled. Neutral values leave the distribution as the model gives it.
+
+    This is the one declaration of each parameter: the fields of the APIs' request bodies, the
+    defaults read from generation_config.json and the checks in `validate` follow from it.
 
     Args:
         max_tokens: most tokens to generate, 1 or more.
@@ -55,38 +87,36 @@ class SamplingParams:
         frequency_penalty: subtracted per occurrence in the output.
         logit_bias: (token id, value) pairs added to the logits.
         seed: any int64; with `choice` and the position it determines the noise.
-        choice: index among the request's `n` choices, which must not share noise.
-        stop_token_ids: ids that end the sequence, beside the model's own end-of-sequence ids.
-        ignore_eos: the model's own end-of-sequence ids do not end it.
+        stop_token_ids: ids that end the sequence, beside the model's end-of-sequence ids.
+        ignore_eos: the model's end-of-sequence ids do not end it.
         top_logprobs: alternatives to report for each token, 0 for the chosen token alone,
             None for no logprobs at all.
+        choice: index among the request's `n` choices, which must not share noise.
         grammar: what the answer must look like; None leaves it free.
     """
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: Annotated[int, Range(1, _INT31)]
+    temperature: Annotated[float, Range(0.0, 100.0, from_model=True)] = 1.0
+    top_p: Annotated[float, Range(0.0, 1.0, open_low=True, from_model=True)] = 1.0
+    top_k: Annotated[int, Range(0, _INT31, from_model=True)] = 0
+    min_p: Annotated[float, Range(0.0, 1.0, from_model=True)] = 0.0
+    repetition_penalty: Annotated[float, Range(0.01, 100.0, from_model=True)] = 1.0
+    presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    choice: int = 0
+    seed: Annotated[int, Range(-_INT64, _INT64 - 1)] = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
+    choice: Annotated[int, Range(0, 1 << 16)] = 0
     grammar: GrammarSpec | None = None
 
     @property
     def greedy(self) -> bool:
-        """The most probable token is taken; no noise is drawn."""
         return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
-        """Some penalty differs from its neutral value, so token counts are needed."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -95,7 +125,6 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Some token may be cut from the distribution before it is sampled."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def noise_seed(self) -> int:
@@ -109,26 +138,18 @@ class SamplingParams:
         Raises:
             InvalidRequestError: names the field, its value and the range allowed.
         """
-        _within("max_tokens", self.max_tokens, 1, 1 << 31)
-        _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _within("top_k", self.top_k, 0, 1 << 31)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("seed", self.seed, -_INT64, _INT64 - 1)
-        _within("n", self.choice, 0, 1 << 16)
-        if self.top_logprobs is not None:
-            _within("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                allowed.check(name, value)
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token, value in self.logit_bias:
             check_token_ids("logit_bias", (token,), vocab_size)
-            _within("logit_bias", value, -100.0, 100.0)
+            Range(-100.0, 100.0).check("logit_bias", value)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.grammar is not None and self.grammar.free_tokens is not None:
-            _within("thinking_budget", self.grammar.free_tokens, 0, 1 << 31)
+            Range(0, _INT31).check("thinking_budget", self.grammar.free_tokens)
         if self.grammar is not None and self.grammar.kind != "free" and self.ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos can't be combined with a grammar, which decides where an answer ends.",
@@ -136,13 +157,25 @@ class SamplingParams:
             )
 
 
-def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequestError(f"{name} must be a finite number, not {value}.", param=name)
-    if value > high or value < low or (open_low and value == low):
-        least = "more than" if open_low else "at least"
+RANGES = {
+    name: extra
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    for extra in getattr(hint, "__metadata__", ())
+}
+"""The range of each number among the parameters, by the parameter's name."""
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that mlx has an embedding for each.
+
+    Raises:
+        InvalidRequestError: names the field and the first that is out of range.
+    """
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
         raise InvalidRequestError(
-            f"{name} is {value}, but must be {least} {low} and at most {high}.", param=name
+            f"{name} names token {wrong}, but this model's token ids are 0 to {vocab_size - 1}.",
+            param=name,
         )
 
 
@@ -150,18 +183,4 @@ def _at_most(name: str, count: int, limit: int) -> None:
     if count > limit:
         raise InvalidRequestError(
             f"{name} has {count} entries; at most {limit} are allowed.", param=name
-        )
-
-
-def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Check that mlx has an embedding for each.
-
-    Raises:
-        InvalidRequestError: names the field and the first token that is out of range.
-    """
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequestError(
-            f"{name} names token {wrong}, but this model's token ids are 0 to {vocab_size - 1}.",
-            param=name,
         )

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +25,10 @@ from mlx_mtp.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from mlx_mtp.server.protocols import EngineLike
+from mlx_mtp.server.routes import generates
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
@@ -43,9 +47,6 @@ agents on one machine are distinguished, and inventing names gains nothing.
 """
 
 _MONITORING = frozenset({"/health", "/metrics"})
-_GENERATING = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
-)
 _SLOTS = "mlx_mtp.slots"
 
 
@@ -85,7 +86,7 @@ class RequestLimiter:
     """
 
     def __init__(
-        self, engine: EngineLike, max_queue: int, clock: Callable[[], float] = time.monotonic
+        self, engine: Engine, max_queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.capacity = engine.info.max_num_seqs + max_queue
         self.held = self.num_open = 0
@@ -105,7 +106,7 @@ class RequestLimiter:
             raise DrainingError(
                 "The server is shutting down.", retry_after=_retry(self.drain_seconds)
             )
-        if scope["method"] != "POST" or path not in _GENERATING:
+        if scope["method"] != "POST" or not generates(path):
             return
         if not self._engine.healthy:
             self.rejected["engine"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
@@ -16,16 +16,18 @@ from mlx_mtp.server.auth import key_check
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.hosts import cors, host_check, known_names, origin_check
 from mlx_mtp.server.http_errors import CheckMiddleware
-from mlx_mtp.server.protocols import EngineLike
-from mlx_mtp.server.routes import router
+from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 STOP_SECONDS = 10.0
 """How long the engine's thread may take to end; one that hangs must not keep the process alive."""
 
 
 def create_app(
-    engine: EngineLike, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
 ) -> FastAPI:
     """Build the application; serving it starts the engine, and ending it stops the engine.
 
@@ -35,7 +37,7 @@ def create_app(
         config: how to answer.
         defaults: the model's generation_config.json.
     """
-    context = Context.build(engine, tokenizer, config, defaults)
+    context = Context(engine, tokenizer, config, defaults)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -55,16 +57,13 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = context
-    app.include_router(router)
+    for route in ROUTES:
+        # With and without a slash at the end: a redirect would lose some clients' bodies.
+        for path in {route.path, route.path.rstrip("/") + "/"}:
+            app.add_api_route(path, route.load(), methods=route.methods.split())
     http_errors.install(app)
-    _protect(app, context)
-    return app
-
-
-def _protect(app: FastAPI, context: Context) -> None:
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
-    config = context.config
     names = known_names(config.host, config.allowed_hosts)
     app.add_middleware(
         AdmissionMiddleware, limiter=context.limiter, body_seconds=config.body_timeout
@@ -76,3 +75,4 @@ def _protect(app: FastAPI, context: Context) -> None:
         app.add_middleware(cors, origins=config.cors_origins)
     app.add_middleware(CheckMiddleware, check=origin_check(config.cors_origins))
     app.add_middleware(CheckMiddleware, check=host_check(names))
+    return app

@@ -7,21 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import GrammarSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
+"""Most tokens to think at an effort; at the higher ones the model thinks as long as it likes."""
+_BUDGET = "thinking_budget"
+_BUDGET_FIELD = f"chat_template_kwargs.{_BUDGET}"
+_MAX_BUDGET = 1 << 31
 _BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of an earlier answer.
-
-    Args:
-        name: of the function.
-        arguments: as the client sent them back: JSON text, if the model wrote any.
-        id: the client's name for the call.
-    """
+    """One tool call of an earlier answer; its arguments are JSON text, if the model wrote any."""
 
     name: str
     arguments: str
@@ -31,8 +33,8 @@ class ToolCall:
         """The call; arguments that are an object become one, as Qwen's templates want them.
 
         Args:
-            as_object: the template takes nothing else. Arguments that are none (the answer ended
-                within them) become the one field of one.
+            as_object: the template takes nothing else, so text that is no object (the answer ended
+                within it) becomes the one field of one.
         """
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
@@ -43,16 +45,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message.
-
-    Args:
-        role: whose it is.
-        content: its text.
-        reasoning: what the model thought before it answered; None: not told.
-        tool_calls: what the model called.
-        tool_call_id: the call that a message of role tool answers.
-        name: of the author or of the tool; None: not told.
-    """
+    """One message; a message of role tool answers the call `tool_call_id`."""
 
     role: Role
     content: str = ""
@@ -62,36 +55,23 @@ class Message:
     name: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        """The message as chat templates take it, with what is known and nothing else.
-
-        Args:
-            as_object: see `ToolCall.for_template`.
-        """
+        """The message as chat templates take it; `as_object` is that of `ToolCall`."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
-        for key, value in (
-            ("name", self.name),
-            ("reasoning_content", self.reasoning),
-            ("tool_call_id", self.tool_call_id),
-        ):
-            if value is not None:
-                fields[key] = value
+        optional = {
+            "name": self.name,
+            "reasoning_content": self.reasoning,
+            "tool_call_id": self.tool_call_id,
+        }
+        fields |= {key: value for key, value in optional.items() if value is not None}
         if self.tool_calls:
-            fields["tool_calls"] = [
-                call.for_template(as_object=as_object) for call in self.tool_calls
-            ]
+            calls = [call.for_template(as_object=as_object) for call in self.tool_calls]
+            fields["tool_calls"] = calls
         return fields
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call.
-
-    Args:
-        name: of the function.
-        description: what it does.
-        parameters: JSON schema of its parameters.
-        strict: calls must fit the schema.
-    """
+    """A function that the model may call; if `strict`, calls must fit the schema `parameters`."""
 
     name: str
     description: str | None = None
@@ -110,12 +90,9 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model calls tools, and which.
+    """Whether the model may, must or can't call tools; `names` are the only ones, None all.
 
-    Args:
-        mode: "auto": as it likes; "none": it is not told of any; "required": it must.
-        names: the only ones that it may call; None: all.
-        field: where the client said so.
+    `field` of the request says so.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -129,16 +106,14 @@ class Conversation:
 
     Args:
         messages: in order; see `folded` for those of role system.
-        tools: that the model may call.
-        tool_choice: whether it may or must.
         parallel_tool_calls: one answer may have several calls.
         template_kwargs: the client's own settings for the chat template.
         thinking: whether the model is to think first; None: as its template does by itself.
         thinking_budget: most tokens to think; then the think block is closed.
-        continue_final: the last message is the beginning of the answer.
         response: the form that an answer must have if it is no tool call.
-        response_field: where the client said so.
+        response_field: of the request that says so.
         effort: OpenAI's word for how much to think, for templates that know it.
+        continue_final: the last message is the beginning of the answer.
     """
 
     messages: Sequence[Message]
@@ -155,11 +130,38 @@ class Conversation:
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of, and whose calls are read."""
+        """The tools that the prompt describes; only their calls are read."""
         if self.tool_choice.mode == "none":
             return []
         names = self.tool_choice.names
         return [tool for tool in self.tools if names is None or tool.name in names]
+
+    def with_effort(self, effort: Effort | None) -> Conversation:
+        """The same, with as much thinking as OpenAI's `reasoning_effort` asks for.
+
+        What the client set in its `chat_template_kwargs` has precedence.
+        """
+        if effort is None:
+            return self
+        budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
+        return replace(self, thinking=effort != "none", thinking_budget=budget, effort=effort)
+
+
+def split_template_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """The kwargs that are the template's, and the thinking budget, which is the server's.
+
+    Raises:
+        InvalidRequestError: the budget is no count of tokens.
+    """
+    rest = dict(kwargs)
+    budget = rest.pop(_BUDGET, None)
+    if budget is None:
+        return rest, None
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < _MAX_BUDGET:
+        raise InvalidRequestError(
+            f"{_BUDGET_FIELD} must be a number of tokens, 0 or more.", param=_BUDGET_FIELD
+        )
+    return rest, budget
 
 
 def folded(messages: Iterable[Message]) -> list[Message]:

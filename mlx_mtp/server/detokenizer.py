@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 
 
 class Detokenizer:
-    """One sequence's text, given out as soon as it is certain.
+    """Returns one sequence's text as soon as it is certain.
 
     Bytes of an unfinished character wait for the rest of it; text that may turn out to be the start
-    of a stop string waits until it is, or isn't. Tokens go in singly, so what comes out over a
-    whole sequence doesn't depend on how many of them a step brought.
+    of a stop string waits until it is, or isn't. Tokens are read singly, so the text of a whole
+    sequence doesn't depend on how many of them a step brought.
 
     Args:
         text_bytes: the UTF-8 bytes that a token adds to the text, none for a special token.
-        stops: strings that end the text; they and what follows are never given out.
+        stops: strings that end the text; they and what follows are never returned.
+
+    Attributes:
+        num_decoded: characters decoded so far, held ones included.
+        stop: the stop string that was found; nothing more is returned after it.
     """
 
     def __init__(self, text_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
@@ -24,56 +28,39 @@ class Detokenizer:
         self._stops = tuple(stops)
         self._held = ""
         self.num_decoded = 0
-        """Characters decoded so far, held ones included."""
         self.stop: str | None = None
-        """The stop string that was found; nothing more comes out."""
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string was found."""
-        return self.stop is not None
 
     def push(self, token_id: int) -> str:
-        """Take one token; return the text that is now certain."""
+        """Read one token; return the text that is now certain."""
         return self._release(self._utf8.decode(self._text_bytes(token_id)))
 
     def flush(self) -> str:
         """The sequence is over: return what was held, with U+FFFD for an unfinished character."""
         text = self._release(self._utf8.decode(b"", final=True))
-        if not self.stopped:
+        if self.stop is None:
             text += self._held
             self._held = ""
         return text
 
     def _release(self, new: str) -> str:
-        if self.stopped:
+        if self.stop is not None:
             return ""
         self.num_decoded += len(new)
+        if not self._stops:
+            return new
         text = self._held + new
-        found = self._stop_in(text)
-        if found is not None:
-            start, self.stop = found
-            self._held = ""
-            text = text[:start]
-        else:
-            keep = self._possible_stop(text)
-            self._held = text[len(text) - keep :]
-            text = text[: len(text) - keep]
-        return text
-
-    def _stop_in(self, text: str) -> tuple[int, str] | None:
-        """Where a stop string begins, and which."""
         # The match that ends first is the one that a reader of single characters would meet first,
         # whatever the chunks; of two that end together the longer hides more.
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1:] if found else None
+        if found:
+            _, start, self.stop = min(found)
+            self._held = ""
+            return text[:start]
+        sure = len(text) - max(self._beginning(text, stop) for stop in self._stops)
+        self._held = text[sure:]
+        return text[:sure]
 
-    def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that begins some stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+    def _beginning(self, text: str, stop: str) -> int:
+        """Length of the longest end of `text` that begins `stop`."""
+        lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+        return next((length for length in lengths if text.endswith(stop[:length])), 0)

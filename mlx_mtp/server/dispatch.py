@@ -1,81 +1,27 @@
-"""Between the engine's thread and the event loop: one call per step, then one inbox per request."""
+"""Between the engine's thread and the event loop: one call per step."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError, MlxMtpError
-from mlx_mtp.server.protocols import EngineLike
 
-
-class Inbox:
-    """The outputs of one HTTP request's sequences, in the order in which they came."""
-
-    def __init__(self, dispatcher: Dispatcher, request_ids: Sequence[str]) -> None:
-        self._dispatcher = dispatcher
-        self._open = set(request_ids)
-        self._arrived: list[tuple[float, RequestOutput]] = []
-        self._error: MlxMtpError | None = None
-        self._wakeup = asyncio.Event()
-
-    def close(self) -> None:
-        """Nobody reads this any more: cancel whatever is unfinished in the engine."""
-        for request_id in list(self._open):
-            self.drop(request_id)
-
-    async def take(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        """All that has arrived, each with its time; nothing after `timeout` seconds of silence.
-
-        Raises:
-            MlxMtpError: the engine died or is being stopped.
-        """
-        if self._error is None:
-            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
-            # the wakeup, and a client that left would be answered for ever.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._wakeup.wait()
-        self._wakeup.clear()
-        arrived, self._arrived = self._arrived, []
-        if not arrived:
-            # What has arrived goes out first; then the end is told.
-            self._error = self._error or self._dispatcher.engine_failure()
-            if self._error is not None:
-                raise self._error
-        return arrived
-
-    def drop(self, request_id: str) -> None:
-        """No more of this sequence is wanted: free its row."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._dispatcher.forget(request_id, cancel=True)
-
-    def put(self, at: float, output: RequestOutput) -> None:
-        """An output has arrived (on the event loop)."""
-        if output.request_id not in self._open:
-            return
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
-            self._dispatcher.forget(output.request_id, cancel=False)
-        self._arrived.append((at, output))
-        self._wakeup.set()
-
-    def fail(self, error: MlxMtpError) -> None:
-        """Nothing more will come."""
-        self._error = error
-        self._wakeup.set()
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.server.generation import Generation
 
 
 class Dispatcher:
-    """Starts and stops the engine's deliveries, and hands each output to its inbox."""
+    """Starts and stops the engine, and passes each of its outputs to the request's generation."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inboxes: dict[str, Inbox] = {}
+        self._open: dict[str, Generation] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -91,34 +37,28 @@ class Dispatcher:
 
     def end_all(self) -> None:
         """End every open request with an error, because the server is stopping."""
-        for inbox in set(self._inboxes.values()):
-            inbox.fail(EngineStoppedError("The server is shutting down."))
+        for generation in set(self._open.values()):
+            generation.fail(EngineStoppedError("The server is shutting down."))
 
-    @property
-    def num_open(self) -> int:
-        """Sequences that somebody waits for."""
-        return len(self._inboxes)
-
-    def open(self, requests: Sequence[Request]) -> Inbox:
+    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
         """Submit sequences; all of them, or none and an error.
 
         Raises:
             RequestError, EngineError: as `Engine.submit` does.
         """
-        inbox = Inbox(self, [request.request_id for request in requests])
         try:
             for request in requests:
-                self._inboxes[request.request_id] = inbox
+                self._open[request.request_id] = generation
                 self._engine.submit(request)
         except BaseException:
-            inbox.close()
+            self.cancel(request.request_id for request in requests)
             raise
-        return inbox
 
-    def forget(self, request_id: str, *, cancel: bool) -> None:
-        """Deliver no more of this sequence."""
-        if self._inboxes.pop(request_id, None) is not None and cancel:
-            self._engine.cancel(request_id)
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Free the rows of those sequences that have not ended."""
+        for request_id in request_ids:
+            if self._open.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
 
     def engine_failure(self) -> MlxMtpError | None:
         """The error that requests end with when the engine can't serve them any more."""
@@ -128,12 +68,14 @@ class Dispatcher:
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None, "the engine delivers only after start()"
-        # On the engine's thread. A loop that was closed by force has nobody left to tell.
+        # On the engine's thread. The loop may have been closed by force.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
 
     def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is not None:
-                inbox.put(at, output)
+            generation = self._open.get(output.request_id)
+            if generation is not None:
+                if output.finish_reason is not None:
+                    del self._open[output.request_id]
+                generation.put(at, output)

@@ -1,24 +1,29 @@
-"""What the request bodies of all APIs are made of: limits, types of fields, and refusals."""
+"""What the request bodies of all APIs are made of: limits, types, refusals and shared models."""
 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     FailFast,
     Field,
+    Tag,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from mlx_mtp.server.conversation import object_or_text
+from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from mlx_mtp.server import conversation
+from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.text import has_half_character
 
 MAX_MESSAGES = 4096
@@ -48,12 +53,9 @@ UNSUPPORTED = "unsupported"
 
 
 def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
-    """An error for a validator to raise.
+    """An error for a validator to raise, which may name the field at fault.
 
-    Args:
-        message: what is wrong and what would be right.
-        field: the field at fault, where the validator sees more than that.
-        unsupported: the value makes sense, but this server does not offer it.
+    It is `unsupported` if the value makes sense, but this server does not offer it.
     """
     kind = UNSUPPORTED if unsupported else "refused"
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
@@ -82,7 +84,8 @@ class WireModel(BaseModel):
     @classmethod
     def _null_is_absent(cls, data: object) -> object:
         if not isinstance(data, dict):
-            return data
+            # As pydantic has it of a plain object: its own text here names the class as well.
+            raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
         return {key: value for key, value in data.items() if value is not None}
@@ -105,7 +108,7 @@ def few_values(value: Any) -> Any:
 
 def whole_characters(arguments: str) -> str:
     """Check a call's arguments, JSON or not; a template may have to write them."""
-    value = few_values(object_or_text(arguments))
+    value = few_values(conversation.object_or_text(arguments))
     try:
         half = has_half_character(arguments, value)
     except RecursionError:
@@ -131,31 +134,174 @@ def only(neutral: object) -> Callable[[Any], Any]:
     return check
 
 
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _is_scalar(value: object) -> object:
     if isinstance(value, str | int | float | bool):
         return value
     raise refusal("must be a string, a number or a boolean")
 
 
+Model = TypeVar("Model", bound=WireModel)
+Item = TypeVar("Item")
+Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
+OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
+ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
 # Exact ranges are the sampler's to check; this keeps integers that fit nowhere out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
-"""Who doesn't know it can't tell, by the time to the first token, that such a prompt was here."""
+"""Without it nobody can find out, by the time to the first token, that such a prompt was here."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[list[Stop], at_most(MAX_STOPS), BeforeValidator(_as_list)]
+Stops = Annotated[
+    list[Stop],
+    at_most(MAX_STOPS),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
+Arguments = Annotated[str, AfterValidator(whole_characters)]
+"""Of a tool call in an earlier answer."""
 Parsed = Annotated[Any, BeforeValidator(few_values)]
 """What the openai package's parse() made of an answer's text, which stands beside it."""
+Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
 Retention = Literal["in_memory", "in-memory", "24h"]
-"""How long OpenAI's caches keep a prompt; its own description has had both spellings."""
+"""A wish about OpenAI's caches, which has had both spellings; here flags say what is kept where."""
 OnlyFalse = Annotated[bool, AfterValidator(only(False))]
+
+
+# Fields of SamplingParams.
+
+_JSON_TYPES: dict[Any, Any] = {
+    int: Int,
+    float: Float,
+    bool: bool,
+    tuple[int, ...]: StopTokenIds,
+    tuple[tuple[int, float], ...]: LogitBias,
+}
+_HINTS = get_type_hints(SamplingParams)
+SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
+del SAMPLING["choice"]  # Follows from the body's `n`.
+
+
+def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
+    """Give a request body these fields of `SamplingParams`, or all that clients may set."""
+
+    def with_fields(kind: type[Model]) -> type[Model]:
+        # Not `| None`: an explicit null is absent before a field's type is looked at.
+        fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
+        return create_model(
+            kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields
+        )
+
+    return with_fields
+
+
+# Models that several APIs share.
+
+
+class GenerateRequest(WireModel):
+    """What all bodies that ask for an answer have."""
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool = False
+    cache_salt: CacheSalt | None = None
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """What is given of `SamplingParams`, by its names; `more` has other names in this API."""
+        values = {name: getattr(self, name, None) for name in SAMPLING} | more
+        return {name: value for name, value in values.items() if value is not None}
+
+    @abstractmethod
+    def options(self) -> RequestOptions: ...
+
+
+class OpenAILabels(WireModel):
+    """Labels, which mean nothing to a model: OpenAI's own servers act on none of them either."""
+
+    user: str | None = None
+    metadata: Labels | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def end_user(self) -> str | None:
+        """Under either of its names."""
+        return self.user or self.safety_identifier
+
+
+class StreamOptions(WireModel):
+    """What a stream carries beside the answer."""
+
+    include_obfuscation: OnlyFalse = False
+
+
+class FunctionType(WireModel):
+    """An object that is about a function."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(WireModel):
+    """A function, by its name."""
+
+    name: str
+
+
+class Function(WireModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool = False
+
+    def tool(self) -> conversation.Tool:
+        return conversation.Tool(self.name, self.description, self.parameters, self.strict)
+
+
+def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
+    """Tells the forms of an object by its `type`; the tag of each form begins with FORM.
+
+    Args:
+        message: what to say of a value of no form.
+        word: the form of values that are no objects.
+        role: the form of objects without a type that have a role.
+    """
+
+    def form(value: object) -> str | None:
+        if isinstance(value, dict):
+            kind = value.get("type", role if "role" in value else None)
+        else:
+            kind = getattr(value, "type", word)
+        return FORM + kind if isinstance(kind, str) else None
+
+    return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
+
+
+Named = TypeVar("Named", bound=FunctionType)
+Allowed = TypeVar("Allowed", bound=WireModel)
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
+    | Annotated[Named, Tag(FORM + "function")]
+    | Annotated[Allowed, Tag(FORM + "allowed_tools")],
+    one_of(
+        'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"',
+        word="word",
+    ),
+]
+"""Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects."""
+
+
+def tool_choice(choice: Any) -> conversation.ToolChoice:
+    """A `ToolChoice` as the server knows it."""
+    if isinstance(choice, str):
+        return conversation.ToolChoice(choice)  # type: ignore[arg-type]
+    if choice.type == "function":
+        return conversation.ToolChoice("required", frozenset({choice.name}))
+    allowed = getattr(choice, "allowed_tools", choice)
+    names = frozenset(tool.name for tool in allowed.tools)
+    return conversation.ToolChoice(allowed.mode, names)

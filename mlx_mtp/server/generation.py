@@ -1,51 +1,42 @@
-"""One HTTP request's answers: engine outputs to text, counts and times."""
+"""One HTTP request's answers: engine outputs to deltas, counts and times."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import MlxMtpError, RequestTimeoutError
-from mlx_mtp.server.choice import Choice, Delta
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.output_stream import Delta, OutputStream
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What an answer cost, in tokens.
-
-    Args:
-        prompt_tokens: of all prompts.
-        completion_tokens: generated, for all choices.
-        reasoning_tokens: of those, the ones of think blocks.
-        cached_tokens: of the prompts, the ones that did not have to be computed.
-    """
+class Usage(NamedTuple):
+    """Counts of tokens; of the prompts', `cached_tokens` were not computed."""
 
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int
-    cached_tokens: int = 0
-
-
-MakeChoice = Callable[[int], Choice]
+    cached_tokens: int
 
 
 class Generation:
     """The choices of one HTTP request, from submission to the last token.
 
-    Use it as a context: on leaving, whatever is unfinished in the engine is cancelled.
+    Use as a context manager: entering submits the requests, and leaving cancels those that are
+    unfinished.
 
     Args:
-        dispatcher: takes the requests.
-        metrics: is told the times.
+        dispatcher: submits the requests.
+        metrics: notes the times.
         requests: one for each choice, those of the same prompt together.
-        make_choice: from its index.
-        num_choices: for each prompt.
+        streams: likewise.
+        num_choices: of each prompt.
         timeout: seconds that all of it may take; 0: any.
     """
 
@@ -54,50 +45,91 @@ class Generation:
         dispatcher: Dispatcher,
         metrics: Metrics,
         requests: Sequence[Request],
-        make_choice: MakeChoice,
+        streams: Sequence[OutputStream],
         num_choices: int = 1,
         timeout: float = 0.0,
     ) -> None:
-        prompts = [request.prompt_token_ids for request in requests[::num_choices]]
-        self._lengths = [len(prompt) for prompt in prompts]
-        self.prompt_tokens = sum(self._lengths)
-        self.choices = {request.request_id: make_choice(i) for i, request in enumerate(requests)}
+        self.streams = streams
+        self._requests = requests
+        self._by_id: Mapping[str, OutputStream] = {
+            request.request_id: stream for request, stream in zip(requests, streams)
+        }
+        self._lengths = [len(request.prompt_token_ids) for request in requests[::num_choices]]
+        self._num_choices = num_choices
+        self._dispatcher = dispatcher
         self._metrics = metrics
         self._timeout = timeout
-        self._num_choices = num_choices
-        self._reused = dict.fromkeys(self.choices, 0)
-        self._began = time.perf_counter()
+        self._arrived: list[tuple[float, RequestOutput]] = []
+        self._error: MlxMtpError | None = None
+        self._wakeup = asyncio.Event()
+        self._began = 0.0
         self._times: dict[str, float] = {}
         self._first: float | None = None
         self._first_tokens = 0
-        self._last = self._began
-        self._inbox = dispatcher.open(requests)
+        self._last = 0.0
 
     def __enter__(self) -> Generation:
+        self._began = self._last = time.perf_counter()
+        self._dispatcher.submit(self._requests, self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._inbox.close()
+        self._dispatcher.cancel(self._by_id)
+
+    def put(self, at: float, output: RequestOutput) -> None:
+        """An output has arrived (on the event loop)."""
+        self._arrived.append((at, output))
+        self._wakeup.set()
+
+    def fail(self, error: MlxMtpError) -> None:
+        self._error = error
+        self._wakeup.set()
+
+    async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
+        """All that has arrived, in order; nothing after `timeout` seconds of silence."""
+        if self._error is None:
+            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
+            # the wakeup, and a client that left would be answered for ever.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._wakeup.wait()
+        self._wakeup.clear()
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            # What has arrived is sent first; the error follows.
+            self._error = self._error or self._dispatcher.engine_failure()
+            if self._error is not None:
+                raise self._error
+        return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
         """What is new, as it comes, until every choice is finished.
 
         Args:
-            patience: an empty list tells that nothing has come for so many seconds.
+            patience: an empty list says that nothing has come for so many seconds.
 
         Raises:
             RequestTimeoutError: it has taken too long.
-            MlxMtpError: a choice failed, or the engine did.
+            MlxMtpError: a choice failed, or the engine did, or the server is stopping.
         """
         while not self.is_finished:
-            arrived = await self._inbox.take(min(patience, self._seconds_left()))
+            arrived = await self._receive(min(patience, self._seconds_left()))
             if not arrived:
-                self._seconds_left()  # Too late is no silence to be broken.
+                self._seconds_left()  # Raise on timeout instead of reporting a silence.
                 yield []
                 continue
-            told, failure = self._take_all(arrived)
-            if told:
-                yield told
+            found: list[Delta] = []
+            failure: MlxMtpError | None = None
+            for at, output in arrived:
+                try:
+                    delta = self._push(at, output)
+                except MlxMtpError as error:
+                    failure = error  # What came before it is still sent.
+                    break
+                if delta is not None and (delta.events or delta.finish_reason is not None):
+                    found.append(delta)
+            if found:
+                yield found
             if failure is not None:
                 raise failure
 
@@ -114,30 +146,15 @@ class Generation:
             )
         return left
 
-    def _take_all(
-        self, arrived: Sequence[tuple[float, RequestOutput]]
-    ) -> tuple[list[Delta], MlxMtpError | None]:
-        """What is to be told, up to the first error; what came before it is still told."""
-        told: list[Delta] = []
-        for at, output in arrived:
-            try:
-                delta = self._take(at, output)
-            except MlxMtpError as error:
-                return told, error
-            if not delta.is_empty:
-                told.append(delta)
-        return told, None
-
-    def _take(self, at: float, output: RequestOutput) -> Delta:
-        choice = self.choices[output.request_id]
-        if choice.finish_reason is not None:
-            return Delta(choice.index, ())  # Arrived with the step that completed a stop.
-        self._reused[output.request_id] += output.num_reused_tokens
-        before = choice.num_tokens
-        delta = choice.take(output)
-        self._note_times(at, output.request_id, choice.num_tokens - before)
+    def _push(self, at: float, output: RequestOutput) -> Delta | None:
+        stream = self._by_id[output.request_id]
+        if stream.finish_reason is not None:
+            return None  # Arrived with the step that completed a stop.
+        before = stream.num_tokens
+        delta = stream.push(output)
+        self._note_times(at, output.request_id, stream.num_tokens - before)
         if delta.finish_reason is not None:
-            self._inbox.drop(output.request_id)
+            self._dispatcher.cancel([output.request_id])
         return delta
 
     def _note_times(self, at: float, request_id: str, count: int) -> None:
@@ -156,27 +173,22 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Every choice has its finish reason."""
-        return all(choice.finish_reason is not None for choice in self.choices.values())
+        return all(stream.finish_reason is not None for stream in self.streams)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated for all choices."""
-        return sum(choice.num_tokens for choice in self.choices.values())
+        return sum(stream.num_tokens for stream in self.streams)
 
     def usage(self) -> Usage:
-        """The counts so far."""
-        reasoning = sum(choice.num_reasoning_tokens for choice in self.choices.values())
-        return Usage(self.prompt_tokens, self.completion_tokens, reasoning, self.cached_tokens)
+        reasoning = sum(stream.num_reasoning_tokens for stream in self.streams)
+        prompts = sum(self._lengths)
+        return Usage(prompts, self.completion_tokens, reasoning, self._cached_tokens)
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompts that none of their choices had to compute.
-
-        Never the last one, which the answer's first token is drawn from: clients take a prompt of
-        no tokens for a fault.
-        """
-        reused, n = list(self._reused.values()), self._num_choices
+    def _cached_tokens(self) -> int:
+        # Never a prompt's last one, which the answer's first token is drawn from: clients take a
+        # prompt of no tokens for a fault.
+        reused, n = [stream.num_reused_tokens for stream in self.streams], self._num_choices
         return sum(
             min(*reused[i * n : i * n + n], length - 1) for i, length in enumerate(self._lengths)
         )
@@ -189,17 +201,18 @@ class Generation:
         """
         first = self._last if self._first is None else self._first
         prompt, predicted = first - self._began, self._last - first
-        computed = self.prompt_tokens - self.cached_tokens
+        cached = self._cached_tokens
+        computed = sum(self._lengths) - cached
         return {
-            "cache_n": self.cached_tokens,
+            "cache_n": cached,
             "prompt_n": computed,
             "prompt_ms": prompt * 1e3,
             "prompt_per_second": _rate(computed, prompt),
             "predicted_n": self.completion_tokens,
             "predicted_ms": predicted * 1e3,
             "predicted_per_second": _rate(self.completion_tokens - self._first_tokens, predicted),
-            "draft_n": sum(choice.num_drafts for choice in self.choices.values()),
-            "draft_n_accepted": sum(choice.num_accepted for choice in self.choices.values()),
+            "draft_n": sum(stream.num_drafts for stream in self.streams),
+            "draft_n_accepted": sum(stream.num_accepted for stream in self.streams),
         }
 
 

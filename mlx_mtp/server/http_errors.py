@@ -25,6 +25,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
+from mlx_mtp.server.routes import error_style
 from mlx_mtp.server.text import cut
 
 _CLOSING = (BodyTimeoutError, DrainingError, ConnectionLimitError)
@@ -62,7 +63,7 @@ def error_response(
         more["Connection"] = "close"
     if isinstance(shown, AuthenticationError):
         more["WWW-Authenticate"] = "Bearer"
-    body = anthropic_error_body(shown) if _is_anthropic(path) else error_body(shown)
+    body = (anthropic_error_body if error_style(path) == "anthropic" else error_body)(shown)
     return JSONResponse(body, status_code=shown.status, headers=more)
 
 
@@ -106,10 +107,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
-
-
-def _is_anthropic(path: str) -> bool:
-    return path.startswith("/v1/messages")
 
 
 def _shown(error: Exception) -> MlxMtpError:

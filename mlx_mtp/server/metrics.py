@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mlx_mtp.server.admission import REASONS, RequestLimiter
-from mlx_mtp.server.protocols import EngineLike
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -19,7 +22,7 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.
 class Metrics(Collector):
     """One app's metrics, in a registry of its own."""
 
-    def __init__(self, engine: EngineLike, limiter: RequestLimiter) -> None:
+    def __init__(self, engine: Engine, limiter: RequestLimiter) -> None:
         self._engine = engine
         self._limiter = limiter
         self._registry = CollectorRegistry()

@@ -1,63 +1,96 @@
-"""From a conversation to the tokens that the model reads."""
+"""From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, folded
+from mlx_mtp.server.limited_thread import run_in_thread
 from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
-from mlx_mtp.server.run_limited import run_limited
 from mlx_mtp.server.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
+
+LARGE_TEXT = 1 << 18
+"""Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
+hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
+LARGE_AT_ONCE = 1
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chat as the model reads it.
+    """A chat as the model reads it; `thinking`: it ends within a think block.
 
-    Args:
-        token_ids: of all of it.
-        thinking: it ends within a think block.
+    `grammar` is that of the answer; None leaves it free.
     """
 
     token_ids: tuple[int, ...]
     thinking: bool
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prompter:
-    """Renders and encodes chats. Slow for long ones: call it off the event loop.
-
-    Args:
-        tokenizer: with its template.
-        output_format: of the model's answers.
-        seconds: most time that the template may take.
-    """
+    """Renders and encodes chats; the template may take so many `seconds`."""
 
     tokenizer: Tokenizer
     output_format: OutputFormat
     seconds: float
+    _large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
 
-    def prompt(self, conversation: Conversation, limit: int | None = None) -> Prompt:
-        """The prompt, up to where the answer begins.
+    async def prompt(
+        self, conversation: Conversation, limit: int, *, with_grammar: bool = False
+    ) -> Prompt:
+        """The prompt, of at most `limit` tokens, up to where the answer begins.
 
         Raises:
             MlxMtpError: the template can't take this chat, or it is longer than `limit` tokens.
         """
-        text = self.render(conversation)
-        ids = self.tokenizer.encode_rendered(text, limit=limit)
-        return Prompt(ids, self.output_format.opens_thinking(text))
+
+        def encode(text: str) -> Prompt:
+            token_ids = self.tokenizer.encode_rendered(text, limit=limit)
+            thinking = self.output_format.opens_thinking(text)
+            if not with_grammar:
+                return Prompt(token_ids, thinking)
+            # Of many tools the grammar is a long text.
+            added = self.tokenizer.added_tokens
+            spec = answer_grammar(conversation, self.output_format, added, thinking=thinking)
+            return Prompt(token_ids, thinking, spec)
+
+        async with self._turn(sum(len(message.content) for message in conversation.messages)):
+            try:
+                return await run_in_thread(lambda: self.render(conversation), encode, self.seconds)
+            except TimeoutError:
+                raise InvalidRequestError(
+                    f"The model's chat template took more than {self.seconds:g} s on these "
+                    "messages.",
+                    param="messages",
+                ) from None
+
+    async def in_thread(self, size: int, work: Callable[[], Result]) -> Result:
+        """Do some work on a text of so many characters off the event loop."""
+        async with self._turn(size):
+            return await asyncio.to_thread(work)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, size: int) -> AsyncIterator[None]:
+        async with self._large if size > LARGE_TEXT else contextlib.nullcontext():
+            yield
 
     def render(self, conversation: Conversation) -> str:
         """The chat as the template writes it.
 
         Raises:
-            MlxMtpError: the template refuses it, takes too long, or lacks what is asked of it.
+            MlxMtpError: the template refuses it, or lacks what is asked of it.
         """
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
@@ -70,24 +103,15 @@ class Prompter:
                 "This model's chat template does not support tools.", param="tools"
             )
         kwargs = self._template_kwargs(conversation)
-        try:
-            return run_limited(
-                lambda: self.tokenizer.render_chat(
-                    messages, tools, kwargs, continue_final=conversation.continue_final
-                ),
-                self.seconds,
-            )
-        except TimeoutError:
-            raise InvalidRequestError(
-                f"The model's chat template took more than {self.seconds:g} s on these messages.",
-                param="messages",
-            ) from None
+        return self.tokenizer.render_chat(
+            messages, tools, kwargs, continue_final=conversation.continue_final
+        )
 
     def _template_kwargs(self, conversation: Conversation) -> Mapping[str, Any]:
         knows = self.tokenizer.template_knows
         kwargs = dict(conversation.template_kwargs)
         if kwargs.get(_THINKING) is False and not knows(_THINKING):
-            del kwargs[_THINKING]  # A model that never thinks needs not be told.
+            del kwargs[_THINKING]  # A model that never thinks does so without being told.
         for key in kwargs:
             # `render_chat` refuses the closed ones, whether the template knows them or not.
             if not knows(key) and key not in self.tokenizer.closed_kwargs:

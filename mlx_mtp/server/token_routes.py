@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.conversation import Conversation
+from mlx_mtp.server.context import read
+from mlx_mtp.server.conversation import Conversation, split_template_kwargs
 from mlx_mtp.server.fields import (
-    MAX_MESSAGES,
     MAX_PROMPT_IDS,
+    Many,
+    ManyTools,
     TemplateKwargs,
     WireModel,
     at_most,
     is_id,
     refusal,
 )
-from mlx_mtp.server.openai.messages import Message
-from mlx_mtp.server.openai.wire import Tools
-from mlx_mtp.server.respond import context_of
-from mlx_mtp.server.thinking import split_template_kwargs
+from mlx_mtp.server.openai.wire import Message, Tool
 
-Messages = Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
 _STEP = 1 << 14
 
 
@@ -37,9 +34,9 @@ class TokenizeRequest(WireModel):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Messages = Field(default_factory=list)
-    tools: Tools = Field(default_factory=list)
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    messages: Many[Message] = Field([])
+    tools: ManyTools[Tool] = Field([])
+    chat_template_kwargs: TemplateKwargs = Field({})
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -57,15 +54,14 @@ class TokenizeRequest(WireModel):
 
     @property
     def text(self) -> str | None:
-        """The text, under either of its names."""
+        """Under either of its names."""
         return self.content if self.prompt is None else self.prompt
 
     def conversation(self) -> Conversation:
-        """The chat, as the server knows it."""
         kwargs, _ = split_template_kwargs(self.chat_template_kwargs)
         return Conversation(
             messages=[message.message() for message in self.messages],
-            tools=[tool.tool() for tool in self.tools],
+            tools=[tool.function.tool() for tool in self.tools],
             template_kwargs=kwargs,
         )
 
@@ -87,37 +83,32 @@ class DetokenizeRequest(WireModel):
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
-    context = context_of(request)
-    body = await read_body(request, TokenizeRequest, context.config.max_body_bytes)
+    context, body = await read(request, TokenizeRequest)
+    tokenizer, text = context.tokenizer, body.text
     if body.model is not None:
         context.check_model(body.model)
-    text = body.text
     if text is None:
-        ids = (await context.prompt(body.conversation(), MAX_PROMPT_IDS)).token_ids
+        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
+        ids = prompt.token_ids
     else:
-        ids = await context.aside(
+        special = body.add_special_tokens
+        ids = await context.prompter.in_thread(
             len(text),
-            lambda: context.tokenizer.encode(
-                text, limit=MAX_PROMPT_IDS, add_special_tokens=body.add_special_tokens
-            ),
+            lambda: tokenizer.encode(text, limit=MAX_PROMPT_IDS, add_special_tokens=special),
         )
-    fields: dict[str, int | None] = {
-        "count": len(ids),
-        "max_model_len": context.engine.info.max_model_len,
-    }
-    lists: dict[str, Callable[[int], object]] = {"tokens": int}
-    if body.return_token_strs:
-        lists["token_strs"] = context.tokenizer.token_text
-    else:
-        fields["token_strs"] = None
-    content = await asyncio.to_thread(_json, fields, ids, lists)
-    return Response(content, media_type="application/json")
+
+    def content() -> str:
+        strings = _listed(ids, tokenizer.token_text) if body.return_token_strs else "null"
+        length = context.engine.info.max_model_len
+        numbers = f'"count": {len(ids)}, "max_model_len": {length}, "tokens": {_listed(ids, int)}'
+        return f'{{{numbers}, "token_strs": {strings}}}'
+
+    return Response(await asyncio.to_thread(content), media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize; the text goes by vLLM's name and by llama.cpp's."""
-    context = context_of(request)
-    body = await read_body(request, DetokenizeRequest, context.config.max_body_bytes)
+    context, body = await read(request, DetokenizeRequest)
     if body.model is not None:
         context.check_model(body.model)
 
@@ -129,17 +120,8 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": found, "content": found})
 
 
-def _json(
-    fields: Mapping[str, int | None],
-    ids: Sequence[int],
-    lists: Mapping[str, Callable[[int], object]],
-) -> bytes:
-    """The answer as JSON, in steps of a few milliseconds: `json.dumps` lets no other thread run."""
-    parts = [json.dumps(fields)[:-1]]
-    for name, value_of in lists.items():
-        parts.append(f', "{name}": [')
-        for start in range(0, len(ids), _STEP):
-            step = json.dumps([value_of(token) for token in ids[start : start + _STEP]])
-            parts += ["," if start else "", step[1:-1]]
-        parts.append("]")
-    return "".join((*parts, "}")).encode()
+def _listed(ids: Sequence[int], value_of: Callable[[int], object]) -> str:
+    """A JSON list, made in steps of milliseconds: `json.dumps` lets no other thread run."""
+    steps = (ids[start : start + _STEP] for start in range(0, len(ids), _STEP))
+    parts = (json.dumps([value_of(token) for token in step])[1:-1] for step in steps)
+    return f"[{', '.join(parts)}]"

@@ -19,13 +19,12 @@ RUN_SECONDS = 1200
 
 @dataclass(frozen=True)
 class Agent:
-    """A command line agent.
+    """A command line agent, by the name that `mlx-mtp connect` has for it.
 
     Args:
-        name: as `mlx-mtp connect` knows it.
         package: of npm.
-        command: what asks it a question; it may use its shell tool without asking.
-        tool: the name of its shell tool.
+        command: asks it a question; it may use its shell tool without asking.
+        tool: its shell tool.
         parameter: the tool's for the command line.
         variables: of its environment, beyond what `connect` writes.
     """
@@ -42,24 +41,13 @@ class Agent:
 
     @property
     def version(self) -> str:
-        """The pinned one."""
         return VERSIONS[self.package]
 
     def call(self, line: str) -> dict[str, Any]:
-        """A call of its shell tool."""
         arguments = {self.parameter: line, "description": "Runs a command"}
         if self.name not in ("claude", "opencode"):
             del arguments["description"]
         return {"name": self.tool, "arguments": arguments}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run left."""
-
-    status: int
-    output: str
-    errors: str
 
 
 AGENTS = (
@@ -91,13 +79,18 @@ AGENTS = (
 )
 
 
-def run(agent: Agent, place: Path, url: str, home: Path, question: str) -> Outcome:
+def run(
+    agent: Agent, place: Path, url: str, home: Path, question: str
+) -> subprocess.CompletedProcess[str]:
     """Configure an agent for the server at `url` with `connect --write`, and ask it something."""
     work = home / "project"
     work.mkdir(parents=True)
     environ = environment(place, home, **agent.variables)
-    assert _connect(agent.name, url, environ).startswith(f"Wrote {home}")
-    done = subprocess.run(
+    connect = [sys.executable, "-m", "mlx_mtp", "connect", agent.name, "--url", url, "--write"]
+    done = subprocess.run(connect, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Wrote {home}")
+    return subprocess.run(
         agent.command(question),
         cwd=work,
         env=environ,
@@ -106,11 +99,3 @@ def run(agent: Agent, place: Path, url: str, home: Path, question: str) -> Outco
         stdin=subprocess.DEVNULL,
         timeout=RUN_SECONDS,
     )
-    return Outcome(done.returncode, done.stdout, done.stderr)
-
-
-def _connect(name: str, url: str, environ: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "mlx_mtp", "connect", name, "--url", url, "--write"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

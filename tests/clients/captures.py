@@ -34,7 +34,6 @@ HEADERS = (
 _UUID = re.compile(r"(?<![0-9a-f])[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _NO_UUID = "00000000-0000-4000-8000-000000000000"
 _SYSTEM = re.compile(r"(?<=\()[^()]*(Linux|Debian|Darwin|Mac OS|Windows)[^()]*(?=\))")
-_DAY = "(Mon|Tues?|Wed(nes)?|Thu(rs)?|Fri|Sat(ur)?|Sun)(day)?"
 _OUR_ID = re.compile(r"\b(call|toolu|msg|fc|rs|resp|chatcmpl)[_-][0-9a-f]{8,}\b")
 _REPLACED = (
     (_UUID, _NO_UUID),

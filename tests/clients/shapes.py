@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-_TYPES: Mapping[str, tuple[Any, Any]] = {
+TYPES: Mapping[str, tuple[Any, Any]] = {
     CHAT: (TypeAdapter(ChatCompletion), TypeAdapter(ChatCompletionChunk)),
     MESSAGES: (TypeAdapter(Message), TypeAdapter(RawMessageStreamEvent)),
     RESPONSES: (TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)),
@@ -31,7 +31,7 @@ def check_whole(path: str, answer: httpx.Response) -> Any:
     """The answer, as its SDK types it."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("application/json")
-    return _TYPES[api_of(path)][0].validate_python(answer.json())
+    return TYPES[api_of(path)][0].validate_python(answer.json())
 
 
 def check_stream(path: str, answer: httpx.Response) -> list[Any]:
@@ -49,7 +49,7 @@ def check_stream(path: str, answer: httpx.Response) -> list[Any]:
         assert [reason for reason in reasons if reason is not None] == [reasons[-1]]
     else:
         assert values[0]["type"] == _FIRST[api] and values[-1]["type"] in _LAST[api]
-    return [_TYPES[api][1].validate_python(v) for v in values]
+    return [TYPES[api][1].validate_python(v) for v in values]
 
 
 def calls_in(path: str, answer: Any) -> list[str]:

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients import captures
-from tests.clients.agents import AGENTS, FOLDER, Agent, Outcome, run
+from tests.clients.agents import AGENTS, FOLDER, Agent, run
 from tests.clients.npm import installed
 from tests.clients.recorder import Exchange, Recorder, recording
 from tests.harness import MEASURED
@@ -43,20 +44,20 @@ def generations(recorder: Recorder) -> list[Exchange]:
 def test_all_of_them_at_once_on_the_bundled_model(
     server: Server, place: Path, tmp_path: Path
 ) -> None:
-    def one(agent: Agent) -> tuple[Outcome, Recorder]:
+    def one(agent: Agent) -> tuple[CompletedProcess[str], Recorder]:
         with recording(server.url) as recorder:
             return run(agent, place, recorder.url, tmp_path / agent.name, QUESTION), recorder
 
     with ThreadPoolExecutor(len(AGENTS)) as pool:
         outcomes = list(pool.map(one, AGENTS))
     for agent, (outcome, recorder) in zip(AGENTS, outcomes):
-        assert outcome.status == 0, f"{agent}: {outcome.errors[-2000:]}"
-        assert outcome.output.strip(), f"{agent} told nothing: {outcome.errors[-2000:]}"
+        assert outcome.returncode == 0, f"{agent}: {outcome.stderr[-2000:]}"
+        assert outcome.stdout.strip(), f"{agent} told nothing: {outcome.stderr[-2000:]}"
         asked = generations(recorder)
         assert asked and all(e.status == 200 for e in asked), agent
         MEASURED.append(
             f"{agent} {agent.version}: {len(asked)} requests, "
-            f"answered {' '.join(outcome.output.split())[:60]!r}"
+            f"answered {' '.join(outcome.stdout.split())[:60]!r}"
         )
     server.wait_until_empty()
     assert server.metric("spec_decode_num_accepted_tokens_total") > 0
@@ -79,10 +80,10 @@ def test_a_tool_is_run_and_its_result_comes_back(
 
     with serve(FakeEngine(script, LONG)) as client, recording(str(client.base_url)) as recorder:
         outcome = run(agent, place, recorder.url, tmp_path / "home", f"Run this: {LINE}")
-    assert outcome.status == 0, outcome.errors[-2000:]
-    assert GOODBYE in outcome.output
+    assert outcome.returncode == 0, outcome.stderr[-2000:]
+    assert GOODBYE in outcome.stdout
     # Claude Code says so where it was not told of the model's context.
-    assert "assumes a context window" not in outcome.errors
+    assert "assumes a context window" not in outcome.stderr
     asked = generations(recorder)
     assert [e.status for e in asked] == [200] * len(asked)
     captures.keep(agent.name, agent.version, asked)

@@ -1,4 +1,4 @@
-"""Anthropic's Python SDK: whole messages, streams, tools, counting, keys; four at a time."""
+"""Anthropic's Python SDK on the bundled model: messages, tools, counting, keys; four at a time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ TOOL = {
 }
 # Newer SDKs have no name for temperature; the API takes it all the same.
 GREEDY = {"extra_body": {"temperature": 0}}
-ASKED = {
-    "model": MODEL,
-    "max_tokens": 60,
-    "messages": [{"role": "user", "content": SENTENCE.question}],
-}
+HI = {"model": MODEL, "messages": [{"role": "user", "content": SENTENCE.question}]}
+ASKED = {**HI, "max_tokens": 60}
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +35,10 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def weather(city: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": weather_question(city)}]
-    return {"model": MODEL, "max_tokens": 100, "messages": messages, "tools": [TOOL], **GREEDY}
+def test_messages_streams_and_counts(client: anthropic.Anthropic) -> None:
+    def prompt_tokens(message: anthropic.types.Message) -> int:
+        return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
-
-def prompt_tokens(message: anthropic.types.Message) -> int:
-    """All of them, from the prefix cache or not."""
-    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
-
-
-def test_message_and_stream(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**ASKED, **GREEDY)
     assert message.stop_reason == "end_turn"
     assert [block.text for block in message.content] == [SENTENCE.answer]
@@ -57,32 +47,26 @@ def test_message_and_stream(client: anthropic.Anthropic) -> None:
         final = stream.get_final_message()
     assert text == SENTENCE.answer
     assert final.usage.output_tokens == message.usage.output_tokens
-    assert prompt_tokens(final) == prompt_tokens(message)
-
-
-def test_count_tokens(client: anthropic.Anthropic) -> None:
-    fields = {key: ASKED[key] for key in ("model", "messages")}
-    counted = client.messages.count_tokens(**fields).input_tokens
-    assert counted == prompt_tokens(client.messages.create(**ASKED, **GREEDY))
-    more = client.messages.count_tokens(**fields, tools=[TOOL], system="Be brief.").input_tokens
+    counted = client.messages.count_tokens(**HI).input_tokens
+    assert counted == prompt_tokens(final) == prompt_tokens(message)
+    more = client.messages.count_tokens(**HI, tools=[TOOL], system="Be brief.").input_tokens
     assert more > counted
 
 
 def test_four_tool_calls_and_the_way_back(client: anthropic.Anthropic) -> None:
     def one(city: str) -> str:
-        with client.messages.stream(**weather(city)) as stream:
+        messages: list[Any] = [{"role": "user", "content": weather_question(city)}]
+        fields = {"model": MODEL, "max_tokens": 100, "tools": [TOOL], **GREEDY}
+        with client.messages.stream(messages=messages, **fields) as stream:
             first = stream.get_final_message()
         (call,) = first.content
         assert (call.name, call.input) == ("get_weather", called(city))
         assert first.stop_reason == "tool_use"
         told = f'{{"city": "{city}", "temperature": 21, "unit": "celsius", "sky": "sunny"}}'
         result = {"type": "tool_result", "tool_use_id": call.id, "content": told}
-        fields = weather(city)
-        fields["messages"] += [
-            {"role": "assistant", "content": first.content},
-            {"role": "user", "content": [result]},
-        ]
-        (block,) = client.messages.create(**fields).content
+        messages.append({"role": "assistant", "content": first.content})
+        messages.append({"role": "user", "content": [result]})
+        (block,) = client.messages.create(messages=messages, **fields).content
         return block.text
 
     with ThreadPoolExecutor(4) as pool:
@@ -118,12 +102,11 @@ def test_keys(serve: Serve, tokenizer: Tokenizer) -> None:
     fields = ASKED | {"model": scripted.MODEL}
     with serve(saying(tokenizer, "Yes."), api_keys=("right",)) as served:
         url = str(served.base_url)
-        for key in ({"auth_token": "right"}, {"api_key": "right"}):
-            with anthropic.Anthropic(base_url=url, **key) as client:
+        for way in ("auth_token", "api_key"):
+            with anthropic.Anthropic(base_url=url, **{way: "right"}) as client:
                 assert client.messages.create(**fields).content[0].text == "Yes."
-        for key in ({"auth_token": "wrong"}, {"api_key": "wrong"}):
             with (
-                anthropic.Anthropic(base_url=url, **key) as client,
+                anthropic.Anthropic(base_url=url, **{way: "wrong"}) as client,
                 pytest.raises(anthropic.AuthenticationError),
             ):
                 client.messages.create(**fields)

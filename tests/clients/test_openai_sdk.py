@@ -1,19 +1,18 @@
-"""OpenAI's Python SDK: every way to ask, sync and async, four at a time."""
+"""OpenAI's Python SDK on the bundled model: parsed answers, tools, and all APIs at once, async."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.clients.asking import CITIES, FUNCTION, SENTENCE, WEATHER, called, weather_question
+from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
 from tests.clients.conftest import MODEL
 from tests.process import Server
 
@@ -35,49 +34,6 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@asynccontextmanager
-async def async_client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    url = f"{server.url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-def four(ask: Callable[[str], Any]) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ask, CITIES)) == [called(city) for city in CITIES]
-
-
-def weather(city: str) -> dict[str, Any]:
-    messages = [{"role": "user", "content": weather_question(city)}]
-    return {"model": MODEL, "messages": messages, "tools": [WEATHER], **GREEDY}
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("no/such model")
-
-
-def test_chat_stream_helper(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(**ASKED, **GREEDY) as stream:
-        kinds = {event.type for event in stream}
-        final = stream.get_final_completion()
-    assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert final.choices[0].message.content == SENTENCE.answer
-
-
-def test_completions(client: openai.OpenAI) -> None:
-    fields = {"model": MODEL, "prompt": ["Once upon", "Once upon a time"], "max_tokens": 12}
-    whole = client.completions.create(**fields, **GREEDY)
-    texts = {0: "", 1: ""}
-    for chunk in client.completions.create(**fields, **GREEDY, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert [choice.text for choice in whole.choices] == list(texts.values())
-    assert all(texts.values())
-
-
 def test_parse_with_pydantic(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(**ASKED, response_format=Reading, **GREEDY)
     assert isinstance(parsed.choices[0].message.parsed, Reading)
@@ -88,9 +44,6 @@ def test_parse_with_pydantic(client: openai.OpenAI) -> None:
         model=MODEL, input=SENTENCE.question, text_format=Reading, **GREEDY
     )
     assert isinstance(response.output_parsed, Reading)
-
-
-def test_parse_a_tools_arguments(client: openai.OpenAI) -> None:
     tool = openai.pydantic_function_tool(Reading, name="report")
     fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
     (choice,) = client.chat.completions.parse(**ASKED, **fields, **GREEDY).choices
@@ -98,37 +51,23 @@ def test_parse_a_tools_arguments(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Reading)
 
 
-def test_four_chats_with_a_tool(client: openai.OpenAI) -> None:
-    def helper(city: str) -> Any:
-        with client.chat.completions.stream(**weather(city)) as stream:
-            (call,) = stream.get_final_completion().choices[0].message.tool_calls
-        assert call.function.name == "get_weather"
-        return json.loads(call.function.arguments)
-
-    four(helper)
-
-
-def test_four_responses_with_a_tool(client: openai.OpenAI) -> None:
-    def helper(city: str) -> Any:
-        fields = {"model": MODEL, "input": weather_question(city), "tools": [RESPONSES_TOOL]}
-        with client.responses.stream(**fields, **GREEDY) as stream:
-            kinds = [event.type for event in stream]
-            (item,) = stream.get_final_response().output
-        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-        return json.loads(item.arguments)
-
-    four(helper)
-
-
-def test_a_responses_tool_result_goes_back(client: openai.OpenAI) -> None:
-    asked = [{"role": "user", "content": weather_question(CITIES[0])}]
+def test_four_responses_with_a_tool_and_its_result_goes_back(client: openai.OpenAI) -> None:
     fields = {"model": MODEL, "tools": [RESPONSES_TOOL], **GREEDY}
-    first = client.responses.create(input=asked, **fields)
-    (call,) = first.output
-    told = json.dumps({**called(CITIES[0]), "temperature": 21, "sky": "sunny"})
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": told}
-    second = client.responses.create(input=[*asked, call, result], **fields)
-    assert "sunny" in second.output_text
+
+    def one(city: str) -> Any:
+        asked = [{"role": "user", "content": weather_question(city)}]
+        with client.responses.stream(input=asked, **fields) as stream:
+            kinds = [event.type for event in stream]
+            (call,) = stream.get_final_response().output
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        told = json.dumps({**called(city), "temperature": 21, "sky": "sunny"})
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": told}
+        second = client.responses.create(input=[*asked, call, result], **fields)
+        assert "sunny" in second.output_text
+        return json.loads(call.arguments)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, CITIES)) == [called(city) for city in CITIES]
 
 
 def test_async_all_apis_at_once(server: Server) -> None:
@@ -155,7 +94,8 @@ def test_async_all_apis_at_once(server: Server) -> None:
         return (await client.completions.create(**fields)).choices[0].text
 
     async def all_of_them() -> list[str]:
-        async with async_client(server) as client:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             ways = (chat, stream, response, helper, completion)
             return await asyncio.gather(*(way(client) for way in ways * 2))
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.conformance.adapters.suite_names import stands_for
-from tests.conformance.sources import Source, directory
+from tests.conformance.sources import Package, directory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -24,112 +26,88 @@ _QUIETLY = ("-q", "--timeout=120", "--tb=short")
 
 @dataclass(frozen=True)
 class Suite:
-    """Some of a project's tests.
+    """Some of a project's tests, as a file of `expected` describes them.
 
     Args:
-        name: of the list of expected outcomes.
+        name: of the file.
         source: where the tests come from.
+        passing: the cases that must pass; without parameters, a name stands for all of a test's.
+        excluded: the cases that aren't run, each with its reason.
         adapter: the plugin that points them at a server of ours.
         files: what pytest is given, below the source's directory.
         folder: where pytest runs, below the source's directory.
         paths: of imports, below that folder.
         model: the name by which the tests ask for a model.
-        arguments: more of pytest's.
+        arguments: more of pytest's; ADAPTERS stands for the adapters' folder.
     """
 
     name: str
-    source: Source
+    source: Package
+    passing: Sequence[str]
+    excluded: Mapping[str, str]
     adapter: str
-    files: tuple[str, ...]
+    files: Sequence[str]
     folder: str = "."
-    paths: tuple[str, ...] = (".",)
+    paths: Sequence[str] = (".",)
     model: str = MODEL
-    arguments: tuple[str, ...] = ()
+    arguments: Sequence[str] = ()
 
-    @property
-    def excluded(self) -> dict[str, str]:
-        """Cases that aren't run, each with its reason."""
-        return self._lists["excluded"]
-
-    @property
-    def passing(self) -> list[str]:
-        """Cases that must pass; without parameters, a name stands for all of a test's cases."""
-        return self._lists["passing"]
-
-    @property
-    def _lists(self) -> dict:
-        return tomllib.loads((HERE / "expected" / f"{self.name}.toml").read_text("utf-8"))
+    @classmethod
+    def load(cls, path: Path) -> Suite:
+        told = tomllib.loads(path.read_text("utf-8"))
+        source = Package(**told["source"])
+        return cls(path.stem, source, told["passing"], told["excluded"], **told["suite"])
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a suite ended.
+SUITES = [Suite.load(path) for path in sorted((HERE / "expected").glob("*.toml"))]
 
-    Args:
-        outcomes: "passed", "failed" or "skipped" for each case that ran.
-        words: the end of what pytest said of those that did not pass.
-        excluded: the cases that were left out.
-        output: the end of all of pytest's words.
+
+def run(suite: Suite) -> dict[str, Any]:
+    """Run all cases but the excluded ones.
+
+    Returns:
+        `outcomes`: "passed", "failed" or "skipped" for each case that ran; `words`: the end of what
+        pytest said of those that did not pass; `excluded`: the cases that were left out; `output`.
     """
-
-    outcomes: dict[str, str]
-    words: dict[str, str]
-    excluded: list[str]
-    output: str = field(repr=False)
-
-
-def run(suite: Suite) -> Outcome:
-    """Run all cases but the excluded ones."""
-    source = directory(suite.source)
-    folder = source / suite.folder
+    folder = directory(suite.source) / suite.folder
     adapters = HERE / "adapters"
-    paths = [adapters, *(folder / path for path in suite.paths)]
     with tempfile.TemporaryDirectory() as temporary:
         told = Path(temporary) / "outcomes.json"
         environment = {
-            **{
-                k: v
-                for k, v in os.environ.items()
-                if not k.startswith(("MLX_MTP_", "PYTEST_", "SUITE_"))
-            },
+            **{k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)},
             "MLX_MTP_CACHE_DIR": temporary,
             "SUITE_EXCLUDED": json.dumps(list(suite.excluded)),
             "SUITE_OUTCOMES": str(told),
             "SUITE_MODEL": suite.model,
             "SUITE_ROOT": str(ROOT),
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, [adapters, *(folder / path for path in suite.paths)])
+            ),
         }
         plugins = ["-p", "suite_outcomes", "-p", suite.adapter, "-p", "no:cacheprovider"]
         files = [str((adapters if f.startswith("suite_") else folder) / f) for f in suite.files]
-        command = [sys.executable, "-m", "pytest", *plugins, *suite.arguments, *_QUIETLY, *files]
+        arguments = [word.replace("ADAPTERS", str(adapters)) for word in suite.arguments]
+        command = [sys.executable, "-m", "pytest", *plugins, *arguments, *_QUIETLY, *files]
         process = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS
         )
         output = process.stdout[-6000:] + process.stderr[-2000:]
         assert told.exists(), output
-        return Outcome(**json.loads(told.read_text()), output=output)
+        return {**json.loads(told.read_text()), "output": output}
 
 
-def differences(suite: Suite, outcome: Outcome) -> list[str]:
-    """How the outcome differs from what is written down, a line each."""
+def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
+    """How the outcomes differ from what is written down, a line each."""
     found = []
-    for case, ended in sorted(outcome.outcomes.items()):
-        listed = any(stands_for(name, case) for name in suite.passing)
-        if ended != "passed":
-            found.append(f"{case} {ended}: {outcome.words.get(case, '')}")
-        elif not listed:
+    for case, outcome in sorted(ended["outcomes"].items()):
+        if outcome != "passed":
+            found.append(f"{case} {outcome}: {ended['words'].get(case, '')}")
+        elif not any(stands_for(name, case) for name in suite.passing):
             found.append(f"{case} passed, but stands in no list")
     for name in suite.passing:
-        if not any(stands_for(name, case) for case in outcome.outcomes):
+        if not any(stands_for(name, case) for case in ended["outcomes"]):
             found.append(f"{name} is to pass, but did not run")
     for name in suite.excluded:
-        if not any(stands_for(name, case) for case in outcome.excluded):
+        if not any(stands_for(name, case) for case in ended["excluded"]):
             found.append(f"{name} is excluded, but there is no such case")
     return found
-
-
-def summary(suite: Suite, outcome: Outcome) -> str:
-    """How many passed, and how many were left out."""
-    passed = list(outcome.outcomes.values()).count("passed")
-    ran, left = len(outcome.outcomes), len(outcome.excluded)
-    return f"{suite.name}: {passed} of {ran} passed, {left} left out"

@@ -30,7 +30,7 @@ class Package:
     Args:
         name: of the folder that it is unpacked into.
         requirement: the pinned package.
-        sha256: of the file.
+        pin: the file's SHA-256.
         root: the folder within the file that is taken.
         members: patterns of the paths below `root` that are taken.
         wheel: the wheel, not the source distribution.
@@ -38,7 +38,7 @@ class Package:
 
     name: str
     requirement: str
-    sha256: str
+    pin: str
     root: str
     members: tuple[str, ...]
     wheel: bool = False
@@ -47,11 +47,10 @@ class Package:
         """Download the file and unpack what is wanted of it."""
         with tempfile.TemporaryDirectory() as downloads:
             form = "--only-binary" if self.wheel else "--no-binary"
-            command = [sys.executable, "-m", "unearth", self.requirement, form, "-d", downloads]
-            _run(command)
+            _run(sys.executable, "-m", "unearth", self.requirement, form, "-d", downloads)
             (path,) = Path(downloads).iterdir()
             found = hashlib.sha256(path.read_bytes()).hexdigest()
-            assert found == self.sha256, f"{path.name} has the SHA-256 {found}"
+            assert found == self.pin, f"{path.name} has the SHA-256 {found}"
             for name, content in _files(path):
                 below = PurePosixPath(name)
                 if not below.is_relative_to(self.root):
@@ -66,24 +65,17 @@ class Package:
 
 @dataclass(frozen=True)
 class Repository:
-    """A commit of a git repository.
-
-    Args:
-        name: of the folder that it is checked out into.
-        url: to fetch it from.
-        commit: the pinned one.
-    """
+    """A git repository at the commit `pin`."""
 
     name: str
     url: str
-    commit: str
+    pin: str
 
     def unpack(self, into: Path) -> None:
         """Fetch the one commit."""
-        git = ["git", "-C", str(into)]
-        _run(["git", "init", "--quiet", str(into)])
-        _run([*git, "fetch", "--quiet", "--depth", "1", self.url, self.commit])
-        _run([*git, "checkout", "--quiet", "FETCH_HEAD"])
+        _run("git", "init", "--quiet", str(into))
+        _run("git", "-C", str(into), "fetch", "--quiet", "--depth", "1", self.url, self.pin)
+        _run("git", "-C", str(into), "checkout", "--quiet", "FETCH_HEAD")
 
 
 Source = Package | Repository
@@ -94,12 +86,12 @@ def directory(source: Source) -> Path:
     own = os.environ.get(DIRECTORY)
     if own is not None and (Path(own) / source.name).is_dir():
         return Path(own) / source.name
-    pin = source.sha256[:12] if isinstance(source, Package) else source.commit[:12]
-    cached = Path(platformdirs.user_cache_dir("mlx-mtp")) / "suites" / f"{source.name}-{pin}"
+    suites = Path(platformdirs.user_cache_dir("mlx-mtp")) / "suites"
+    cached = suites / f"{source.name}-{source.pin[:12]}"
     if cached.is_dir():
         return cached
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f"{source.name}-", dir=cached.parent))
+    suites.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f"{source.name}-", dir=suites))
     try:
         source.unpack(fresh)
         fresh.rename(cached)
@@ -111,7 +103,7 @@ def directory(source: Source) -> Path:
     return cached
 
 
-def _run(command: list[str]) -> None:
+def _run(*command: str) -> None:
     quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS, env=quiet)
 
@@ -120,9 +112,8 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
     """Path and content of each file in an archive."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
-            for info in wheel.infolist():
-                if not info.is_dir():
-                    yield info.filename, wheel.read(info)
+            files = [info for info in wheel.infolist() if not info.is_dir()]
+            yield from ((info.filename, wheel.read(info)) for info in files)
         return
     with tarfile.open(path) as archive:
         for member in archive:

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.runner import HERE, MODEL
-from tests.conformance.sources import directory
-from tests.conformance.suites import OPENAPI
+from tests.conformance.sources import Repository, directory
 from tests.harness import MEASURED
 from tests.process import Server, running
 
+OPENAPI = Repository(
+    "openai-openapi",
+    "https://github.com/openai/openai-openapi",
+    "f85dbe223d40e1a31cba812ab2d755c7e98a92a3",
+)
 SECONDS = 90
 PATHS = (
     "/chat/completions",

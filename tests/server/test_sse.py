@@ -1,4 +1,4 @@
-"""Streams from within: what is written to the socket at one time, and the lock's interval."""
+"""Streams from within: what is written at one time, who is cancelled, and the lock's interval."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.admission import RequestLimiter
-from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.dispatch import Dispatcher
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.openai.writer import ChatWriter, Envelope
-from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser
+from mlx_mtp.server.openai.writer import ChatWriter
+from mlx_mtp.server.output_stream import OutputStream
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
@@ -34,36 +33,27 @@ PATIENCE = 30.0
 class Stream:
     """One chat's events, whose steps the test brings."""
 
-    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser | None = None) -> None:
-        self._parser = parser or PlainParser()
-        self._text_bytes = tokenizer.text_bytes
+    def __init__(self, tokenizer: Tokenizer, *, thinking: bool = False) -> None:
+        form = OutputFormat.choose(tokenizer.template)
         engine = FakeEngine(endless(40))
         self.dispatcher = Dispatcher(engine)
         self.request = Request("a", (1,), SamplingParams(max_tokens=8, top_logprobs=1))
+        detokenizer = Detokenizer(tokenizer.text_bytes_with(form.markers))
+        stream = OutputStream(0, detokenizer, form.parser(thinking=thinking, schemas=None))
         metrics = Metrics(engine, cast(RequestLimiter, None))
-        generation = Generation(self.dispatcher, metrics, [self.request], self._choice)
+        generation = Generation(self.dispatcher, metrics, [self.request], [stream])
         writer = ChatWriter(
-            Envelope("a", 0, "m", 0, "f"),
-            tokenizer,
-            with_logprobs=True,
-            include_usage=True,
-            continuous_usage=False,
+            "a", {}, tokenizer, with_logprobs=True, include_usage=True, continuous_usage=False
         )
+        generation.__enter__()
         self.pieces: AsyncIterator[bytes] = stream_events(generation, writer, PATIENCE)
-
-    def _choice(self, index: int) -> Choice:
-        return Choice(index, Detokenizer(self._text_bytes), self._parser)
 
     def step(self, *tokens: int, finish: Any = None) -> None:
         """A step has brought tokens."""
         logprobs = tuple(fake_logprobs(token, self.request) for token in tokens)
-        self._arrived(out(*tokens, finish=finish, logprobs=logprobs))
+        self.arrived(out(*tokens, finish=finish, logprobs=logprobs))
 
-    def fail(self, error: StepError) -> None:
-        """A step has failed."""
-        self._arrived(out(finish="error", error=error))
-
-    def _arrived(self, output: RequestOutput) -> None:
+    def arrived(self, output: RequestOutput) -> None:
         self.dispatcher._dispatch(0.0, [dataclasses.replace(output, request_id="a")])
 
 
@@ -118,34 +108,20 @@ def test_a_step_does_not_wait_for_the_next(tokenizer: Tokenizer) -> None:
     asyncio.run(main())
 
 
-def test_the_tokens_of_a_step_are_one_event(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("one two three")
-    words = [tokenizer.token_text(token) for token in tokens]
+def test_what_a_step_brings_of_one_kind_is_one_event(tokenizer: Tokenizer) -> None:
+    said = tokenizer.encode("It is so.")
+    words = [tokenizer.token_text(token) for token in said]
+    tokens = (*tokenizer.encode("I think so."), *tokenizer.encode("</think>"), *said)
 
     async def main() -> None:
-        stream = Stream(tokenizer)
-        stream.step(*tokens)
-        _, content = events(await anext(stream.pieces))
-        assert told(content) == ("one two three", words)
-        stream.step(tokens[0], finish="length")
-        content, _ = events(await anext(stream.pieces))
-        assert told(content) == (words[0], words[:1])
-
-    asyncio.run(main())
-
-
-def test_reasoning_and_answer_of_a_step_are_two_events(tokenizer: Tokenizer) -> None:
-    thought, said = tokenizer.encode("I think so."), tokenizer.encode("It is so.")
-    tokens = (*thought, *tokenizer.encode("</think>"), *said)
-
-    async def main() -> None:
-        parser = OutputFormat("qwen3", "none").parser(thinking=True, schemas=None)
-        stream = Stream(tokenizer, parser)
-        stream._text_bytes = tokenizer.text_bytes_with(["</think>"])
+        stream = Stream(tokenizer, thinking=True)
         stream.step(*tokens)
         _, reasoning, content = events(await anext(stream.pieces))
         assert reasoning["choices"][0]["delta"] == {"reasoning_content": "I think so."}
-        assert told(content) == ("It is so.", [tokenizer.token_text(token) for token in said])
+        assert told(content) == ("It is so.", words)
+        stream.step(said[0], finish="length")
+        content, _ = events(await anext(stream.pieces))
+        assert told(content) == (words[0], words[:1])
 
     asyncio.run(main())
 
@@ -156,11 +132,32 @@ def test_what_came_before_an_error_is_written(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         stream = Stream(tokenizer)
         stream.step(token)
-        stream.fail(StepError("lost"))
+        stream.arrived(out(finish="error", error=StepError("lost")))
         first, last = [events(piece) async for piece in stream.pieces]
         assert told(first[-1]) == ("a", ["a"])
         assert "lost" in last[0]["error"]["message"]
         assert last[1:] == ["[DONE]"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ticks", range(4))
+def test_a_reader_cancelled_as_something_arrives_is_cancelled(
+    tokenizer: Tokenizer, ticks: int
+) -> None:
+    async def main() -> None:
+        stream = Stream(tokenizer)
+        reader = asyncio.ensure_future(anext(stream.pieces))
+        await asyncio.sleep(0)
+        stream.step(40)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        # cancel() tells whether it came in time; if it did, it must not be forgotten.
+        if reader.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+        else:
+            assert reader.result()
 
     asyncio.run(main())
 

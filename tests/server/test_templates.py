@@ -16,7 +16,7 @@ from mlx_mtp.server.prompting import Prompter
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.parsing.pieces import events_of, summary
 from tests.server.templates import TEMPLATES
-from tests.server.wire_help import ARGUMENTS, WEATHER, ask, events, joined, saying
+from tests.server.wire_help import ARGUMENTS, CHAT, WEATHER, ask, chat_body, events, joined, saying
 
 XML = ("coder", "3.5")
 THINKING = ("next-thinking", "3.5")
@@ -38,20 +38,6 @@ SCHEMA = {
 def prompter(request: pytest.FixtureRequest) -> Prompter:
     tokenizer = tokenizer_with(TEMPLATES[request.param])
     return Prompter(tokenizer, OutputFormat.choose(tokenizer.template), 10)
-
-
-def name_of(prompter: Prompter) -> str:
-    return next(n for n, t in TEMPLATES.items() if t == prompter.tokenizer.template)
-
-
-def test_the_template_shows_the_format(prompter: Prompter) -> None:
-    name = name_of(prompter)
-    assert prompter.output_format.tools == ("qwen3_coder" if name in XML else "hermes")
-    prompt = prompter.prompt(Conversation([Message("user", "hi")]))
-    assert prompt.thinking == (name in THINKING)
-    if name == "3.5":
-        off = prompter.prompt(Conversation([Message("user", "hi")], thinking=False))
-        assert not off.thinking
 
 
 def test_agents_chats_are_rendered(prompter: Prompter) -> None:
@@ -95,7 +81,9 @@ values = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
 @given(st.lists(values, min_size=1, max_size=3), prose, prose)
 def test_what_a_template_writes_is_read_back(
     prompter: Prompter, calls: list[dict[str, Any]], said: str, thought: str
@@ -131,6 +119,7 @@ TEXTS = {
 def test_chats_over_http(serve: Serve, name: str) -> None:
     tokenizer = tokenizer_with(TEMPLATES[name])
     form = OutputFormat.choose(tokenizer.template)
+    assert form.tools == ("qwen3_coder" if name in XML else "hermes")
     thought = "I look.\n</think>\n\n" if name in THINKING else ""
     engine = saying(tokenizer, thought + TEXTS[form.tools])
     with serve(engine, tokenizer=tokenizer) as client:
@@ -150,13 +139,5 @@ def test_chats_over_http(serve: Serve, name: str) -> None:
             assert budget == GrammarSpec("free", free_until="</think>", free_tokens=9)
         elif name != "next-thinking":
             ask(client, chat_template_kwargs={"enable_thinking": False})
-            body = {"enable_thinking": True}
-            refused = client.post(
-                "/v1/chat/completions",
-                json={
-                    "model": "test/model",
-                    "messages": [{"role": "user", "content": "hi"}],
-                    "chat_template_kwargs": body,
-                },
-            )
-            assert refused.status_code == 400
+            asked = chat_body(chat_template_kwargs={"enable_thinking": True})
+            assert client.post(CHAT, json=asked).status_code == 400

@@ -11,8 +11,8 @@ import pytest
 from mlx_mtp.engine import arrivals
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
-from mlx_mtp.server.choice import Choice
 from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.output_stream import OutputStream
 from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.terminal import stream_answer, summary
@@ -79,10 +79,10 @@ def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> 
 
 
 def test_the_speed_leaves_out_the_first_step() -> None:
-    choice = Choice(0, Detokenizer(lambda _: b"x"), PlainParser())
-    choice.take(out(5, 5, 5, 5, 5, finish="length"))
+    stream = OutputStream(0, Detokenizer(lambda _: b"x"), PlainParser())
+    stream.push(out(5, 5, 5, 5, 5, finish="length"))
     times = [(11.0, 1), (12.0, 3), (13.0, 5)]
     off, auto = FakeInfo(mtp_enabled=False), FakeInfo(num_draft_tokens="auto")
     start = "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; "
-    assert summary(choice, 3, 10.0, times, off) == start + "no drafts]"
-    assert summary(choice, 3, 10.0, times, auto) == start + "no drafts, depth auto]"
+    assert summary(stream, 3, 10.0, times, off) == start + "no drafts]"
+    assert summary(stream, 3, 10.0, times, auto) == start + "no drafts, depth auto]"

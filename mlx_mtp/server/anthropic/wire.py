@@ -3,90 +3,156 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
-from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server import conversation
-from mlx_mtp.server.anthropic.blocks import (
-    Blocks,
-    CacheControl,
-    TextBlock,
-    TextBlocks,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-    check_roles,
-    text_of,
-)
-from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.fields import (
-    MAX_LABELS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    CacheSalt,
-    Float,
-    Int,
-    Stops,
-    WireModel,
-    at_most,
-    few_values,
-    refusal,
-)
-from mlx_mtp.server.options import Options
+from mlx_mtp.server import conversation, fields
+from mlx_mtp.server.conversation import BUDGETS, Conversation, ToolCall
+from mlx_mtp.server.fields import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.opaque_reasoning import unwrap
+from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
-from mlx_mtp.server.thinking import BUDGETS
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Claude Code's first system block begins so; its nonce changes with each turn."""
 
 
-class Message(WireModel):
-    """One message of a chat."""
+class _CacheControl(WireModel):
+    # A hint for caches: this server's own needs none.
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
+
+class _TextBlock(WireModel):
+    type: Literal["text"]
+    text: str
+    cache_control: _CacheControl | None = None
+    citations: Annotated[list[Any], at_most(0)] | None = None
+
+
+class _ThinkingBlock(WireModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class _RedactedThinkingBlock(WireModel):
+    # What another server's model thought, encrypted.
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+def _object(value: object) -> object:
+    return fields.few_values(value) if isinstance(value, dict) else value
+
+
+class _ToolUseBlock(WireModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Annotated[dict[str, Any], BeforeValidator(_object)] = Field({})
+    cache_control: _CacheControl | None = None
+    caller: dict[str, Any] | None = None
+
+
+def _of_these(*names: str) -> Discriminator:
+    return fields.one_of(f"this server takes blocks of these types only: {', '.join(names)}")
+
+
+def _as_blocks(value: object) -> object:
+    """Text alone is short for one block of it."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_Text = Annotated[_TextBlock, Tag(FORM + "text")]
+_Texts = Annotated[Many[Annotated[_Text, _of_these("text")]], BeforeValidator(_as_blocks)]
+
+
+class _ToolResultBlock(WireModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = Field([])
+    is_error: bool = False
+    cache_control: _CacheControl | None = None
+
+    def message(self) -> conversation.Message:
+        # As text, from which a model sees what is an error.
+        content = "\n".join(block.text for block in self.content)
+        if self.is_error and "error" not in content.lower():
+            content = f"Error: {content}"
+        return conversation.Message("tool", content, tool_call_id=self.tool_use_id)
+
+
+_Block = Annotated[
+    _Text
+    | Annotated[_ThinkingBlock, Tag(FORM + "thinking")]
+    | Annotated[_RedactedThinkingBlock, Tag(FORM + "redacted_thinking")]
+    | Annotated[_ToolUseBlock, Tag(FORM + "tool_use")]
+    | Annotated[_ToolResultBlock, Tag(FORM + "tool_result")],
+    _of_these("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+]
+_ROLES: dict[type[WireModel], str] = {
+    _ThinkingBlock: "assistant",
+    _RedactedThinkingBlock: "assistant",
+    _ToolUseBlock: "assistant",
+    _ToolResultBlock: "user",
+}
+
+
+def _text_of(blocks: Iterable[WireModel]) -> str:
+    """The text blocks, a paragraph each, without Claude Code's billing header."""
+    texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
+
+
+class _Message(WireModel):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: Annotated[Many[_Block], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
-    def _blocks_fit_the_role(self) -> Message:
-        check_roles(self.content, self.role)
+    def _blocks_fit_the_role(self) -> _Message:
+        for number, block in enumerate(self.content):
+            role = _ROLES.get(type(block), self.role)
+            if role != self.role:
+                raise refusal(
+                    f"block {number} of type {block.type} belongs to messages of role {role}",
+                    field="content",
+                )
         return self
 
     def messages(self) -> Iterator[conversation.Message]:
         """The message as the server knows it: a tool's result is a message of its own."""
+        calls: list[ToolCall] = []
+        thoughts: list[str] = []
         for block in self.content:
-            if isinstance(block, ToolResultBlock):
+            if isinstance(block, _ToolResultBlock):
                 yield block.message()
-        text = text_of(self.content)
+            elif isinstance(block, _ToolUseBlock):
+                arguments = json.dumps(block.input, ensure_ascii=False)
+                calls.append(ToolCall(block.name, arguments, block.id))
+            elif isinstance(block, _ThinkingBlock):
+                thoughts.append(block.thinking or unwrap(block.signature or ""))
+        text = _text_of(self.content)
         if self.role == "assistant":
-            calls = (block.call() for block in self.content if isinstance(block, ToolUseBlock))
-            thoughts = [b.text for b in self.content if isinstance(b, ThinkingBlock)]
+            reasoning = "\n".join(thoughts) or None
             yield conversation.Message(
-                "assistant", text, reasoning="\n".join(thoughts) or None, tool_calls=tuple(calls)
+                "assistant", text, reasoning=reasoning, tool_calls=tuple(calls)
             )
-        elif text or any(isinstance(block, TextBlock) for block in self.content):
+        elif text or any(isinstance(block, _TextBlock) for block in self.content):
             yield conversation.Message(self.role, text)
 
 
-Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
-
-
-class Tool(WireModel):
-    """A tool that the client runs."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    input_schema: Schema
+class _Tool(fields.Function):
+    parameters: fields.Schema = Field(alias="input_schema")
     type: Literal["custom"] = "custom"
-    description: str | None = None
-    strict: bool = False
     # Nothing of these changes what a server does that streams every call and loads every tool.
-    cache_control: CacheControl | None = None
+    cache_control: _CacheControl | None = None
     defer_loading: bool = False
     eager_input_streaming: bool | None = None
-
-    def tool(self) -> conversation.Tool:
-        """The tool as the server knows it."""
-        return conversation.Tool(self.name, self.description, self.input_schema, self.strict)
 
 
 def _client_tool(value: object) -> object:
@@ -101,21 +167,18 @@ def _client_tool(value: object) -> object:
     return value
 
 
-class ToolChoice(WireModel):
-    """Whether the model calls tools, and which."""
-
+class _ToolChoice(WireModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
-    def _a_tool_has_a_name(self) -> ToolChoice:
+    def _a_tool_has_a_name(self) -> _ToolChoice:
         if (self.name is not None) != (self.type == "tool"):
             raise refusal("is only for type tool", field="name")
         return self
 
     def choice(self) -> conversation.ToolChoice:
-        """The choice as the server knows it."""
         if self.name is not None:
             return conversation.ToolChoice("required", frozenset({self.name}))
         if self.type == "any":
@@ -123,87 +186,69 @@ class ToolChoice(WireModel):
         return conversation.ToolChoice("none" if self.type == "none" else "auto")
 
 
-class Thinking(WireModel):
-    """Whether the model thinks before it answers, and how long."""
-
+class _Thinking(WireModel):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
-    def _a_budget_is_for_enabled(self) -> Thinking:
+    def _a_budget_is_for_enabled(self) -> _Thinking:
         if self.budget_tokens is not None and self.type != "enabled":
             raise refusal("is for type enabled", field="budget_tokens")
         return self
 
 
-class OutputFormat(WireModel):
-    """The form of the answer."""
-
+class _OutputFormat(WireModel):
     type: Literal["json_schema"]
     json_schema: AnswerSchema = Field(alias="schema")
 
 
-class OutputConfig(WireModel):
-    """How much effort goes into the answer, and its form."""
-
+class _OutputConfig(WireModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: _OutputFormat | None = None
 
 
-class Metadata(WireModel):
-    """Labels."""
-
+class _Metadata(WireModel):
     user_id: str | None = None
 
 
 class KeptThinking(WireModel):
-    """How many of the latest turns keep their thinking."""
+    """How many of the latest turns keep their thinking. Errors name this class."""
 
     type: Literal["thinking_turns", "all"]
     value: Annotated[int, Field(ge=1)] | None = None
 
 
-class ContextEdit(WireModel):
-    """What to leave out of the chat.
-
-    Thinking of earlier turns alone: Qwen's templates keep what they need of it by themselves.
-    """
-
+class _ContextEdit(WireModel):
+    # Thinking of earlier turns alone: Qwen's templates keep what they need of it by themselves.
     type: Literal["clear_thinking_20251015"]
     keep: KeptThinking | Literal["all"] | None = None
 
 
-class ContextManagement(WireModel):
-    """What to leave out of a long chat."""
-
-    edits: Annotated[list[ContextEdit], FailFast(), at_most(MAX_LABELS)] = Field(
-        default_factory=list
-    )
+class _ContextManagement(WireModel):
+    edits: Annotated[list[_ContextEdit], FailFast(), at_most(fields.MAX_LABELS)] = Field([])
 
 
 class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
-    system: TextBlocks = Field(default_factory=list)
-    tools: Annotated[
-        list[Annotated[Tool, BeforeValidator(_client_tool)]], FailFast(), at_most(MAX_TOOLS)
-    ] = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
-    context_management: ContextManagement | None = None
+    messages: OneOrMore[_Message]
+    system: _Texts = Field([])
+    tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
+    tool_choice: _ToolChoice = Field(_ToolChoice(type="auto"))
+    thinking: _Thinking = Field(_Thinking(type="disabled"))
+    output_config: _OutputConfig = Field(default_factory=_OutputConfig)
+    output_format: _OutputFormat | None = None
+    context_management: _ContextManagement | None = None
     # Hints for Anthropic's own servers.
-    cache_control: CacheControl | None = None
+    cache_control: _CacheControl | None = None
     speed: Literal["standard"] | None = None
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> CountRequest:
         # The last message would be the beginning of the answer, and a call can't be gone on with.
-        if any(isinstance(block, ToolUseBlock) for block in self.messages[-1].content):
+        if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
             raise refusal(
                 "the last message has a tool_use block, and its result is missing: add a message "
                 "of role user with a tool_result block, or leave the tool_use out",
@@ -212,74 +257,43 @@ class CountRequest(WireModel):
         return self
 
     def conversation(self) -> Conversation:
-        """What the model is asked, as the server knows it."""
-        messages = [message for wire in self.messages for message in wire.messages()]
-        system = text_of(self.system)
+        messages = [message for given in self.messages for message in given.messages()]
+        system = _text_of(self.system)
         if system:
             messages.insert(0, conversation.Message("system", system))
-        last = messages[-1] if messages else None
-        choice = self.tool_choice
+        thinking, budget = self.thinking, BUDGETS.get(self.output_config.effort or "")
+        form = self.output_config.format or self.output_format
         return Conversation(
             messages=messages,
             tools=[tool.tool() for tool in self.tools],
-            tool_choice=choice.choice() if choice else conversation.ToolChoice(),
-            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-            thinking=self._thinking,
-            thinking_budget=self._budget,
-            response=self._response,
+            tool_choice=self.tool_choice.choice(),
+            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            thinking={"enabled": True, "disabled": False}.get(thinking.type),
+            thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
+            response=None if form is None else schema_grammar(form.json_schema),
             response_field="output_format" if self.output_format else "output_config.format",
-            continue_final=last is not None and last.role == "assistant",
+            continue_final=bool(messages) and messages[-1].role == "assistant",
         )
 
-    @property
-    def _thinking(self) -> bool | None:
-        if self.thinking is None:
-            return False
-        return {"enabled": True, "disabled": False}.get(self.thinking.type)
 
-    @property
-    def _budget(self) -> int | None:
-        effort = self.output_config.effort if self.output_config else None
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            return self.thinking.budget_tokens
-        return BUDGETS.get(effort) if effort else None
-
-    @property
-    def _response(self) -> GrammarSpec | None:
-        form = (self.output_config and self.output_config.format) or self.output_format
-        if form is None:
-            return None
-        return schema_grammar(form.json_schema)
-
-
-class MessagesRequest(CountRequest):
+@fields.sampled("top_p", "top_k", "seed")
+class MessagesRequest(CountRequest, fields.GenerateRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
-    stream: bool = False
-    temperature: Annotated[Float, Field(le=1.0)] | None = None
-    top_p: Float | None = None
-    top_k: Int | None = None
-    stop_sequences: Stops = Field(default_factory=list)
-    # Not of this API, but of the others here.
-    cache_salt: CacheSalt | None = None
-    seed: Int | None = None
+    temperature: Annotated[fields.Float, Field(le=1.0)] | None = None
+    stop_sequences: fields.Stops = Field([])
     # Labels, which mean nothing to a model.
-    metadata: Metadata | None = None
+    metadata: _Metadata = Field(default_factory=_Metadata)
     service_tier: Literal["auto", "standard_only"] | None = None
-    diagnostics: Annotated[dict[str, Any], at_most(MAX_LABELS)] | None = None
+    diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
-    def options(self) -> Options:
-        """The numbers, as the server knows them."""
-        return Options(
-            max_tokens=self.max_tokens,
+    def options(self) -> RequestOptions:
+        return RequestOptions(
+            sampling=self.sampling(),
             # "The absolute maximum": agents ask for more than small contexts have.
             cut_to_context=True,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
             stop=self.stop_sequences,
-            seed=self.seed,
-            user=self.metadata.user_id if self.metadata is not None else None,
+            user=self.metadata.user_id,
             cache_salt=self.cache_salt,
         )

@@ -3,87 +3,99 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from mlx_mtp.server.choice import Content, Delta, Piece
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import anthropic_error_body
-from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolStart
-from mlx_mtp.server.seal import sealed
-from mlx_mtp.server.whole import Answer, CallPart, Part, ReasoningPart, TextPart
-from mlx_mtp.server.writer import event, new_id
+from mlx_mtp.server.opaque_reasoning import wrap
+from mlx_mtp.server.output_stream import Delta
+from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
 
 SIGNATURE = "mlx-mtp"
-"""Clients send thinking blocks back only if they are signed; whoever signs is not looked at."""
+"""Clients send thinking blocks back only if they have a signature, which they don't look into."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageWriter:
+class MessageWriter(BlockWriter):
     """/v1/messages.
 
     Args:
-        message_id: of the answer.
         model: its name.
-        seed: of the answer, which is told so that it can be asked for again.
-        omit_thinking: tell that the model thinks, but not what.
+        seed: of the answer, which clients get so that they can ask for the same again.
+        omit_thinking: say that the model thinks, but not what.
     """
 
     keep_alive = event({"type": "ping"}, "ping")
-    done = b""
 
-    def __init__(
-        self, message_id: str, model: str, seed: int, *, omit_thinking: bool = False
-    ) -> None:
-        self.message_id = message_id
+    def __init__(self, model: str, seed: int, *, omit_thinking: bool = False) -> None:
+        super().__init__(new_id("msg"))
         self._model = model
         self._seed = seed
         self._omit_thinking = omit_thinking
-        self._thought = ""
-        self._block = -1
-        self._kind: str | None = None
-        self._last: Delta | None = None
+        self._index = -1
+        self._content: list[dict[str, Any]] = []
 
     def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The message without its content."""
         message = self._message([], None, None) | {"usage": usage_fields(generation)}
         yield _event("message_start", message=message)
 
-    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
-        """Each piece goes into the block that is open, or opens one of its kind."""
-        for piece in delta.pieces:
-            yield from self._piece(piece)
-        if delta.finish_reason is not None:
-            self._last = delta
-
     def ending(self, generation: Generation) -> Iterable[bytes]:
-        """Why it ended, and what it cost."""
-        yield from self._close()
-        assert self._last is not None, "the answer has ended"
-        reason = {
-            "stop_reason": _stop_reason(self._last),
-            "stop_sequence": self._last.stop,
-        }
+        reason = {"stop_reason": _stop_reason(self.last), "stop_sequence": self.last.stop}
         usage = usage_fields(generation)
         yield _event("message_delta", delta=reason, usage=usage, seed=self._seed)
         yield _event("message_stop")
 
     def failure(self, error: Exception) -> Iterable[bytes]:
-        """The error, as its HTTP answer would have had it."""
         yield event(anthropic_error_body(error), "error")
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        """The message."""
-        (answer,) = answers
-        content = [self._block_of(part) for part in _shown(answer.parts) if not _is_empty(part)]
-        message = self._message(content, _stop_reason(answer), answer.stop)
+    def start(self, block: Block) -> Iterable[bytes]:
+        self._index += 1
+        empty: dict[str, Any] = {"type": "text", "text": ""}
+        if block.kind == "reasoning":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        elif block.kind == "call":
+            empty = {"type": "tool_use", "id": new_id("toolu"), "name": block.name, "input": {}}
+        self._content.append(empty)
+        yield _event("content_block_start", index=self._index, content_block=empty)
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        if block.kind == "text":
+            yield self._delta("text_delta", text=content.text)
+        elif block.kind == "call":
+            yield self._delta("input_json_delta", partial_json=content.text)
+        elif not self._omit_thinking:
+            yield self._delta("thinking_delta", thinking=content.text)
+
+    def stop(self, block: Block) -> Iterable[bytes]:
+        whole = self._content[-1]
+        if block.kind == "text":
+            whole["text"] = block.text
+        elif block.kind == "reasoning":
+            whole["thinking"] = "" if self._omit_thinking else block.text
+            whole["signature"] = wrap(block.text) if self._omit_thinking else SIGNATURE
+            yield self._delta("signature_delta", signature=whole["signature"])
+        elif block.state == "complete":
+            # Complete calls have an object for arguments: the parsers see to that.
+            whole["input"] = json.loads(block.text)
+        elif block.state == "cut":
+            # A `tool_use` has an object for its input, and an object made of half a call looks like
+            # a whole one: a client would write half a file. So a call that is cut is text in a
+            # whole message; in a stream its input is left open, which no client takes for whole.
+            self._content[-1] = {"type": "text", "text": block.raw}
+            if len(self._content) > 1 and self._content[-2]["type"] == "text":
+                self._content[-2]["text"] += self._content.pop()["text"]
+        yield _event("content_block_stop", index=self._index)
+
+    def finished(self, generation: Generation) -> dict[str, Any]:
+        message = self._message(self._content, _stop_reason(self.last), self.last.stop)
         return message | {"usage": usage_fields(generation)}
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, stop: str | None
     ) -> dict[str, Any]:
         return {
-            "id": self.message_id,
+            "id": self.answer_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -94,59 +106,9 @@ class MessageWriter:
             "stop_sequence": stop,
         }
 
-    def _block_of(self, part: Part) -> dict[str, Any]:
-        """A block of a whole message."""
-        if isinstance(part, TextPart):
-            return {"type": "text", "text": part.text}
-        if isinstance(part, ReasoningPart):
-            if self._omit_thinking:
-                return {"type": "thinking", "thinking": "", "signature": sealed(part.text)}
-            return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
-        # Complete calls have an object for arguments: the parsers see to that.
-        arguments = json.loads(part.arguments)
-        return {"type": "tool_use", "id": new_id("toolu"), "name": part.name, "input": arguments}
-
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
-        if isinstance(piece, Content):
-            if piece.text:
-                yield from self._open("text", {"type": "text", "text": ""})
-                yield self._delta("text_delta", text=piece.text)
-        elif isinstance(piece, Reasoning):
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-            yield from self._open("thinking", block)
-            self._thought += piece.text
-            if not self._omit_thinking:
-                yield self._delta("thinking_delta", thinking=piece.text)
-        elif isinstance(piece, ToolStart):
-            yield from self._close()
-            call = {"type": "tool_use", "id": new_id("toolu"), "name": piece.name}
-            yield from self._open("tool_use", {**call, "input": {}})
-        elif isinstance(piece, ToolArguments):
-            yield self._delta("input_json_delta", partial_json=piece.text)
-        else:
-            yield from self._close()
-
-    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
-        if self._kind == kind:
-            return
-        yield from self._close()
-        self._block += 1
-        self._kind = kind
-        yield _event("content_block_start", index=self._block, content_block=block)
-
-    def _close(self) -> Iterator[bytes]:
-        if self._kind is None:
-            return
-        if self._kind == "thinking":
-            signature = sealed(self._thought) if self._omit_thinking else SIGNATURE
-            yield self._delta("signature_delta", signature=signature)
-            self._thought = ""
-        yield _event("content_block_stop", index=self._block)
-        self._kind = None
-
     def _delta(self, kind: str, **fields: str) -> bytes:
         delta = {"type": kind, **fields}
-        return _event("content_block_delta", index=self._block, delta=delta)
+        return _event("content_block_delta", index=self._index, delta=delta)
 
 
 def usage_fields(generation: Generation) -> dict[str, Any]:
@@ -161,31 +123,7 @@ def usage_fields(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _shown(parts: Iterable[Part]) -> list[Part]:
-    """The parts as blocks can have them.
-
-    A `tool_use` has an object for its input, and an object that is made of half a call looks like a
-    whole one: a client would write half a file. So a call that is cut is text here; in a stream its
-    input is left open, which no client can take for whole.
-    """
-    shown: list[Part] = []
-    for part in parts:
-        if isinstance(part, CallPart) and part.cut is not None:
-            last = shown[-1] if shown else None
-            if isinstance(last, TextPart):
-                shown[-1] = TextPart(last.text + part.cut)
-            else:
-                shown.append(TextPart(part.cut))
-        else:
-            shown.append(part)
-    return shown
-
-
-def _is_empty(part: Part) -> bool:
-    return isinstance(part, TextPart) and not part.text
-
-
-def _stop_reason(answer: Delta | Answer) -> str:
+def _stop_reason(answer: Delta) -> str:
     if answer.stop is not None and answer.finish_reason == "stop":
         return "stop_sequence"
     return _STOP_REASONS[answer.finish_reason or "stop"]

@@ -4,89 +4,77 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, TypeVar
+import uuid
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_mtp import __version__
 from mlx_mtp.errors import UnsupportedParameterError
-from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.body import read_body
-from mlx_mtp.server.context import Context, answer_id
-from mlx_mtp.server.openai.stored import StoredChat, StoringWriter, packed_json
+from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.generate import Admitted, admit, respond
+from mlx_mtp.server.openai.stored import StoredChat
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
-from mlx_mtp.server.openai.writer import ChatWriter, Envelope, OpenAIWriter, TextWriter
-from mlx_mtp.server.respond import admit, context_of, respond, stored_of
-
-W = TypeVar("W", bound=OpenAIWriter)
+from mlx_mtp.server.openai.writer import ChatWriter, TextWriter
+from mlx_mtp.server.sse import Keep
+from mlx_mtp.server.writer import packed_json
 
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
-    context = context_of(request)
-    body = await read_body(request, ChatRequest, context.config.max_body_bytes)
-    options, params = admit(request, body)
-    writer = _writer(ChatWriter, context, body, params, answer_id("chatcmpl"))
-    storing = await _storing(writer, request, body) if body.store else writer
-    generation = await context.chat(writer.request_id, body.conversation(), options, params)
-    return await respond(request, generation, storing, stream=body.stream)
+    context, body = await read(request, ChatRequest)
+    admitted = admit(context, request, body)
+    writer = ChatWriter(**_settings("chatcmpl", admitted, body))
+    keep = await _keep(request, body, writer.answer_id) if body.store else None
+    generation = await admitted.chat(writer.answer_id, body.conversation())
+    return await respond(request, generation, writer, stream=body.stream, keep=keep)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
-    context = context_of(request)
-    body = await read_body(request, CompletionRequest, context.config.max_body_bytes)
-    options, params = admit(request, body)
-    writer = _writer(TextWriter, context, body, params, answer_id("cmpl"))
-    generation = await context.complete(
-        writer.request_id, body.prompts, options, params, body.guided()
-    )
+    context, body = await read(request, CompletionRequest)
+    admitted = admit(context, request, body)
+    writer = TextWriter(**_settings("cmpl", admitted, body))
+    generation = await admitted.complete(writer.answer_id, body.prompt, body.guided())
     return await respond(request, generation, writer, stream=body.stream)
 
 
-async def _storing(writer: ChatWriter, request: Request, body: ChatRequest) -> StoringWriter:
-    """The same writer, whose answer is kept with what was asked.
+async def _keep(request: Request, body: ChatRequest, answer_id: str) -> Keep:
+    """What keeps the answer, with what was asked.
 
     Raises:
         UnsupportedParameterError: this server keeps none.
     """
-    if not context_of(request).config.max_stored_completions:
+    context = context_of(request)
+    if not context.config.max_stored_completions:
         raise UnsupportedParameterError(
             "store: this server keeps no completions (--max-stored-completions 0).", param="store"
         )
 
     def pack() -> tuple[bytes, ...]:
         asked = (message.model_dump(exclude_none=True) for message in body.messages)
-        named = ({"id": f"{writer.request_id}-{n}", **m} for n, m in enumerate(asked))
-        return tuple(map(packed_json, named))
+        named = ({"id": f"{answer_id}-{n}", **m} for n, m in enumerate(asked))
+        return tuple(packed_json(message).encode() for message in named)
 
     messages = await asyncio.to_thread(pack)
-    kept = stored_of(request)
-
-    def keep(completion: dict[str, Any]) -> None:
-        kept.keep(StoredChat.of(completion, body.metadata or {}, messages))
-
-    return StoringWriter(writer, keep)
+    stored = context.stored(request)
+    return lambda answer: stored.keep(StoredChat.of(answer, body.metadata or {}, messages))
 
 
-def _writer(
-    kind: type[W],
-    context: Context,
-    body: GenerateRequest,
-    params: SamplingParams,
-    request_id: str,
-) -> W:
-    envelope = Envelope(
-        request_id=request_id,
-        created=int(time.time()),
-        model=context.config.model_name,
-        seed=params.seed,
-        fingerprint=context.fingerprint,
-    )
-    return kind(
-        envelope,
-        context.tokenizer,
-        with_logprobs=params.top_logprobs is not None,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
-    )
+def _settings(prefix: str, admitted: Admitted, body: GenerateRequest) -> dict[str, Any]:
+    """The arguments of both writers."""
+    params, options = admitted.params, body.stream_options
+    return {
+        "answer_id": f"{prefix}-{uuid.uuid4().hex}",
+        "shared": {
+            "created": int(time.time()),
+            "model": admitted.context.config.model_name,
+            "system_fingerprint": f"mlx-mtp-{__version__}",
+            "seed": params.seed,
+        },
+        "tokenizer": admitted.context.tokenizer,
+        "with_logprobs": params.top_logprobs is not None,
+        "include_usage": options is not None and options.include_usage,
+        "continuous_usage": options is not None and options.continuous_usage_stats,
+    }

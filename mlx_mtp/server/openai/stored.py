@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from mlx_mtp.errors import InvalidRequestError, NotFoundError
-from mlx_mtp.server.choice import Delta
-from mlx_mtp.server.generation import Generation
+from mlx_mtp.errors import NotFoundError
 from mlx_mtp.server.text import cut
-from mlx_mtp.server.whole import Answer, assemble
-from mlx_mtp.server.writer import Writer
+from mlx_mtp.server.writer import packed_json
 
 MAX_STORED_BYTES = 64 << 20
 """Most bytes of JSON that are kept in all; only the newest completion may be larger."""
@@ -20,15 +17,7 @@ MAX_STORED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredChat:
-    """A completion and what was asked, as the JSON that clients get.
-
-    Args:
-        id: the completion's.
-        model: that made it.
-        metadata: the client's labels.
-        completion: the whole object.
-        messages: of the request, an object each.
-    """
+    """A completion and the messages of its request, as the JSON that clients get."""
 
     id: str
     model: str
@@ -41,17 +30,16 @@ class StoredChat:
         cls, completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
     ) -> StoredChat:
         """Pack a completion that has just been made."""
-        packed = packed_json(completion | {"metadata": dict(metadata)})
+        packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
         return cls(completion["id"], completion["model"], metadata, packed, messages)
 
     @property
     def size(self) -> int:
-        """Bytes of JSON."""
         return len(self.completion) + sum(map(len, self.messages))
 
 
 class StoredChats:
-    """The latest stored completions, oldest first; the oldest make room for new ones.
+    """The latest stored completions, oldest first; the oldest are evicted for new ones.
 
     Args:
         max_count: most completions to keep.
@@ -65,11 +53,10 @@ class StoredChats:
         self._chats: dict[str, StoredChat] = {}
 
     def all(self) -> list[StoredChat]:
-        """All of them, oldest first."""
         return list(self._chats.values())
 
     def keep(self, chat: StoredChat) -> None:
-        """Store a completion, or what has become of it."""
+        """Store a completion, or another version of one that is stored."""
         old = self._chats.get(chat.id)
         self._size += chat.size - (old.size if old is not None else 0)
         self._chats[chat.id] = chat
@@ -79,11 +66,7 @@ class StoredChats:
             self.delete(next(iter(self._chats)))
 
     def get(self, name: str) -> StoredChat:
-        """One of them.
-
-        Raises:
-            NotFoundError: there is none of this id.
-        """
+        """The one with this id; raises NotFoundError."""
         chat = self._chats.get(name)
         if chat is None:
             raise NotFoundError(
@@ -93,114 +76,13 @@ class StoredChats:
         return chat
 
     def delete(self, name: str) -> None:
-        """Forget one.
-
-        Raises:
-            NotFoundError: there is none of this id.
-        """
+        """Forget the one with this id; raises NotFoundError."""
         self._size -= self.get(name).size
         del self._chats[name]
 
     def label(self, name: str, metadata: Mapping[str, str]) -> StoredChat:
-        """Give one other metadata.
-
-        Raises:
-            NotFoundError: there is none of this id.
-        """
+        """Replace the metadata of the one with this id; raises NotFoundError."""
         old = self.get(name)
         chat = StoredChat.of(json.loads(old.completion), metadata, old.messages)
         self.keep(chat)
         return chat
-
-
-class StoringWriter:
-    """Words an answer as another writer does, and keeps the whole of it at its end.
-
-    Args:
-        writer: makes the words.
-        keep: gets the whole answer.
-    """
-
-    def __init__(self, writer: Writer, keep: Callable[[dict[str, Any]], None]) -> None:
-        self.keep_alive = writer.keep_alive
-        self.done = writer.done
-        self._writer = writer
-        self._keep = keep
-        self._deltas: list[Delta] = []
-
-    def opening(self, generation: Generation) -> Iterable[bytes]:
-        """As the other."""
-        return self._writer.opening(generation)
-
-    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
-        """As the other; the whole answer is made of them."""
-        self._deltas.append(delta)
-        return self._writer.delta(delta, generation)
-
-    def ending(self, generation: Generation) -> Iterable[bytes]:
-        """As the other; from then on the answer can be asked for."""
-        answers = assemble(self._deltas, len(generation.choices))
-        self._keep(self._writer.whole(answers, generation))
-        return self._writer.ending(generation)
-
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        """As the other; nothing is kept."""
-        return self._writer.failure(error)
-
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        """As the other."""
-        answer = self._writer.whole(answers, generation)
-        self._keep(answer)
-        return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Some of a list.
-
-    Args:
-        ids: of the items, in the list's order.
-        items: the JSON of each.
-        has_more: the list goes on after them.
-    """
-
-    ids: Sequence[str] = field(default_factory=tuple)
-    items: Sequence[bytes] = field(default_factory=tuple)
-    has_more: bool = False
-
-    @classmethod
-    def cut(
-        cls, entries: Sequence[tuple[str, bytes]], after: str | None, limit: int, order: str
-    ) -> Page:
-        """Cut a page out of a list.
-
-        Args:
-            entries: the id and the JSON of each item, oldest first.
-            after: the id of the last item of the page before this one.
-            limit: most items.
-            order: "asc" or "desc".
-
-        Raises:
-            InvalidRequestError: no item has the id `after`.
-        """
-        listed = list(entries) if order == "asc" else list(reversed(entries))
-        ids = [name for name, _ in listed]
-        if after is not None and after not in ids:
-            raise InvalidRequestError(
-                f"after: there is no {cut(after)!r} in this list.", param="after"
-            )
-        first = 0 if after is None else ids.index(after) + 1
-        last = first + limit
-        items = [packed for _, packed in listed[first:last]]
-        return cls(ids[first:last], items, len(listed) > last)
-
-    def json(self) -> bytes:
-        """The page in OpenAI's form; its ids are strings even where it is empty."""
-        ids = self.ids or [""]
-        ends = packed_json({"first_id": ids[0], "last_id": ids[-1], "has_more": self.has_more})
-        return b'{"object":"list","data":[' + b",".join(self.items) + b"]," + ends[1:]
-
-
-def packed_json(value: Any) -> bytes:
-    """JSON without spaces, as bytes of UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

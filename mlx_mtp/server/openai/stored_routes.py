@@ -3,82 +3,87 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.body import read_body
+from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.server.context import context_of, read
 from mlx_mtp.server.fields import Labels, WireModel
 from mlx_mtp.server.http_errors import from_validation
-from mlx_mtp.server.openai.stored import Page, StoredChat
-from mlx_mtp.server.respond import context_of, stored_of
+from mlx_mtp.server.openai.stored import StoredChat
+from mlx_mtp.server.text import cut
+from mlx_mtp.server.writer import packed_json
 
 MAX_PAGE = 100
 """Most items of one page."""
 _LABEL = re.compile(r"metadata\[(.*)\]")
 
-Query = TypeVar("Query", bound="PageQuery")
 
-
-class PageQuery(WireModel):
-    """Which part of a list is wanted."""
-
-    after: str | None = None
+class _PageQuery(WireModel):
+    after: str | None = None  # The id of the last item of the page before this one.
     limit: Annotated[int, Field(strict=False, ge=1, le=MAX_PAGE)] = 20
     order: Literal["asc", "desc"] = "asc"
 
 
-class ChatsQuery(PageQuery):
-    """The same, of the completions that fit."""
-
+class _ChatsQuery(_PageQuery):
     model: str | None = None
     metadata: Labels = Field(default_factory=dict)
 
-    def fits(self, chat: StoredChat) -> bool:
-        """Whether this completion is asked for."""
-        same_model = self.model in (None, chat.model)
-        return same_model and self.metadata.items() <= chat.metadata.items()
 
-
-class NewLabels(WireModel):
-    """POST /v1/chat/completions/{id}: null takes the labels away."""
-
+class _NewLabels(WireModel):
     metadata: Labels = Field(default_factory=dict)
 
 
 async def list_chats(request: Request) -> Response:
     """GET /v1/chat/completions."""
-    query = _query(request, ChatsQuery)
-    chats = [chat for chat in stored_of(request).all() if query.fits(chat)]
+    query = _query(request, _ChatsQuery)
+    chats = [
+        chat
+        for chat in context_of(request).stored(request).all()
+        if query.model in (None, chat.model) and query.metadata.items() <= chat.metadata.items()
+    ]
     return _page([(chat.id, chat.completion) for chat in chats], query)
 
 
 async def get_chat(request: Request) -> Response:
     """GET /v1/chat/completions/{id}."""
-    return _completion(stored_of(request).get(request.path_params["name"]))
+    return _completion(_stored_chat(request))
 
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
-    context = context_of(request)
-    body = await read_body(request, NewLabels, context.config.max_body_bytes)
-    return _completion(stored_of(request).label(request.path_params["name"], body.metadata))
+    context, body = await read(request, _NewLabels)
+    name = request.path_params["name"]
+    return _completion(context.stored(request).label(name, body.metadata))
 
 
 async def delete_chat(request: Request) -> Response:
     """DELETE /v1/chat/completions/{id}."""
     name = request.path_params["name"]
-    stored_of(request).delete(name)
+    context_of(request).stored(request).delete(name)
     return JSONResponse({"object": "chat.completion.deleted", "id": name, "deleted": True})
 
 
 async def list_messages(request: Request) -> Response:
     """GET /v1/chat/completions/{id}/messages: what was asked."""
-    query = _query(request, PageQuery)
-    chat = stored_of(request).get(request.path_params["name"])
+    query = _query(request, _PageQuery)
+    chat = _stored_chat(request)
     return _page([(f"{chat.id}-{n}", m) for n, m in enumerate(chat.messages)], query)
+
+
+def _stored_chat(request: Request) -> StoredChat:
+    return context_of(request).stored(request).get(request.path_params["name"])
+
+
+def _completion(chat: StoredChat) -> Response:
+    return Response(chat.completion, media_type="application/json")
+
+
+Query = TypeVar("Query", bound=_PageQuery)
 
 
 def _query(request: Request, model: type[Query]) -> Query:
@@ -98,10 +103,19 @@ def _query(request: Request, model: type[Query]) -> Query:
         raise from_validation(error) from None
 
 
-def _page(entries: list[tuple[str, bytes]], query: PageQuery) -> Response:
-    page = Page.cut(entries, query.after, query.limit, query.order)
-    return Response(page.json(), media_type="application/json")
-
-
-def _completion(chat: StoredChat) -> Response:
-    return Response(chat.completion, media_type="application/json")
+def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
+    """A page of a list, whose entries are the id and the JSON of each item, oldest first."""
+    listed = list(entries) if query.order == "asc" else list(reversed(entries))
+    ids = [name for name, _ in listed]
+    if query.after is not None and query.after not in ids:
+        raise InvalidRequestError(
+            f"after: there is no {cut(query.after)!r} in this list.", param="after"
+        )
+    first = 0 if query.after is None else ids.index(query.after) + 1
+    last = first + query.limit
+    # The ids are strings even where the page is empty.
+    shown = ids[first:last] or [""]
+    ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
+    items = b",".join(packed for _, packed in listed[first:last])
+    content = b'{"object":"list","data":[' + items + b"]," + packed_json(ends)[1:].encode()
+    return Response(content, media_type="application/json")

@@ -2,93 +2,187 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
-from mlx_mtp.server.conversation import Conversation
+from mlx_mtp.server import conversation, fields
+from mlx_mtp.server.conversation import Conversation, Effort, split_template_kwargs
 from mlx_mtp.server.fields import (
-    MAX_MESSAGES,
     MAX_PROMPT_IDS,
-    MAX_TOOLS,
-    CacheSalt,
-    Float,
-    Int,
-    Labels,
-    LogitBias,
-    OnlyFalse,
-    Retention,
-    Stops,
-    StopTokenIds,
-    TemplateKwargs,
+    ManyTools,
+    OneOrMore,
     WireModel,
     at_most,
-    is_id,
-    only,
     refusal,
 )
-from mlx_mtp.server.openai.messages import Message, Tool, ToolChoice, tool_choice
-from mlx_mtp.server.options import Options
-from mlx_mtp.server.params import MAX_SEQUENCES
+from mlx_mtp.server.params import MAX_SEQUENCES, RequestOptions
 from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
-from mlx_mtp.server.thinking import Effort, split_template_kwargs, with_effort
-
-Tools = Annotated[list[Tool], FailFast(), at_most(MAX_TOOLS)]
 
 
-class StreamOptions(WireModel):
-    """What a stream carries beside the answer."""
+def _joined_text(value: object, info: ValidationInfo) -> object:
+    """A list of text parts becomes one string; other media are refused by name."""
+    if not isinstance(value, list):
+        return value
+    # A refusal is the text of an answer too.
+    kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise refusal(
+                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
+                unsupported=True,
+            )
+        # A hint for caches of other servers, which LiteLLM and others pass on.
+        given = part.keys() - {"cache_control"}
+        if given != {"type", kind} or not isinstance(part[kind], str):
+            form = f'{{"type": "{kind}", "{kind}": "..."}}'
+            raise refusal(f"part {number} must have the form {form}")
+        texts.append(part[kind])
+    return "".join(texts)
 
+
+_Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(fields.MAX_MESSAGES)]
+
+
+class _FunctionCall(WireModel):
+    name: str
+    arguments: fields.Arguments
+    parsed_arguments: fields.Parsed | None = None
+
+
+class _ToolCall(WireModel):
+    function: _FunctionCall
+    type: Literal["function"] = "function"
+    id: str | None = None
+    index: int | None = None
+    # LiteLLM's notes on an answer, which it sends back with the chat.
+    provider_specific_fields: fields.Schema | None = None
+
+
+_FIELDS_OF_ONE_ROLE = {
+    "tool_calls": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "refusal": "assistant",
+    "annotations": "assistant",
+    "parsed": "assistant",
+    "provider_specific_fields": "assistant",
+    "tool_call_id": "tool",
+}
+
+
+class Message(WireModel):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    # The name that OpenRouter and newer versions of vLLM have for it.
+    reasoning: str | None = None
+    refusal: str | None = None
+    # They say what of an earlier answer's text came from where: nothing that a prompt has a place
+    # for, and no instruction. OpenAI's answers have a list of them in any case.
+    annotations: Annotated[list[Any], at_most(fields.MAX_MESSAGES)] | None = None
+    parsed: fields.Parsed | None = None
+    tool_calls: Annotated[list[_ToolCall], at_most(fields.MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    provider_specific_fields: fields.Schema | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Message:
+        for field, role in _FIELDS_OF_ONE_ROLE.items():
+            if getattr(self, field) is not None and self.role != role:
+                raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
+        if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
+            raise refusal("differs from reasoning_content; give one of them", field="reasoning")
+        # An answer that was cut while the model thought has reasoning alone.
+        said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
+        if all(text is None for text in said) and not self.tool_calls:
+            alternative = " or tool_calls" if self.role == "assistant" else ""
+            raise refusal(
+                f"a message of role {self.role} needs content{alternative}", field="content"
+            )
+        return self
+
+    def message(self) -> conversation.Message:
+        calls = (
+            conversation.ToolCall(call.function.name, call.function.arguments, call.id)
+            for call in self.tool_calls or ()
+        )
+        return conversation.Message(
+            # Templates know no developer; OpenAI made it the new name of system.
+            role="system" if self.role == "developer" else self.role,
+            content=(self.content or "") + (self.refusal or ""),
+            reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
+            tool_calls=tuple(calls),
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+        )
+
+
+class Tool(fields.FunctionType):
+    """A tool that the model may call."""
+
+    function: fields.Function
+
+
+class _NamedTool(fields.FunctionType):
+    function: fields.NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class _AllowedTools(WireModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+
+
+class _AllowedToolsChoice(WireModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
+class _UsageOptions(fields.StreamOptions):
     include_usage: bool = False
-    include_obfuscation: OnlyFalse = False
     # vLLM's name: the counts so far stand in every chunk, which may hold several tokens.
     continuous_usage_stats: bool = False
 
     @model_validator(mode="after")
-    def _continuous_needs_usage(self) -> StreamOptions:
+    def _continuous_needs_usage(self) -> _UsageOptions:
         if self.continuous_usage_stats and not self.include_usage:
             raise refusal("needs include_usage: true", field="continuous_usage_stats")
         return self
 
 
-class MtpOptions(WireModel):
-    """How this request is drafted; its answer is the same in any case."""
-
+class _MtpOptions(WireModel):
     num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
-class GenerateRequest(GuidedFields):
+@fields.sampled()
+class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields):
     """What both endpoints take."""
 
-    model: Annotated[str, Field(min_length=1)]
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
-    temperature: Float | None = None
-    top_p: Float | None = None
-    top_k: Int | None = None
-    min_p: Float | None = None
-    repetition_penalty: Float | None = None
-    presence_penalty: Float = 0.0
-    frequency_penalty: Float = 0.0
-    logit_bias: LogitBias = Field(default_factory=dict)
-    seed: Int | None = None
-    stop: Stops = Field(default_factory=list)
-    stop_token_ids: StopTokenIds = Field(default_factory=list)
-    ignore_eos: bool = False
-    n: Int = 1
-    mtp: MtpOptions | None = None
-    cache_salt: CacheSalt | None = None
-    # Labels, which mean nothing to a model: OpenAI's own servers act on none of them either.
-    user: str | None = None
-    metadata: Labels | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    stream_options: _UsageOptions | None = None
+    stop: fields.Stops = Field([])
+    n: fields.Int = 1
+    mtp: _MtpOptions | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerateRequest:
@@ -97,75 +191,44 @@ class GenerateRequest(GuidedFields):
         return self
 
     @property
-    def answer_tokens(self) -> int | None:
-        """Most tokens to generate for each choice; None: as many as there is room for."""
-        return self.max_tokens
-
-    @property
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """Alternatives to report for each token; None: no logprobs."""
 
-    def options(self) -> Options:
-        """The numbers, as the server knows them."""
-        return Options(
-            max_tokens=self.answer_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+    def options(self, **more: Any) -> RequestOptions:
+        return RequestOptions(
+            sampling=self.sampling(top_logprobs=self.wanted_logprobs, **more),
             n=self.n,
             stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            logit_bias=self.logit_bias,
-            top_logprobs=self.wanted_logprobs,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
-            user=self.user or self.safety_identifier,
+            user=self.end_user,
             cache_salt=self.cache_salt,
         )
-
-    @property
-    def include_usage(self) -> bool:
-        """The stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Every chunk of the stream has the usage so far."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
-    max_completion_tokens: Int | None = None
+    messages: OneOrMore[Message]
+    max_completion_tokens: fields.Int | None = None
     logprobs: bool = False
-    top_logprobs: Int | None = None
-    tools: Tools = Field(default_factory=list)
-    tool_choice: ToolChoice = "auto"
+    top_logprobs: fields.Int | None = None
+    tools: ManyTools[Tool] = Field([])
+    tool_choice: fields.ToolChoice[_NamedTool, _AllowedToolsChoice] = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
-    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    chat_template_kwargs: fields.TemplateKwargs = Field({})
     response_format: ResponseFormat | None = None
-    modalities: Annotated[list[Literal["text"]], FailFast(), at_most(1)] = Field(
-        default_factory=list
-    )
-    verbosity: Annotated[str, AfterValidator(only("medium"))] = "medium"
+    modalities: Annotated[list[Literal["text"]], FailFast(), at_most(1)] = Field([])
+    verbosity: Annotated[str, AfterValidator(fields.only("medium"))] = "medium"
     store: bool = False
-    # A wish about OpenAI's caches: here whoever starts the server says where prefixes are kept.
-    prompt_cache_retention: Retention | None = None
+    prompt_cache_retention: fields.Retention | None = None
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("needs logprobs: true", field="top_logprobs")
-        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        given = {self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}
         if len(given) > 1:
             raise refusal(
                 "differs from max_completion_tokens; give one of them", field="max_tokens"
@@ -176,36 +239,34 @@ class ChatRequest(GenerateRequest):
         return self
 
     @property
-    def answer_tokens(self) -> int | None:
-        """Either of the field's two names."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    @property
     def wanted_logprobs(self) -> int | None:
         """`logprobs` switches them on, `top_logprobs` says how many."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def options(self, **more: Any) -> RequestOptions:
+        if self.max_completion_tokens is not None:
+            more["max_tokens"] = self.max_completion_tokens
+        return super().options(**more)
+
     def conversation(self) -> Conversation:
-        """What the model is asked, as the server knows it."""
         kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
         form = None if self.response_format is None else self.response_format.grammar()
         field, response = self.guided() or ("response_format", form)
-        conversation = Conversation(
+        return Conversation(
             messages=[message.message() for message in self.messages],
-            tools=[tool.tool() for tool in self.tools],
-            tool_choice=tool_choice(self.tool_choice),
+            tools=[tool.function.tool() for tool in self.tools],
+            tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             template_kwargs=kwargs,
             thinking_budget=budget,
             response=response,
             response_field=field,
-        )
-        return with_effort(conversation, self.reasoning_effort)
+        ).with_effort(self.reasoning_effort)
 
 
 def _as_prompts(value: object) -> object:
     """One prompt, as text or as token ids, becomes a list of one."""
-    if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])):
+    if isinstance(value, str) or (isinstance(value, list) and value and fields.is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
         raise refusal("must be a string, a list of token ids, or a non-empty list of either")
@@ -216,7 +277,7 @@ def _as_prompts(value: object) -> object:
             raise refusal(
                 f"prompt {number} has {len(prompt)} token ids; at most {MAX_PROMPT_IDS} are allowed"
             )
-        ids = isinstance(prompt, list) and all(is_id(token) for token in prompt)
+        ids = isinstance(prompt, list) and all(fields.is_id(token) for token in prompt)
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")
         if not prompt:
@@ -227,11 +288,12 @@ def _as_prompts(value: object) -> object:
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
+    # Each prompt is a text or a list of token ids.
     prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: Int | None = None
-    echo: OnlyFalse = False
-    suffix: Annotated[str, AfterValidator(only(""))] = ""
+    best_of: fields.Int | None = None
+    echo: fields.OnlyFalse = False
+    suffix: Annotated[str, AfterValidator(fields.only(""))] = ""
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> CompletionRequest:
@@ -239,16 +301,10 @@ class CompletionRequest(GenerateRequest):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self
 
-    def options(self) -> Options:
-        """The numbers, as the server knows them."""
-        return replace(super().options(), num_prompts=len(self.prompts))
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as token ids."""
-        return self.prompt
-
     @property
     def wanted_logprobs(self) -> int | None:
         """One number does both."""
         return self.logprobs
+
+    def options(self, **more: Any) -> RequestOptions:
+        return replace(super().options(**more), num_prompts=len(self.prompt))

@@ -2,149 +2,120 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from mlx_mtp.server.choice import Content, Delta, Piece, TokenInfo
-from mlx_mtp.server.generation import Generation, Usage
+from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolStart
-from mlx_mtp.server.whole import Answer
-from mlx_mtp.server.writer import COMMENT, event, new_id
+from mlx_mtp.server.output_stream import Delta
+from mlx_mtp.server.parsing import events
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.writer import Writer, event, new_id
 
 # JSON has no infinity; OpenAI's servers write this for an impossible token.
 _LEAST_LOGPROB = -9999.0
+Tokens = Sequence[events.OutputToken]
 
 
-class TokenNames(Protocol):
-    """What naming a token takes: `Tokenizer` has it."""
-
-    def token_text(self, token_id: int) -> str:
-        """A token as text."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """A token's own bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What an answer and all of its chunks have in common."""
-
-    request_id: str
-    created: int
-    model: str
-    seed: int
-    fingerprint: str
-
-    def fields(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The JSON object around `choices`."""
-        return {
-            "id": self.request_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "seed": self.seed,
-            "choices": list(choices),
-        }
-
-
-class OpenAIWriter(ABC):
+class OpenAIWriter(Writer):
     """What chats and completions have in common.
 
     Args:
-        envelope: of the answer.
-        names: names tokens, for logprobs.
+        answer_id: the answer's.
+        shared: fields of the answer and of all of its chunks.
+        tokenizer: names tokens, for logprobs.
         with_logprobs: they were asked for.
         include_usage: a usage chunk ends the stream, and the others have a null in its place.
         continuous_usage: they have the usage so far instead.
+
+    Attributes:
+        chunk_key: names the content in the choice of a chunk.
+        empty: the content of a choice's last chunk, which has the finish reason alone.
     """
 
+    done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
-    keep_alive = COMMENT
-    done = b"data: [DONE]\n\n"
+    chunk_key: str
+    empty: ClassVar[Any]
 
     def __init__(
         self,
-        envelope: Envelope,
-        names: TokenNames,
+        answer_id: str,
+        shared: dict[str, Any],
+        tokenizer: Tokenizer,
         *,
         with_logprobs: bool,
         include_usage: bool,
         continuous_usage: bool,
     ) -> None:
-        self._envelope = envelope
-        self._names = names
+        super().__init__(answer_id)
+        self._shared = shared
+        self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._call_ids: dict[tuple[int, int], str] = {}
 
-    @property
-    def request_id(self) -> str:
-        """The answer's name."""
-        return self._envelope.request_id
-
     def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The role, where there is such a thing, of each choice."""
-        for index in range(len(generation.choices)):
-            first = self.first_choice(index)
-            if first is not None:
-                yield self._chunk(generation, first)
+        return ()
 
     def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
-        """A chunk for each piece; then one with the finish reason alone."""
-        for piece in delta.pieces:
-            choice = self.piece_choice(delta.index, piece)
-            if choice is not None:
-                yield self._chunk(generation, choice)
+        for found in delta.events:
+            content = self.content(delta.index, found)
+            if content is not None:
+                tokens = getattr(found, "tokens", None)
+                yield self.chunk(generation, self.choice(delta.index, content, tokens))
         if delta.finish_reason is not None:
-            last = self.last_choice(delta.index, delta.finish_reason)
+            last = self.choice(delta.index, self.empty, None, delta.finish_reason)
             more = {"timings": generation.timings()} if generation.is_finished else {}
-            yield self._chunk(generation, last, **more)
+            yield self.chunk(generation, last, **more)
 
     def ending(self, generation: Generation) -> Iterable[bytes]:
-        """The usage, if the client wants it."""
         if self._include_usage:
-            fields = self._envelope.fields(self.chunk_kind, [])
-            usage = usage_fields(generation.usage())
-            yield event(fields | {"usage": usage, "timings": generation.timings()})
+            yield event(self._fields(self.chunk_kind, [], **_costs(generation)))
 
     def failure(self, error: Exception) -> Iterable[bytes]:
-        """The error, as its HTTP answer would have had it."""
         yield event(error_body(error))
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        """All choices, usage and timings."""
-        fields = self._envelope.fields(self.answer_kind, [self.whole_choice(a) for a in answers])
-        usage = usage_fields(generation.usage())
-        return fields | {"usage": usage, "timings": generation.timings()}
+    def whole(self, answers: Sequence[Delta], generation: Generation) -> dict[str, Any]:
+        choices = [self.whole_choice(answer) for answer in answers]
+        return self._fields(self.answer_kind, choices, **_costs(generation))
 
     @abstractmethod
-    def first_choice(self, index: int) -> dict[str, Any] | None:
-        """What comes before any text; None where there is no such thing."""
+    def content(self, index: int, found: events.Event) -> Any:
+        """What an event brings to the choice of this index; None for nothing."""
 
     @abstractmethod
-    def piece_choice(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """A piece; None: there is nothing to tell of it."""
+    def whole_choice(self, answer: Delta) -> dict[str, Any]:
+        """The choice of an answer that isn't streamed."""
 
     @abstractmethod
-    def last_choice(self, index: int, reason: str) -> dict[str, Any]:
-        """The finish reason, and never any text."""
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+        """The logprobs of some tokens; None: of something that is no text."""
 
-    @abstractmethod
-    def whole_choice(self, answer: Answer) -> dict[str, Any]:
-        """The whole choice of an answer that isn't streamed."""
+    def choice(
+        self,
+        index: int,
+        content: Any,
+        tokens: Tokens | None = None,
+        reason: str | None = None,
+        key: str | None = None,
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs(tokens) if self._with_logprobs else None
+        content = {key or self.chunk_key: content}
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _chunk(self, generation: Generation, choice: dict[str, Any], **more: object) -> bytes:
-        fields = self._envelope.fields(self.chunk_kind, [choice])
+    def chunk(self, generation: Generation, choice: dict[str, Any], **more: Any) -> bytes:
         if self._include_usage:
-            so_far = usage_fields(generation.usage()) if self._continuous_usage else None
-            fields["usage"] = so_far
-        return event(fields | more)
+            so_far = usage_fields(generation) if self._continuous_usage else None
+            more = {"usage": so_far, **more}
+        return event(self._fields(self.chunk_kind, [choice], **more))
+
+    def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        head = {"id": self.answer_id, "object": kind}
+        return {**head, **self._shared, "choices": choices, **more}
 
 
 class ChatWriter(OpenAIWriter):
@@ -152,55 +123,48 @@ class ChatWriter(OpenAIWriter):
 
     answer_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    chunk_key = "delta"
+    empty: ClassVar[Any] = {}
 
-    def first_choice(self, index: int) -> dict[str, Any] | None:
-        """The role comes first."""
-        return self._choice(index, {"role": "assistant", "content": ""})
+    def opening(self, generation: Generation) -> Iterable[bytes]:
+        for stream in generation.streams:
+            role = {"role": "assistant", "content": ""}
+            yield self.chunk(generation, self.choice(stream.index, role))
 
-    def piece_choice(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Some text, some reasoning, a call's name, or some of its arguments."""
-        if isinstance(piece, Content):
-            return self._choice(index, {"content": piece.text}, self._logprobs(piece.tokens))
-        if isinstance(piece, Reasoning):
-            return self._choice(index, {"reasoning_content": piece.text})
-        if isinstance(piece, ToolStart):
-            call = {"index": piece.call, **self._call(index, piece.call, piece.name, "")}
-            return self._choice(index, {"tool_calls": [call]})
-        if isinstance(piece, ToolArguments):
-            call = {"index": piece.call, "function": {"arguments": piece.text}}
-            return self._choice(index, {"tool_calls": [call]})
+    def content(self, index: int, found: events.Event) -> dict[str, Any] | None:
+        match found:
+            case events.Text() | events.ToolBroken():
+                return {"content": found.text}
+            case events.Reasoning():
+                return {"reasoning_content": found.text}
+            case events.ToolStart():
+                call = self._call(index, found.call, found.name, "")
+                return {"tool_calls": [{"index": found.call, **call}]}
+            case events.ToolArguments():
+                function = {"arguments": found.text}
+                return {"tool_calls": [{"index": found.call, "function": function}]}
         return None
 
-    def last_choice(self, index: int, reason: str) -> dict[str, Any]:
-        """The reason alone."""
-        return self._choice(index, {}, reason=reason)
-
-    def whole_choice(self, answer: Answer) -> dict[str, Any]:
+    def whole_choice(self, answer: Delta) -> dict[str, Any]:
         """One message; its content is null if all that it has is calls."""
-        calls = answer.calls
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if calls:
-            message["content"] = answer.text or None
-            message["tool_calls"] = [
-                self._call(answer.index, call.call, call.name, call.arguments) for call in calls
-            ]
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer.tokens),
-            "finish_reason": answer.finish_reason,
-        }
+        text, tokens = _text_of(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        for found in answer.events:
+            if isinstance(found, events.Reasoning):
+                before = message.get("reasoning_content", "")
+                message["reasoning_content"] = before + found.text
+            elif isinstance(found, events.ToolStart):
+                message["content"] = text or None
+                call = self._call(answer.index, found.call, found.name, "")
+                message.setdefault("tool_calls", []).append(call)
+            elif isinstance(found, events.ToolArguments):
+                message["tool_calls"][-1]["function"]["arguments"] = found.text
+        return self.choice(answer.index, message, tokens, answer.finish_reason, key="message")
 
-    def _choice(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
     def _call(self, index: int, call: int, name: str, arguments: str) -> dict[str, Any]:
         # An answer that is streamed and then stored has the same ids in both.
@@ -208,79 +172,64 @@ class ChatWriter(OpenAIWriter):
         function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
-    def _logprobs(self, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
-        if not self._with_logprobs:
-            return None
-        return {"content": logprob_entries(self._names, tokens), "refusal": None}
-
 
 class TextWriter(OpenAIWriter):
     """/v1/completions."""
 
-    answer_kind = "text_completion"
-    chunk_kind = "text_completion"
+    answer_kind = chunk_kind = "text_completion"
+    chunk_key = "text"
+    empty = ""
 
-    def first_choice(self, index: int) -> dict[str, Any] | None:
-        """Text has no role."""
-        return None
+    def content(self, index: int, found: events.Event) -> str:
+        assert isinstance(found, events.Text), "nothing else is looked for in plain text"
+        return found.text
 
-    def piece_choice(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Some text: nothing else is looked for in it."""
-        assert isinstance(piece, Content), "plain text has no other pieces"
-        return self._choice(index, piece.text, piece.tokens, None)
+    def whole_choice(self, answer: Delta) -> dict[str, Any]:
+        return self.choice(answer.index, *_text_of(answer), answer.finish_reason)
 
-    def last_choice(self, index: int, reason: str) -> dict[str, Any]:
-        """The reason alone."""
-        return self._choice(index, "", (), reason)
-
-    def whole_choice(self, answer: Answer) -> dict[str, Any]:
-        """All of the text."""
-        return self._choice(answer.index, answer.text, answer.tokens, answer.finish_reason)
-
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[TokenInfo], reason: str | None
-    ) -> dict[str, Any]:
-        logprobs = self._logprobs(tokens) if self._with_logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        name = self._names.token_text
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
+        name = self._tokenizer.token_text
+        tokens = tokens or ()
+        taken = [(token.token_id, _finite(token.logprobs.logprob)) for token in tokens]
         return {
-            "tokens": [name(info.token_id) for info in tokens],
-            "token_logprobs": [max(info.logprobs.logprob, _LEAST_LOGPROB) for info in tokens],
+            "tokens": [name(token_id) for token_id, _ in taken],
+            "token_logprobs": [logprob for _, logprob in taken],
+            # The token that was taken is always among them, as OpenAI has it.
             "top_logprobs": [
-                # The token that was taken is always among them, as OpenAI has it.
-                {
-                    name(token): max(value, _LEAST_LOGPROB)
-                    for token, value in (*info.logprobs.top, (info.token_id, info.logprobs.logprob))
-                }
-                for info in tokens
+                {name(other): _finite(value) for other, value in (*token.logprobs.top, pair)}
+                for token, pair in zip(tokens, taken)
             ],
-            "text_offset": [info.offset for info in tokens],
+            "text_offset": [token.start for token in tokens],
         }
 
 
-def logprob_entries(names: TokenNames, tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
+def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]]:
     """The logprobs of some tokens, each with its alternatives."""
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": names.token_text(token_id),
-            "logprob": max(logprob, _LEAST_LOGPROB),
-            "bytes": list(names.token_bytes(token_id)),
+            "token": tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
         }
 
     return [
         {
-            **candidate(info.token_id, info.logprobs.logprob),
-            "top_logprobs": [candidate(*pair) for pair in info.logprobs.top],
+            **candidate(token.token_id, token.logprobs.logprob),
+            "top_logprobs": [candidate(*pair) for pair in token.logprobs.top],
         }
-        for info in tokens
+        for token in tokens
     ]
 
 
-def usage_fields(usage: Usage) -> dict[str, Any]:
+def _text_of(answer: Delta) -> tuple[str, list[events.OutputToken]]:
+    texts = [found for found in answer.events if isinstance(found, events.Text)]
+    return "".join(t.text for t in texts), [token for t in texts for token in t.tokens]
+
+
+def usage_fields(generation: Generation) -> dict[str, Any]:
     """The counts in OpenAI's form."""
+    usage = generation.usage()
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -288,3 +237,11 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def _costs(generation: Generation) -> dict[str, Any]:
+    return {"usage": usage_fields(generation), "timings": generation.timings()}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

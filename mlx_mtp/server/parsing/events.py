@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mlx_mtp.engine.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class OutputToken:
+    """A token with its logprobs, which came from characters `start` to `end` of the raw answer."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+    start: int
+    end: int
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of the answer proper.
+    """Some of the answer proper, from character `start` of the raw answer on.
 
-    Args:
-        text: what is new.
-        start: characters of the raw answer before it.
+    Its tokens are there if logprobs were asked for; parsers leave them out. Tokens that have no
+    text, such as half a character, come with an empty one.
     """
 
     text: str
     start: int
+    tokens: tuple[OutputToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +40,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolStart:
-    """A tool call begins: its name is known.
-
-    Args:
-        call: its number within the answer, from 0.
-        name: of the function.
-    """
+    """The tool call of this number within the answer, from 0, begins: its function is known."""
 
     call: int
     name: str
@@ -56,12 +63,7 @@ class ToolEnd:
 
 @dataclass(frozen=True, slots=True)
 class ToolCut:
-    """The answer ended within a call. What was told of its arguments is all that there is.
-
-    Args:
-        call: its number.
-        text: all of the call, as the model wrote it, for where half a call can't be told.
-    """
+    """The answer ended within a call; `text` is all of the call as the model wrote it."""
 
     call: int
     text: str
@@ -69,17 +71,12 @@ class ToolCut:
 
 @dataclass(frozen=True, slots=True)
 class ToolBroken:
-    """A call that had begun turns out to be none; its text is content after all.
-
-    Args:
-        call: its number.
-        text: all of it, as the model wrote it.
-        start: characters of the raw answer before it.
-    """
+    """A call that had begun is none; all of it is content after all. The rest is as in `Text`."""
 
     call: int
     text: str
     start: int
+    tokens: tuple[OutputToken, ...] = ()
 
 
 Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut | ToolBroken

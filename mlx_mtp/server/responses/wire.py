@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BeforeValidator,
     FailFast,
     Field,
@@ -15,54 +17,184 @@ from pydantic import (
 )
 
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server import conversation
-from mlx_mtp.server.conversation import Conversation, Message
-from mlx_mtp.server.fields import (
-    FORM,
-    MAX_LABELS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    CacheSalt,
-    Float,
-    Int,
-    Labels,
-    OnlyFalse,
-    Retention,
-    WireModel,
-    at_most,
-    few_values,
-    only,
-    refusal,
-)
-from mlx_mtp.server.openai.messages import FORMS_OF_CHOICE
-from mlx_mtp.server.options import Options
-from mlx_mtp.server.responses.input_items import Item, as_items, messages_of
+from mlx_mtp.server import fields
+from mlx_mtp.server.conversation import Conversation, Effort, Message, ToolCall
+from mlx_mtp.server.fields import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.opaque_reasoning import unwrap
+from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
-from mlx_mtp.server.thinking import Effort, with_effort
 
 logger = logging.getLogger(__name__)
 
 IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "image_generation"})
-"""Codex offers these to every server. What a server doesn't have, its model isn't told of."""
+"""Codex offers these to every server; the prompt describes only tools that the client runs."""
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
 
 
-class FunctionTool(WireModel):
-    """A function that the model may call."""
+# The input's items: messages, calls, their results and reasoning.
 
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: Schema | None = None
-    strict: bool = False
+
+class _TextPart(WireModel):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    # Of an earlier answer, what clients got with it.
+    annotations: Annotated[list[Any], at_most(fields.MAX_MESSAGES)] | None = None
+    logprobs: Annotated[list[Any], at_most(1 << 16)] | None = None
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def _refusal_as_text(value: object) -> object:
+    """A refusal is the text of an answer too."""
+    if not isinstance(value, dict) or value.get("type") != "refusal":
+        return value
+    if value.keys() != {"type", "refusal"} or not isinstance(value["refusal"], str):
+        raise refusal('must have the form {"type": "refusal", "refusal": "..."}')
+    return {"type": "output_text", "text": value["refusal"]}
+
+
+_Parts = Annotated[Many[_TextPart], BeforeValidator(_as_parts)]
+_MessageParts = Annotated[
+    Many[Annotated[_TextPart, BeforeValidator(_refusal_as_text)]], BeforeValidator(_as_parts)
+]
+
+
+def _text(parts: Iterable[_TextPart]) -> str:
+    return "".join(part.text for part in parts)
+
+
+class _AnyItem(WireModel):
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class _MessageItem(_AnyItem):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _MessageParts
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class _DirectCaller(WireModel):
+    # The model called the function itself; of OpenAI's servers, a program may have.
+    type: Literal["direct"]
+
+
+class _CallItem(_AnyItem):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: fields.Arguments
+    parsed_arguments: fields.Parsed | None = None
+    namespace: str | None = None
+    caller: _DirectCaller | None = None
+    # The openai package sends its own name of the field, which Python has a word for.
+    runs_async: fields.OnlyFalse = Field(
+        default=False, validation_alias=AliasChoices("async", "async_")
+    )
+
+
+class _CallOutputItem(_AnyItem):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Parts
+    caller: _DirectCaller | None = None
+
+
+class _ReasoningItem(_AnyItem):
+    type: Literal["reasoning"]
+    summary: _Parts = Field([])
+    content: _Parts = Field([])
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning: itself, in the opaque form of this server, or in short."""
+        return _text(self.content) or unwrap(self.encrypted_content or "") or _text(self.summary)
+
+
+_Item = Annotated[
+    Annotated[_MessageItem, Tag(FORM + "message")]
+    | Annotated[_CallItem, Tag(FORM + "function_call")]
+    | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
+    | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
+    fields.one_of(
+        "this server takes items of these types only: message, function_call, "
+        "function_call_output, reasoning",
+        role="message",
+    ),
+]
+
+
+def _as_items(value: object) -> object:
+    """Text alone is short for one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _messages(items: Iterable[_Item]) -> list[Message]:
+    """The chat that the items make up: one message for all that one answer brought."""
+    chat: list[Message] = []
+    answer: list[Message] = []
+    for item in items:
+        part = _part_of_answer(item)
+        if part is None or _begins_anew(answer, item):
+            chat += _joined(answer)
+            answer = []
+        if part is not None:
+            answer.append(part)
+        elif isinstance(item, _CallOutputItem):
+            chat.append(Message("tool", _text(item.output), tool_call_id=item.call_id))
+        else:
+            assert isinstance(item, _MessageItem), "all other items are the model's own"
+            chat.append(Message("user" if item.role == "user" else "system", _text(item.content)))
+    return chat + _joined(answer)
+
+
+def _joined(parts: Sequence[Message]) -> list[Message]:
+    """One message of all that an answer brought; none of nothing.
+
+    At once: to add the parts one by one takes a time that grows with the square of their number.
+    """
+    if not parts:
+        return []
+    whole = Message(
+        "assistant",
+        "".join(part.content for part in parts),
+        reasoning=next((part.reasoning for part in parts if part.reasoning), None),
+        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+    )
+    return [whole]
+
+
+def _part_of_answer(item: _Item) -> Message | None:
+    """What an item adds to the model's own message; None if it is somebody else's."""
+    if isinstance(item, _ReasoningItem):
+        return Message("assistant", reasoning=item.text or None)
+    if isinstance(item, _CallItem):
+        return Message("assistant", tool_calls=(ToolCall(item.name, item.arguments, item.call_id),))
+    if isinstance(item, _MessageItem) and item.role == "assistant":
+        return Message("assistant", _text(item.content))
+    return None
+
+
+def _begins_anew(answer: Sequence[Message], item: _Item) -> bool:
+    """The item can't belong to the answer so far: reasoning and text come before calls."""
+    if not answer or isinstance(item, _CallItem):
+        return False
+    if answer[-1].tool_calls:
+        return True
+    return isinstance(item, _ReasoningItem) and any(part.content for part in answer)
+
+
+# The rest of the body.
+
+
+class _FunctionTool(fields.Function, fields.FunctionType):
     defer_loading: bool | None = None
-
-    def tool(self) -> conversation.Tool:
-        """The tool as the server knows it."""
-        return conversation.Tool(self.name, self.description, self.parameters, self.strict)
 
 
 def _without_ignored(value: object) -> object:
@@ -75,39 +207,23 @@ def _without_ignored(value: object) -> object:
     return [tool for tool, kind in zip(value, kinds) if kind not in ignored]
 
 
-class NamedTool(WireModel):
-    """A function, by its name."""
-
-    type: Literal["function"]
-    name: str
+class _NamedTool(fields.NamedFunction, fields.FunctionType):
+    pass
 
 
-class AllowedTools(WireModel):
-    """Some of the tools."""
-
+class _AllowedTools(WireModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], FailFast(), at_most(MAX_TOOLS), Field(min_length=1)]
+    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
-    | Annotated[NamedTool, Tag(FORM + "function")]
-    | Annotated[AllowedTools, Tag(FORM + "allowed_tools")],
-    FORMS_OF_CHOICE,
-]
-
-
-class Reasoning(WireModel):
-    """How much the model thinks, and where its thoughts are told."""
-
+class _Reasoning(WireModel):
     effort: Effort | None = None
+    # Asks for the thoughts as their own summary, which more clients show.
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(WireModel):
-    """The form of the answer."""
-
+class _TextFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
@@ -115,121 +231,76 @@ class TextFormat(WireModel):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _a_schema_is_there(self) -> TextFormat:
+    def _a_schema_is_there(self) -> _TextFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise refusal("is only for type json_schema", field="schema")
         return self
 
     def grammar(self) -> GrammarSpec | None:
-        """What an answer of this form must look like."""
         if self.type == "json_object":
             return GrammarSpec("json_object")
-        if self.json_schema is not None:
-            return schema_grammar(self.json_schema)
-        return None
+        return None if self.json_schema is None else schema_grammar(self.json_schema)
 
 
-class TextConfig(WireModel):
-    """What the text is like."""
-
-    format: TextFormat = Field(default_factory=TextFormat)
-    verbosity: Annotated[str, AfterValidator(only("medium"))] = "medium"
-
-
-class StreamOptions(WireModel):
-    """What a stream carries beside the answer."""
-
-    include_obfuscation: OnlyFalse = False
+class _TextConfig(WireModel):
+    format: _TextFormat = Field(default_factory=_TextFormat)
+    verbosity: Annotated[str, AfterValidator(fields.only("medium"))] = "medium"
 
 
 def _no_state(_: object) -> object:
     raise refusal("this server stores no responses; send the whole chat as input", unsupported=True)
 
 
-class ResponsesRequest(WireModel):
+@fields.sampled("temperature", "top_p", "seed")
+class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 
-    model: Annotated[str, Field(min_length=1)]
-    input: Annotated[
-        list[Item],
-        FailFast(),
-        Field(min_length=1),
-        at_most(MAX_MESSAGES),
-        BeforeValidator(as_items),
-    ]
+    input: Annotated[OneOrMore[_Item], BeforeValidator(_as_items)]
     instructions: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_output_tokens: Int | None = None
-    temperature: Float | None = None
-    top_p: Float | None = None
-    top_logprobs: Int | None = None
-    tools: Annotated[
-        list[FunctionTool], FailFast(), at_most(MAX_TOOLS), BeforeValidator(_without_ignored)
-    ] = Field(default_factory=list)
-    tool_choice: ToolChoice = "auto"
+    stream_options: fields.StreamOptions | None = None
+    max_output_tokens: fields.Int | None = None
+    top_logprobs: fields.Int | None = None
+    tools: Annotated[ManyTools[_FunctionTool], BeforeValidator(_without_ignored)] = Field([])
+    tool_choice: fields.ToolChoice[_NamedTool, _AllowedTools] = "auto"
     parallel_tool_calls: bool = True
-    reasoning: Reasoning = Field(default_factory=Reasoning)
-    text: TextConfig = Field(default_factory=TextConfig)
+    reasoning: _Reasoning = Field(default_factory=_Reasoning)
+    text: _TextConfig = Field(default_factory=_TextConfig)
     include: Annotated[
         list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
         FailFast(),
-        at_most(MAX_LABELS),
-    ] = Field(default_factory=list)
-    truncation: Annotated[str, AfterValidator(only("disabled"))] = "disabled"
-    store: OnlyFalse = False
-    background: OnlyFalse = False
+        at_most(fields.MAX_LABELS),
+    ] = Field([])
+    truncation: Annotated[str, AfterValidator(fields.only("disabled"))] = "disabled"
+    store: fields.OnlyFalse = False
+    background: fields.OnlyFalse = False
     previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
-    # Not of this API, but of the others here.
-    cache_salt: CacheSalt | None = None
-    seed: Int | None = None
     # Of the tools that a server runs itself, of which there are none here.
-    max_tool_calls: Int | None = None
-    # Labels, which mean nothing to a model.
-    user: str | None = None
-    metadata: Labels | None = None
-    client_metadata: Annotated[dict[str, Any], at_most(MAX_LABELS)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
-    # A wish about OpenAI's caches: here whoever starts the server says where prefixes are kept.
-    prompt_cache_retention: Retention | None = None
-    safety_identifier: str | None = None
+    max_tool_calls: fields.Int | None = None
+    client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
+    prompt_cache_retention: fields.Retention | None = None
 
-    def options(self) -> Options:
-        """The numbers, as the server knows them."""
+    def options(self) -> RequestOptions:
         wanted = self.top_logprobs is not None or LOGPROBS in self.include
-        return Options(
-            max_tokens=self.max_output_tokens,
+        return RequestOptions(
+            sampling=self.sampling(
+                max_tokens=self.max_output_tokens,
+                top_logprobs=(self.top_logprobs or 0) if wanted else None,
+            ),
             max_tokens_field="max_output_tokens",
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            top_logprobs=(self.top_logprobs or 0) if wanted else None,
-            user=self.user or self.safety_identifier,
+            user=self.end_user,
             cache_salt=self.cache_salt,
         )
 
     def chat(self) -> Conversation:
-        """What the model is asked, as the server knows it."""
-        messages = messages_of(self.input)
+        messages = _messages(self.input)
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
-        chat = Conversation(
+        return Conversation(
             messages=messages,
             tools=[tool.tool() for tool in self.tools],
-            tool_choice=_choice(self.tool_choice),
+            tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response=self.text.format.grammar(),
             response_field="text.format",
-        )
-        return with_effort(chat, self.reasoning.effort)
-
-
-def _choice(choice: Any) -> conversation.ToolChoice:
-    if isinstance(choice, NamedTool):
-        return conversation.ToolChoice("required", frozenset({choice.name}))
-    if isinstance(choice, AllowedTools):
-        names = frozenset(tool.name for tool in choice.tools)
-        return conversation.ToolChoice(choice.mode, names)
-    return conversation.ToolChoice(choice)
+        ).with_effort(self.reasoning.effort)

@@ -3,84 +3,68 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.choice import Content, Delta, Piece, TokenInfo
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.parsing.events import Reasoning, ToolArguments, ToolCut, ToolStart
-from mlx_mtp.server.responses.output_items import Items
-from mlx_mtp.server.responses.wire import ResponsesRequest
-from mlx_mtp.server.whole import Answer, CallPart, TextPart
-from mlx_mtp.server.writer import COMMENT, event, new_id
+from mlx_mtp.server.opaque_reasoning import wrap
+from mlx_mtp.server.openai.writer import logprob_entries
+from mlx_mtp.server.parsing.events import OutputToken
+from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
 
 _DONE, _CUT = "completed", "incomplete"
+_ITEMS = {
+    "text": ("msg", "message"),
+    "reasoning": ("rs", "reasoning"),
+    "call": ("fc", "function_call"),
+}
 
 
-@dataclass(slots=True)
-class _OpenItem:
-    """The output item that the stream is writing."""
-
-    kind: str
-    id: str
-    text: str = ""
-    tokens: list[TokenInfo] = field(default_factory=list)
-    call_id: str = ""
-    name: str = ""
-
-
-class ResponseWriter:
+class ResponseWriter(BlockWriter):
     """/v1/responses.
 
     Args:
         body: the request, much of which comes back with the response.
         params: how it is sampled.
         model: its name.
-        items: makes output items.
+        tokenizer: names tokens, for logprobs.
     """
 
-    keep_alive = COMMENT
-    done = b""
-
     def __init__(
-        self, body: ResponsesRequest, params: SamplingParams, model: str, items: Items
+        self, body: ResponsesRequest, params: SamplingParams, model: str, tokenizer: Tokenizer
     ) -> None:
-        self.response_id = new_id("resp")
+        super().__init__(new_id("resp"))
         self._echo = _echo(body, params)
         self._model = model
-        self._items = items
+        self._tokenizer = tokenizer
+        self._with_logprobs = params.top_logprobs is not None
+        self._as_summary = body.reasoning.summary is not None
+        self._with_encrypted = ENCRYPTED in body.include
         self._created = int(time.time())
         self._number = -1
         self._output: list[dict[str, Any]] = []
-        self._open: _OpenItem | None = None
-        self._reason = "stop"
+        self._ids = ("", "")
 
     # As a whole.
 
-    def whole(self, answers: Sequence[Answer], generation: Generation) -> dict[str, Any]:
-        """The response."""
-        (answer,) = answers
-        parts = [p for p in answer.parts if not isinstance(p, TextPart) or p.text]
-        statuses = [_CUT if isinstance(p, CallPart) and p.cut is not None else _DONE for p in parts]
-        if answer.finish_reason == "length" and parts and not isinstance(parts[-1], CallPart):
-            statuses[-1] = _CUT
-        output = [self._items.of(part, status) for part, status in zip(parts, statuses)]
-        return self._ended(output, answer.finish_reason or "stop", generation)
+    def finished(self, generation: Generation) -> dict[str, Any]:
+        output = [item for item in self._output if _has_text(item)]
+        return self._ended(output, generation)
 
-    def _ended(
-        self, output: list[dict[str, Any]], reason: str, generation: Generation
-    ) -> dict[str, Any]:
-        fields = self._response(_CUT if reason == "length" else _DONE, output)
-        if reason == "length":
+    def _ended(self, output: list[dict[str, Any]], generation: Generation) -> dict[str, Any]:
+        is_cut = self.last.finish_reason == "length"
+        fields = self._response(_CUT if is_cut else _DONE, output)
+        if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         return fields | {"usage": usage_fields(generation), "timings": generation.timings()}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.response_id,
+            "id": self.answer_id,
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if status == _DONE else None,
@@ -96,131 +80,112 @@ class ResponseWriter:
     # As a stream.
 
     def opening(self, generation: Generation) -> Iterable[bytes]:
-        """The response without its output."""
         response = self._response("in_progress", [])
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
-        """Each piece goes into the item that is open, or opens one of its kind."""
-        for piece in delta.pieces:
-            yield from self._piece(piece)
-        if delta.finish_reason is not None:
-            self._reason = delta.finish_reason
-
     def ending(self, generation: Generation) -> Iterable[bytes]:
-        """The response as a whole."""
-        yield from self._close(_CUT if self._reason == "length" else _DONE)
-        response = self._ended(self._output, self._reason, generation)
+        response = self._ended(self._output, generation)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: Exception) -> Iterable[bytes]:
-        """The response, failed."""
         fields = error_body(error)["error"]
-        told = {"code": fields["code"] or "server_error", "message": fields["message"]}
-        response = self._response("failed", self._output) | {"error": told}
+        reason = {"code": fields["code"] or "server_error", "message": fields["message"]}
+        response = self._response("failed", self._output) | {"error": reason}
         yield self._event("response.failed", response=response)
 
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
-        if isinstance(piece, Content):
-            if piece.broken_call is not None:
-                yield from self._close(_CUT)
-            if piece.text or piece.tokens:
-                yield from self._text(piece)
-        elif isinstance(piece, Reasoning):
-            yield from self._thought(piece.text)
-        elif isinstance(piece, ToolStart):
-            yield from self._close()
-            item = _OpenItem("call", new_id("fc"), call_id=new_id("call"), name=piece.name)
-            self._open = item
-            yield self._added(self._item(item, "in_progress"))
-        elif isinstance(piece, ToolArguments):
-            yield self._delta("response.function_call_arguments.delta", piece.text)
-        else:
-            yield from self._close(_CUT if isinstance(piece, ToolCut) else _DONE)
+    def start(self, block: Block) -> Iterable[bytes]:
+        self._ids = (new_id(_ITEMS[block.kind][0]), new_id("call"))
+        yield self._item_event("output_item.added", item=self._item(block))
+        if block.kind == "text":
+            yield self._part_event("content_part.added", self._text(block), content_index=0)
+        elif block.kind == "reasoning" and self._as_summary:
+            part = self._thought(block)
+            yield self._part_event("reasoning_summary_part.added", part, summary_index=0)
 
-    def _text(self, piece: Content) -> Iterator[bytes]:
-        if self._open is None or self._open.kind != "text":
-            yield from self._close()
-            self._open = _OpenItem("text", new_id("msg"))
-            yield self._added(self._items.message(self._open.id, "in_progress", []))
-            yield self._part_event("response.content_part.added", self._items.text("", ()))
-        self._open.tokens.extend(piece.tokens)
-        logprobs = self._items.logprobs(piece.tokens)
-        name = "response.output_text.delta"
-        yield self._delta(name, piece.text, content_index=0, logprobs=logprobs)
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        name, fields = self._place(block)
+        if block.kind == "text":
+            fields["logprobs"] = self._logprobs(getattr(content, "tokens", ()))
+        yield self._item_event(f"{name}.delta", item_id=self._ids[0], delta=content.text, **fields)
 
-    def _thought(self, text: str) -> Iterator[bytes]:
-        if self._open is None or self._open.kind != "thought":
-            yield from self._close()
-            self._open = _OpenItem("thought", new_id("rs"))
-            yield self._added(self._items.reasoning(self._open.id, "in_progress", ""))
-            if self._items.as_summary:
-                part = self._items.thought("")
-                yield self._part_event("response.reasoning_summary_part.added", part)
-        yield self._delta(f"{self._thought_event}.delta", text, **self._thought_index)
+    def stop(self, block: Block) -> Iterable[bytes]:
+        name, fields = self._place(block)
+        where = {"item_id": self._ids[0]}
+        if block.kind == "text":
+            logprobs = self._logprobs(block.tokens)
+            more = {**fields, "text": block.text, "logprobs": logprobs}
+            yield self._item_event(f"{name}.done", **where, **more)
+            yield self._part_event("content_part.done", self._text(block), **fields)
+        elif block.kind == "reasoning":
+            yield self._item_event(f"{name}.done", **where, **fields, text=block.text)
+            if self._as_summary:
+                part = self._thought(block)
+                yield self._part_event("reasoning_summary_part.done", part, **fields)
+        elif block.state == "complete":
+            arguments = {"name": block.name, "arguments": block.text}
+            yield self._item_event(f"{name}.done", **where, **arguments)
+        item = self._item(block)
+        yield self._item_event("output_item.done", item=item)
+        self._output.append(item)
 
-    @property
-    def _thought_event(self) -> str:
-        kind = "summary_text" if self._items.as_summary else "text"
-        return f"response.reasoning_{kind}"
+    def _place(self, block: Block) -> tuple[str, dict[str, Any]]:
+        """The name of a block's events, and the fields that say where its text is in the item."""
+        if block.kind == "text":
+            return "output_text", {"content_index": 0}
+        if block.kind == "call":
+            return "function_call_arguments", {}
+        if self._as_summary:
+            return "reasoning_summary_text", {"summary_index": 0}
+        return "reasoning_text", {"content_index": 0}
 
-    @property
-    def _thought_index(self) -> dict[str, int]:
-        return {"summary_index" if self._items.as_summary else "content_index": 0}
-
-    def _close(self, status: str = _DONE) -> Iterator[bytes]:
-        item = self._open
-        if item is None:
-            return
-        where = {"item_id": item.id}
-        if item.kind == "text":
-            logprobs = self._items.logprobs(item.tokens)
-            more = {"content_index": 0, "text": item.text, "logprobs": logprobs}
-            yield self._item_event("response.output_text.done", **where, **more)
-            part = self._items.text(item.text, item.tokens)
-            yield self._part_event("response.content_part.done", part)
-        elif item.kind == "thought":
-            done = f"{self._thought_event}.done"
-            yield self._item_event(done, **where, **self._thought_index, text=item.text)
-            if self._items.as_summary:
-                part = self._items.thought(item.text)
-                yield self._part_event("response.reasoning_summary_part.done", part)
-        elif status == _DONE:
-            done = "response.function_call_arguments.done"
-            yield self._item_event(done, **where, name=item.name, arguments=item.text)
-        whole = self._item(item, status)
-        yield self._item_event("response.output_item.done", item=whole)
-        self._output.append(whole)
-        self._open = None
-
-    def _item(self, item: _OpenItem, status: str) -> dict[str, Any]:
-        if item.kind == "text":
-            text = self._items.text(item.text, item.tokens)
-            return self._items.message(item.id, status, [text])
-        if item.kind == "thought":
-            return self._items.reasoning(item.id, status, item.text)
-        return self._items.call(item.id, status, item.call_id, item.name, item.text)
-
-    def _added(self, item: dict[str, Any]) -> bytes:
-        return self._item_event("response.output_item.added", item=item)
-
-    def _part_event(self, name: str, part: dict[str, Any]) -> bytes:
-        assert self._open is not None, "a part belongs to an item"
-        index = self._thought_index if self._open.kind == "thought" else {"content_index": 0}
-        return self._item_event(name, item_id=self._open.id, **index, part=part)
-
-    def _delta(self, name: str, text: str, **more: Any) -> bytes:
-        assert self._open is not None, "a delta belongs to an item"
-        self._open.text += text
-        return self._item_event(name, item_id=self._open.id, delta=text, **more)
+    def _part_event(self, kind: str, part: dict[str, Any], **index: int) -> bytes:
+        return self._item_event(kind, item_id=self._ids[0], **index, part=part)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, output_index=len(self._output), **fields)
+        return self._event(f"response.{kind}", output_index=len(self._output), **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+    # Output items, of which each is made of one block.
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        item_id, call_id = self._ids
+        item: dict[str, Any] = {"id": item_id, "type": _ITEMS[block.kind][1]}
+        is_open = block.state == "open"
+        status = "in_progress" if is_open else _DONE if block.state == "complete" else _CUT
+        if block.kind == "text":
+            content = [] if is_open else [self._text(block)]
+            return {**item, "role": "assistant", "status": status, "content": content}
+        item["status"] = status
+        if block.kind == "call":
+            return {**item, "call_id": call_id, "name": block.name, "arguments": block.text}
+        item["summary"] = []
+        if block.pieces:
+            item["summary" if self._as_summary else "content"] = [self._thought(block)]
+        if self._with_encrypted:
+            item["encrypted_content"] = wrap(block.text)
+        return item
+
+    def _text(self, block: Block) -> dict[str, Any]:
+        fields = {"type": "output_text", "text": block.text, "annotations": []}
+        return {**fields, "logprobs": self._logprobs(block.tokens)}
+
+    def _thought(self, block: Block) -> dict[str, Any]:
+        return {
+            "type": "summary_text" if self._as_summary else "reasoning_text",
+            "text": block.text,
+        }
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
+        return logprob_entries(self._tokenizer, tokens) if self._with_logprobs else []
+
+
+def _has_text(item: dict[str, Any]) -> bool:
+    """Half a character of text has tokens, but is no message of a whole answer."""
+    return item["type"] != "message" or bool(item["content"][0]["text"])
 
 
 def usage_fields(generation: Generation) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from mlx_mtp.server import run_limited as module
-from mlx_mtp.server.run_limited import run_limited
+from mlx_mtp.server.limited_thread import run_in_thread
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
@@ -19,51 +21,62 @@ from tests.server.wire_help import CHAT, ask, chat_body
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+def run(first: Callable[[], Any], seconds: float, rest: Callable[[Any], Any] = lambda x: x) -> Any:
+    return asyncio.run(run_in_thread(first, rest, seconds))
+
+
 def limited_threads() -> int:
     return sum(thread.name == "limited" for thread in threading.enumerate())
 
 
-def test_the_result_and_the_error_come_back() -> None:
-    assert run_limited(lambda: 3, 10) == 3
+def test_the_result_and_the_errors_come_back() -> None:
+    assert run(lambda: 3, 10, lambda found: found + 1) == 4
     with pytest.raises(KeyError, match="x"):
-        run_limited(lambda: {}["x"], 10)
+        run(lambda: {}["x"], 10)
+    with pytest.raises(KeyError, match="x"):
+        run(dict, 10, lambda found: found["x"])
 
 
-def test_work_that_never_ends_is_ended() -> None:
+def test_the_first_part_is_ended_and_the_rest_has_time() -> None:
     def endless() -> None:
         while True:
             with contextlib.suppress(Exception):
                 time.sleep(0.001)
 
     with pytest.raises(TimeoutError):
-        run_limited(endless, 0.05)
+        run(endless, 0.05)
     wait_until(lambda: limited_threads() == 0)
+    assert run(lambda: 3, 0.05, lambda found: time.sleep(0.2) or found) == 3
 
 
-def test_work_that_comes_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_begins_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may start the thread after its time is up: nothing is raised in it then."""
-    begin, run = threading.Event(), threading.Thread.run
+    begin = threading.Event()
+    original = threading.Thread.run
 
     def late(self: threading.Thread) -> None:
         begin.wait(30)
-        run(self)
+        original(self)
 
     monkeypatch.setattr(threading.Thread, "run", late)
-    monkeypatch.setattr(module, "_TRIES", 2)
     done: list[int] = []
     with pytest.raises(TimeoutError):
-        run_limited(lambda: done.append(1), 0.01)
+        run(lambda: done.append(1), 0.01)
     begin.set()
     wait_until(lambda: limited_threads() == 0)
     assert not done
 
 
 @pytest.mark.parametrize("seconds", [0.0001, 0.001, 0.002])
-def test_work_that_ends_when_its_time_is_up(seconds: float) -> None:
+def test_a_job_that_ends_when_its_time_is_up(seconds: float) -> None:
     """Either way it ends, and no thread dies of it: that would be a warning, and so an error."""
-    for _ in range(100):
-        with contextlib.suppress(TimeoutError):
-            assert run_limited(lambda: time.sleep(seconds) or 3, seconds) == 3
+
+    async def many() -> None:
+        for _ in range(100):
+            with contextlib.suppress(TimeoutError):
+                assert await run_in_thread(lambda: time.sleep(seconds) or 3, int, seconds) == 3
+
+    asyncio.run(many())
     wait_until(lambda: limited_threads() == 0)
 
 

@@ -12,13 +12,13 @@ import binascii
 _MARK = "mlx-mtp:"
 
 
-def sealed(text: str) -> str:
-    """The text, sealed."""
+def wrap(text: str) -> str:
+    """The reasoning in this form."""
     return _MARK + base64.b64encode(text.encode()).decode()
 
 
-def unsealed(text: str) -> str:
-    """The text again; "" if it is no seal of this server."""
+def unwrap(text: str) -> str:
+    """The reasoning again; "" for text that `wrap` has not made."""
     if not text.startswith(_MARK):
         return ""
     try:

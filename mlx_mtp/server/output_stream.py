@@ -1,0 +1,152 @@
+"""One sequence of an answer: its tokens become text, and its text becomes events."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
+from mlx_mtp.errors import EngineError
+from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.parsing.answer import AnswerParser
+from mlx_mtp.server.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merged
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one choice; its last delta has a finish reason.
+
+    Args:
+        index: of the choice.
+        events: in order.
+        finish_reason: "stop", "length" or "tool_calls"; None while it goes on.
+        stop: the stop string that ended it.
+    """
+
+    index: int
+    events: Sequence[Event] = ()
+    finish_reason: str | None = None
+    stop: str | None = None
+
+
+class OutputStream:
+    """Detokenizes one sequence, parses it and counts its tokens.
+
+    Tokens are read singly: nothing of what comes out depends on how many a step brought, but for
+    the number of events that it comes in. `num_reused_tokens` of the prompt came from the prefix
+    cache; `finish_reason` is None until the choice has ended.
+    """
+
+    def __init__(self, index: int, detokenizer: Detokenizer, parser: AnswerParser) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_reused_tokens = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
+        self.finish_reason: str | None = None
+        self._detokenizer = detokenizer
+        self._parser = parser
+        # Tokens whose text has not been emitted as content, and where that content ended.
+        self._waiting: deque[OutputToken] = deque()
+        self._emitted = 0
+        self._in_content = True
+
+    def push(self, output: RequestOutput) -> Delta:
+        """Read one step's output.
+
+        Raises:
+            MlxMtpError: the one that the output carries, or one for logprobs that are no numbers.
+        """
+        if output.error is not None:
+            raise output.error
+        if output.finish_reason in ("error", "cancelled"):
+            raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
+        _check_logprobs(output.logprobs)
+        before = self.num_tokens
+        events: list[Event] = []
+        for position, token in enumerate(output.token_ids):
+            is_last = position == len(output.token_ids) - 1
+            if is_last and output.finish_reason == "stop":
+                self.num_tokens += 1
+                break  # The token that stopped the sequence counts, but isn't shown.
+            events += self._read(token, output.logprobs[position : position + 1])
+            if self._ended_early:
+                break
+        self.num_reused_tokens += output.num_reused_tokens
+        self.num_drafts += output.num_draft_tokens
+        # Drafts come first in a step: where a stop string cut it, some were accepted for nothing.
+        self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
+        reason = "stop" if self._ended_early else output.finish_reason
+        if reason is None:
+            return Delta(self.index, self._with_tokens(events))
+        return self._finish(reason, events)
+
+    def _read(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
+        self.num_tokens += 1
+        start = self._detokenizer.num_decoded
+        text = self._detokenizer.push(token)
+        if logprobs:
+            end = self._detokenizer.num_decoded
+            self._waiting.append(OutputToken(token, logprobs[0], start, end))
+        was_reasoning = self._parser.in_reasoning
+        events = self._parser.feed(text)
+        self.num_reasoning_tokens += was_reasoning or self._parser.in_reasoning
+        return events
+
+    @property
+    def _ended_early(self) -> bool:
+        # The engine would go on, but nothing more is wanted.
+        return self._detokenizer.stop is not None or self._parser.done
+
+    def _finish(self, reason: str, events: list[Event]) -> Delta:
+        events += self._parser.feed(self._detokenizer.flush())
+        events += self._parser.finish()
+        stop = self._detokenizer.stop
+        if stop is not None:
+            reason = "stop"  # What was held until now has completed a stop string after all.
+        # Half a call is not to be acted on, nor is what comes before it as if that were all.
+        is_cut = any(isinstance(event, ToolCut) for event in events)
+        if reason == "stop" and self._parser.num_calls and not is_cut:
+            reason = "tool_calls"
+        self.finish_reason = reason
+        events = self._with_tokens(events)
+        if stop is None and self._in_content:
+            # Tokens without any text of their own, at the end of the answer proper.
+            rest = tuple(token for token in self._waiting if token.start >= self._emitted)
+            if rest:
+                events.append(Text("", self._emitted, rest))
+        return Delta(self.index, events, reason, stop)
+
+    def _with_tokens(self, events: Iterable[Event]) -> list[Event]:
+        """Join a step's events, and give each piece of content its tokens."""
+        joined = merged(events)
+        for number, event in enumerate(joined):
+            self._in_content = False
+            if isinstance(event, Text | ToolBroken):
+                self._in_content, self._emitted = True, event.start + len(event.text)
+                if self._waiting:
+                    joined[number] = replace(event, tokens=self._tokens_of(event))
+        return joined
+
+    def _tokens_of(self, event: Text | ToolBroken) -> tuple[OutputToken, ...]:
+        waiting = self._waiting
+        while waiting and waiting[0].start < event.start >= waiting[0].end:
+            waiting.popleft()  # It is no content.
+        found = []
+        while waiting and waiting[0].start < self._emitted:
+            found.append(waiting.popleft())
+        return tuple(found)
+
+
+def _check_logprobs(logprobs: Sequence[TokenLogprobs]) -> None:
+    for entry in logprobs:
+        # Written so that NaN fails it too; an impossible token's -inf is fine.
+        values = (entry.logprob, *(value for _, value in entry.top))
+        if not all(value < math.inf for value in values):
+            raise EngineError(
+                "The model computed NaN: its weights are damaged, or its activations overflow the "
+                "data type (try --dtype float32)."
+            )
