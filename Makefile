@@ -5,6 +5,8 @@ VENV   ?= .venv
 PORT   ?= 8000
 MODEL  ?=
 ARGS   ?=
+# Processes that share the tests.
+JOBS   ?= 2
 BIN     = $(VENV)/bin
 # mlx's backend: Metal comes with the plain package on a Mac; on Linux an extra brings the CPU's or CUDA's.
 EXTRA  ?= $(if $(filter Darwin,$(shell uname -s)),dev,$(if $(shell command -v nvidia-smi),cuda$(comma)dev,cpu$(comma)dev))
@@ -40,7 +42,7 @@ serve: setup
 	$(BIN)/mlx-mtp serve $(MODEL) --enable-mtp --port $(PORT) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not full"
 
 test-full: $(VENV)/.full
 	$(BIN)/python -m pytest
