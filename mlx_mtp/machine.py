@@ -26,15 +26,15 @@ _WIRED_SINCE = 15
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What may be used.
-
-    Args:
-        nbytes: of memory.
-        source: whose number that is, in words.
-    """
+    """What may be used."""
 
     nbytes: int
-    source: str
+    source: str  # Where that number is from, in words.
+
+
+def memory_limit(given: int | None) -> MemoryLimit:
+    """The bytes of --memory-limit, or what the machine has."""
+    return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
 
 
 def machine_memory() -> MemoryLimit:

@@ -6,7 +6,6 @@ Most flags are the settings of `config`; here are those of loading, and of a sin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import replace
 
 from mlx_mtp.config import (
@@ -34,101 +33,90 @@ ANSWER_TOKENS = 512
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _HEADINGS = (MODEL, MTP, SERVER, MEMORY, LIMITS, SECURITY, FORMATS, None, "sampling")
 
-MODEL_HELP = "a directory, or a hub id such as org/name"
-MODEL_DEFAULT = "the bundled demo model"
-MODEL_FLAG = Flag("model", MODEL_HELP, text, "MODEL", MODEL, default_text=MODEL_DEFAULT)
+_MODEL_HELP = "a directory, or a hub id such as org/name"
+MODEL_FLAG = Flag("model MODEL", _MODEL_HELP, text, MODEL, default_text="the bundled demo model")
 DTYPE = Flag(
     "--dtype",
     "type to compute in; auto: as stored; float32 on a CPU",
     ("auto", *DTYPE_NAMES),
+    MODEL,
     default="auto",
-    group=MODEL,
 )
 DRAFT_VOCAB = Flag(
-    "--mtp-draft-vocab",
+    "--mtp-draft-vocab N|FILE",
     "draft only from the N most frequent tokens, or from the token ids in FILE, one per line",
     count_or_path,
-    "N|FILE",
     MTP,
     default_text="all tokens",
 )
-CACHE_DIR = Flag(
-    "--cache-dir",
+_CACHE_DIR = Flag(
+    "--cache-dir DIR",
     "directory for measured step costs",
     text,
-    "DIR",
     MTP,
     default_text="the user's cache directory",
 )
-ENABLE_MTP = Flag("--enable-mtp", "draft with the model's own MTP head", default=False, group=MTP)
-LOG_LEVEL = Flag("--log-level", "what to log", _LOG_LEVELS, default="info", group=SERVER)
+_ENABLE_MTP = Flag("--enable-mtp", "draft with the model's own MTP head", group=MTP, default=False)
+_LOG_LEVEL = Flag("--log-level", "what to log", _LOG_LEVELS, SERVER, default="info")
 
 
-def _in_order(flags: Iterable[Flag]) -> tuple[Flag, ...]:
+def _in_order(*flags: Flag) -> tuple[Flag, ...]:
     return tuple(sorted(flags, key=lambda flag: _HEADINGS.index(flag.group)))
 
 
 SERVE_FLAGS = _in_order(
-    (
-        MODEL_FLAG,
-        Flag(
-            "--served-model-name",
-            "the model's id in the API",
-            text,
-            "NAME",
-            MODEL,
-            default_text="the hub id or the directory's name",
-        ),
-        DTYPE,
-        ENABLE_MTP,
-        Flag(
-            "--memory-limit",
-            "most memory to use for weights, caches and everything else, such as 48GB",
-            size,
-            "SIZE",
-            MEMORY,
-            default_text="what the machine has",
-        ),
-        *flags_of(EngineConfig),
-        DRAFT_VOCAB,
-        CACHE_DIR,
-        Flag(
-            "--prefix-cache-dir",
-            "directory that keeps them across restarts; prompts and answers are stored there "
-            "unencrypted",
-            text,
-            "DIR",
-            MEMORY,
-            default_text="none",
-        ),
-        Flag(
-            "--prefix-cache-dir-size",
-            "most disk space to use there",
-            size,
-            "SIZE",
-            MEMORY,
-            default_text="16GB",
-        ),
-        Flag(
-            "--api-key",
-            "key that clients must send; other users of this machine can see it on the command "
-            "line, but not in the environment variable or in --api-key-file",
-            secret,
-            "KEY",
-            SECURITY,
-            default_text="none",
-        ),
-        Flag(
-            "--api-key-file",
-            "file with one such key per line",
-            text,
-            "FILE",
-            SECURITY,
-            default_text="none",
-        ),
-        *flags_of(ServerConfig),
-        LOG_LEVEL,
-    )
+    MODEL_FLAG,
+    Flag(
+        "--served-model-name NAME",
+        "the model's id in the API",
+        text,
+        MODEL,
+        default_text="the hub id or the directory's name",
+    ),
+    DTYPE,
+    _ENABLE_MTP,
+    Flag(
+        "--memory-limit SIZE",
+        "most memory to use for weights, caches and everything else, such as 48GB",
+        size,
+        MEMORY,
+        default_text="what the machine has",
+    ),
+    *flags_of(EngineConfig),
+    DRAFT_VOCAB,
+    _CACHE_DIR,
+    Flag(
+        "--prefix-cache-dir DIR",
+        "directory that keeps them across restarts; prompts and answers are stored there "
+        "unencrypted",
+        text,
+        MEMORY,
+        default_text="none",
+    ),
+    Flag(
+        "--prefix-cache-dir-size SIZE",
+        "most disk space to use there",
+        size,
+        MEMORY,
+        default_text="16GB",
+    ),
+    Flag(
+        "--api-key KEY",
+        "key that clients must send; other users of this machine can see it on the command "
+        "line, but not in the environment variable or in --api-key-file",
+        secret,
+        SECURITY,
+        default_text="none",
+    ),
+    Flag(
+        "--api-key-file FILE",
+        "file with one such key per line",
+        text,
+        SECURITY,
+        default_text="none",
+    ),
+    *flags_of(ServerConfig),
+    _LOG_LEVEL,
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 _OF_MODEL = "the model's generation_config.json"
@@ -148,43 +136,33 @@ _PENALTIES = (
     ("--frequency-penalty", "the same, once for each time that it occurs"),
 )
 GENERATE_FLAGS = _in_order(
-    (
-        replace(MODEL_FLAG, name="--model"),
-        replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
-        DTYPE,
-        replace(
-            _ENGINE["--prefill-step-size"],
-            help="most prompt tokens computed in one step",
-            group=MODEL,
-        ),
-        replace(ENABLE_MTP, default=None, default_text="if it has one"),
-        _ENGINE["--mtp-num-draft-tokens"],
-        DRAFT_VOCAB,
-        CACHE_DIR,
-        Flag("--system", "system message to put before the prompt", text, "TEXT"),
-        Flag(
-            "--max-tokens",
-            "most tokens to generate",
-            whole(1, 1 << 31),
-            "N",
-            default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
-        ),
-        Flag("--stop", "text that ends the answer", text, "TEXT"),
-        replace(LOG_LEVEL, default="warning", group=None),
-        *(
-            Flag(name, help, parse, "X", "sampling", default_text=_OF_MODEL)
-            for name, help, parse in _SAMPLING
-        ),
-        *(Flag(name, help, real, "X", "sampling", default=0.0) for name, help in _PENALTIES),
-        Flag(
-            "--seed",
-            "the same seed gives the same answer",
-            SEED,
-            "N",
-            "sampling",
-            default_text="random",
-        ),
-    )
+    replace(MODEL_FLAG, usage="--model MODEL"),
+    replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
+    DTYPE,
+    replace(
+        _ENGINE["--prefill-step-size"], help="most prompt tokens computed in one step", group=MODEL
+    ),
+    replace(_ENABLE_MTP, default=None, default_text="if it has one"),
+    _ENGINE["--mtp-num-draft-tokens"],
+    DRAFT_VOCAB,
+    _CACHE_DIR,
+    Flag("--system TEXT", "system message to put before the prompt", text),
+    Flag(
+        "--max-tokens N",
+        "most tokens to generate",
+        whole(1, 1 << 31),
+        default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
+    ),
+    Flag("--stop TEXT", "text that ends the answer", text),
+    replace(_LOG_LEVEL, default="warning", group=None),
+    *(
+        Flag(f"{name} X", help, parse, "sampling", default_text=_OF_MODEL)
+        for name, help, parse in _SAMPLING
+    ),
+    *(Flag(f"{name} X", help, real, "sampling", default=0.0) for name, help in _PENALTIES),
+    Flag(
+        "--seed N", "the same seed gives the same answer", SEED, "sampling", default_text="random"
+    ),
 )
 
 

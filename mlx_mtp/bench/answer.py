@@ -74,8 +74,7 @@ class Answer:
 
 def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
     """Parse the stream of an answer; raises BenchError for an error in it, and if it was cut."""
-    ended, done = sent, False
-    last: dict[str, Any] = {}
+    ended, done, last = sent, False, dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
     for ended, data in timed_events(reads):
         done = data == "[DONE]"

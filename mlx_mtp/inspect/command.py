@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.flags import Flag, add_options, size
+from mlx_mtp.flags import Flag, add_flags, size
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_inspect(subparsers: Any) -> None:
         description="Show whether a model fits this machine and up to which context, what it is, "
         "whether it has its MTP head, and the next command to type. No weights are downloaded.",
     )
-    add_options(
+    add_flags(
         parser,
         MODEL_FLAG,
         replace(
@@ -30,10 +30,9 @@ def add_inspect(subparsers: Any) -> None:
             default_text="auto, the type serve would use",
         ),
         Flag(
-            "--memory-limit",
+            "--memory-limit SIZE",
             "plan for this much memory, such as 48GB",
             size,
-            "SIZE",
             default_text="what this machine has",
         ),
     )
@@ -47,14 +46,11 @@ def run_inspect(options: argparse.Namespace) -> int:
     backend.prepare()
     from mlx_mtp.inspect.found import find, quantization
     from mlx_mtp.inspect.memory import demand, fit_rows, memory_rows
-    from mlx_mtp.machine import MemoryLimit, machine_memory
+    from mlx_mtp.machine import memory_limit
     from mlx_mtp.units import size_text
 
     found = find(options.model)
-    wanted = demand(found, options.dtype)
-    limit = machine_memory()
-    if options.memory_limit is not None:
-        limit = MemoryLimit(options.memory_limit, "--memory-limit")
+    wanted, limit = demand(found, options.dtype), memory_limit(options.memory_limit)
     num_bytes, num_files = found.trunk
     files = f"{num_files} file" if num_files == 1 else f"{num_files} files"
     rows = {
