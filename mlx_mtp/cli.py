@@ -27,8 +27,10 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     """Run a command; returns the exit status."""
     # transformers advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    given = _parser().parse_args(argv, argparse.Namespace(environ=environ))
+    given = _parser().parse_args(argv)
     try:
+        if "environ" in given:
+            given.environ = environ
         if flags := {"serve": SERVE_FLAGS, "generate": GENERATE_FLAGS}.get(given.command):
             given = resolve(given, flags, environ)
         return int(given.run(given))

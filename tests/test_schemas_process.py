@@ -1,7 +1,5 @@
 """200 JSON schemas through the API, four at a time: valid, and the same with MTP on and off."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -50,7 +48,7 @@ def bias() -> dict[str, float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server]) -> None:
+def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server]):
     cases = json.loads(Path(os.environ.get("MLX_MTP_JSON_SCHEMAS", SCHEMAS)).read_text("utf-8"))
     pushes, drafts = bias(), [0, 0]
 

@@ -44,7 +44,7 @@ def add_bench(subparsers: Any) -> None:
         help="measure a server with the OpenAI API, or the engine alone",
         description="Measure any server with the OpenAI API, or (offline) the engine alone.",
     )
-    bench.set_defaults(run=_run)
+    bench.set_defaults(run=_run, environ=None)
     what = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     address = "the server's address, such as http://127.0.0.1:8000"
     kinds = f"lengths of prompts: {', '.join(KINDS)}"

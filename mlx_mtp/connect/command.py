@@ -34,7 +34,7 @@ def add_connect(commands: Any) -> None:
         action="store_true",
         help="change the client's own file; the old one is kept beside it as .bak",
     )
-    parser.set_defaults(run=run_connect)
+    parser.set_defaults(run=run_connect, environ=None)
 
 
 def run_connect(given: argparse.Namespace) -> int:
