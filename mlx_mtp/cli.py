@@ -4,8 +4,6 @@ Everything heavy (mlx, transformers, FastAPI) is imported inside the commands, s
 command-line errors answer at once, and mlx finds its backend prepared.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

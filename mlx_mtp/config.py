@@ -5,8 +5,6 @@ A field made by `setting` is also a flag of the command line; `flags_of` lists t
 programs and tests.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar

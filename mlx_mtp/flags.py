@@ -3,8 +3,6 @@
 The flag takes precedence over the variable, and the variable over the default.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,12 +1,9 @@
 """How much memory this machine has for a model."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform
 import re
-import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +94,4 @@ def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

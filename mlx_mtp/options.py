@@ -3,8 +3,6 @@
 Most flags are the settings of `config`; here are those of loading, and of a single answer.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 
@@ -170,51 +168,18 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Refuse flags of `serve` that would have no effect, before anything is loaded.
+    """Raise UsageError for flags of `serve` that would have no effect, before anything is loaded.
 
     A variable of the environment counts as given; a default does not, nor does a value that asks
     for what happens anyway, such as 0 drafts without MTP.
-
-    Raises:
-        UsageError: a flag has no effect; says which to add or to leave out.
     """
-    _check_mtp(options, *_OF_DRAFTS, "--calibration-seconds")
+    check_generate(options, "--calibration-seconds")
     depth = options.mtp_num_draft_tokens
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
             "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
             f"{depth}: leave one of them out."
         )
-    _check_prefix_cache(options)
-
-
-def check_generate(options: argparse.Namespace) -> None:
-    """The same for the flags of `generate`."""
-    _check_mtp(options, *_OF_DRAFTS)
-
-
-def needs_head(options: argparse.Namespace) -> bool:
-    """Whether a flag asks for the MTP head, so that a model without one won't do."""
-    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
-
-
-def _asks(options: argparse.Namespace, flag: str) -> bool:
-    key = flag.lstrip("-").replace("-", "_")
-    return key in options.given and getattr(options, key) not in (None, 0)
-
-
-def _check_mtp(options: argparse.Namespace, *flags: str) -> None:
-    # None means: if the model has a head.
-    if options.enable_mtp is not False:
-        return
-    for flag in flags:
-        if _asks(options, flag):
-            raise UsageError(
-                f"{flag} is for the MTP head's drafts, but MTP is off: add --enable-mtp."
-            )
-
-
-def _check_prefix_cache(options: argparse.Namespace) -> None:
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
         raise UsageError(f"{of_size} needs {flag}, which is not given.")
@@ -228,3 +193,25 @@ def _check_prefix_cache(options: argparse.Namespace) -> None:
                 )
     if options.prefix_cache_dir is not None and options.prefix_cache_dir_size == 0:
         raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")
+
+
+def check_generate(options: argparse.Namespace, *more: str) -> None:
+    """The same for the flags of `generate`; `more` are flags that are for drafts too."""
+    # None means: if the model has a head.
+    if options.enable_mtp is not False:
+        return
+    for flag in (*_OF_DRAFTS, *more):
+        if _asks(options, flag):
+            raise UsageError(
+                f"{flag} is for the MTP head's drafts, but MTP is off: add --enable-mtp."
+            )
+
+
+def needs_head(options: argparse.Namespace) -> bool:
+    """Whether a flag asks for the MTP head, so that a model without one won't do."""
+    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
+
+
+def _asks(options: argparse.Namespace, flag: str) -> bool:
+    key = flag.lstrip("-").replace("-", "_")
+    return key in options.given and getattr(options, key) not in (None, 0)

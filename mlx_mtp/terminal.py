@@ -1,7 +1,5 @@
 """`mlx-mtp generate`: one answer, streamed to the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """Sizes in bytes, as people write and read them."""
 
-from __future__ import annotations
-
 import re
 
 _UNITS = {

@@ -1,7 +1,5 @@
 """The arguments of `bench`. Nothing heavy is imported: --help answers at once."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace

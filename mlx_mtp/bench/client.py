@@ -1,13 +1,11 @@
 """Asking one OpenAI-compatible server, and noting when its answers come."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import ssl
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -64,7 +62,7 @@ class HttpServer:
             timeout=httpx.Timeout(asking.timeout, connect=min(asking.timeout, _CONNECT_SECONDS)),
         )
 
-    def __enter__(self) -> HttpServer:
+    def __enter__(self) -> Self:
         try:
             self._runner.run(self._connect())
         except BaseException:

@@ -1,7 +1,5 @@
 """`mlx-mtp bench`: from the parsed command line to tables and files."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -1,10 +1,9 @@
 """The engine alone as a subject to measure: no HTTP and no text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Self
 
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Asking
@@ -35,7 +34,7 @@ class EngineSubject:
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
 
-    def __enter__(self) -> EngineSubject:
+    def __enter__(self) -> Self:
         self._arrived = start(self.engine)
         try:
             # It may calibrate itself first, which must not happen while another is measured.

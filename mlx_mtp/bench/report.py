@@ -1,7 +1,5 @@
 """What a measurement leaves: tables that can be read in a terminal too, CSV, JSON and a plot."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io
@@ -19,39 +17,27 @@ from mlx_mtp.bench.measure import Summary, Wave
 from mlx_mtp.errors import UsageError
 
 NOTHING = "-"
-_TIMES = (
-    ("TTFT p50", "{ttft_p50:ms}"),
-    ("p95", "{ttft_p95:ms}"),
-    ("per token p50", "{itl_p50:ms}"),
-    ("p95", "{itl_p95:ms}"),
-)
-_COLUMNS = {
+# The header and the row of each table.
+_TABLES = {
     "latency": (
-        ("prompts", "{prompts}"),
-        ("prompt tokens", "{prompt_tokens:.0f}"),
-        ("answers", "{answers}"),
-        *_TIMES,
-        ("p99", "{itl_p99:ms}"),
-        ("tokens a chunk", "{tokens_per_chunk:.2f}"),
-        ("tokens/s", "{request_rate:.1f}"),
-        ("accepted", "{accepted:.1%}"),
+        "prompts | prompt tokens | answers | TTFT p50 | p95 | per token p50 | p95 | p99 | "
+        "tokens a chunk | tokens/s | accepted",
+        "{prompts} | {prompt_tokens:.0f} | {answers} | {ttft_p50:ms} | {ttft_p95:ms} | "
+        "{itl_p50:ms} | {itl_p95:ms} | {itl_p99:ms} | {tokens_per_chunk:.2f} | "
+        "{request_rate:.1f} | {accepted:.1%}",
     ),
     "concurrency": (
-        ("at once", "{concurrency}"),
-        ("tokens/s", "{rate:.1f}"),
-        ("range", "{rate_min:.1f} to {rate_max:.1f}"),
-        ("each", "{request_rate:.1f}"),
-        *_TIMES,
-        ("accepted", "{accepted:.1%}"),
+        "at once | tokens/s | range | each | TTFT p50 | p95 | per token p50 | p95 | accepted",
+        "{concurrency} | {rate:.1f} | {rate_min:.1f} to {rate_max:.1f} | {request_rate:.1f} | "
+        "{ttft_p50:ms} | {ttft_p95:ms} | {itl_p50:ms} | {itl_p95:ms} | {accepted:.1%}",
     ),
     "compare": (
-        ("at once", "{concurrency}"),
-        ("A tokens/s", "{of_a[rate]:.1f}"),
-        ("B tokens/s", "{rate:.1f}"),
-        ("B / A (range)", "{rate_ratio:.2f} ({rate_ratio_min:.2f} to {rate_ratio_max:.2f})"),
-        ("A TTFT p50", "{of_a[ttft_p50]:ms}"),
-        ("B TTFT p50", "{ttft_p50:ms}"),
-        ("B / A (range)", "{ttft_ratio:.2f} ({ttft_ratio_min:.2f} to {ttft_ratio_max:.2f})"),
+        "at once | A tokens/s | B tokens/s | B / A (range) | A TTFT p50 | B TTFT p50 | "
+        "B / A (range)",
+        "{concurrency} | {of_a[rate]:.1f} | {rate:.1f} | "
+        "{rate_ratio:.2f} ({rate_ratio_min:.2f} to {rate_ratio_max:.2f}) | "
+        "{of_a[ttft_p50]:ms} | {ttft_p50:ms} | "
+        "{ttft_ratio:.2f} ({ttft_ratio_min:.2f} to {ttft_ratio_max:.2f})",
     ),
 }
 _REMARKS: dict[str, Callable[[Summary], bool]] = {
@@ -114,12 +100,12 @@ def table(summaries: Sequence[Summary], what: str, contenders: str | None = None
             share = f"{accepted / drafts:.1%}" if drafts else NOTHING
             rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
         return render([contenders, *levels, "drafts accepted"], rows)
-    columns, half = _COLUMNS[what], len(summaries) // 2
+    header, row = (line.split(" | ") for line in _TABLES[what])
     if what == "compare":
+        half = len(summaries) // 2
         pairs = zip(summaries[:half], summaries[half:], strict=True)
         summaries = [{**b, "of_a": a} for a, b in pairs]
-    rows = [[_Cells().vformat(cell, (), s) for _, cell in columns] for s in summaries]
-    return render([title for title, _ in columns], rows)
+    return render(header, [[_Cells().vformat(cell, (), s) for cell in row] for s in summaries])
 
 
 def rate_and_ratio(summary: Summary, digits: int) -> str:

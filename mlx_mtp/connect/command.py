@@ -1,7 +1,5 @@
 """The command `mlx-mtp connect`: print a client's configuration, or write it."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configuration files: what is there stays, comments too where the format has them."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -78,18 +76,14 @@ def _merge(there: Any, config: Config) -> None:
         if isinstance(value, dict) and isinstance(old, dict):
             _merge(old, value)
         elif isinstance(value, list) and isinstance(old, list):
+            names = [each.get("name") if isinstance(each, dict) else None for each in old]
             for entry in value:
-                _put_by_name(old, entry)
+                if entry["name"] in names:
+                    old[names.index(entry["name"])] = entry
+                else:
+                    old.append(entry)
         else:
             there[key] = value
-
-
-def _put_by_name(there: list[Any], entry: Config) -> None:
-    for number, old in enumerate(there):
-        if isinstance(old, dict) and old.get("name") == entry["name"]:
-            there[number] = entry
-            return
-    there.append(entry)
 
 
 def write(path: Path, text: str) -> Path | None:

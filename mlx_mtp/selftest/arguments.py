@@ -1,7 +1,5 @@
 """The arguments of `selftest`. Nothing heavy is imported: --help answers at once."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mlx-mtp selftest`: from a loaded model to the table."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """The kernels against the portable code; without a GPU, the portable code against the reference."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
