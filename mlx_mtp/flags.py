@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.units import size_bytes
 
 PREFIX = "MLX_MTP_"
 _NUMBER = re.compile(r"[+-]?[0-9]+")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
 # Desktop applications and browser extensions have schemes of their own.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
@@ -105,10 +107,9 @@ class Flag:
 def add_flags(
     parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
 ) -> None:
-    """Add flags to a parser.
+    """Add flags; those of a command that reads the environment are in groups.
 
-    Those of a command that reads the environment are in groups, and have no defaults: so `resolve`
-    sees which of them were given.
+    They have no defaults then: so `resolve` sees which of them were given.
     """
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
@@ -204,9 +205,11 @@ def count_or_path(value: str) -> int | Path:
 
 def size(text: str) -> int:
     """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
-    value = size_bytes(text)
-    if value is None:
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
         raise ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
+    value = float(found[1]) * unit
     if value >= 1 << 60:
         raise ArgumentTypeError(f"{text} is more than any machine has")
     return int(value)
