@@ -19,11 +19,6 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 DraftTokens = int | Literal["auto"]
 """Drafts per step: a fixed number, or "auto" to follow measured cost and acceptance."""
 
-# Headings of the help and of docs/flags.md.
-MODEL, MTP, SERVER = "model", "multi-token prediction", "server"
-MEMORY, LIMITS = "memory and prefix cache", "limits"
-SECURITY, FORMATS = "security", "formats"
-
 SEED = whole(-(1 << 63), (1 << 63) - 1)
 _SECONDS = at_least(0.0)
 
@@ -68,56 +63,50 @@ class EngineConfig:
     """How the engine batches and speculates."""
 
     num_draft_tokens: DraftTokens = setting(
-        "--mtp-num-draft-tokens N|auto",
+        "multi-token prediction: --mtp-num-draft-tokens N|auto",
         f"tokens to draft per step, 0 to {MAX_DRAFT_TOKENS}; auto follows measured cost and "
         "acceptance",
         word_or("auto", whole(0, MAX_DRAFT_TOKENS)),
-        MTP,
         default="auto",
     )
     max_num_seqs: int = setting(
-        "--max-num-seqs N", "most sequences computed at once", whole(1, 4096), LIMITS, default=32
+        "limits: --max-num-seqs N", "most sequences computed at once", whole(1, 4096), default=32
     )
     max_model_len: int | None = setting(
-        "--max-model-len N",
+        "model: --max-model-len N",
         "most tokens of prompt and answer together",
         whole(2, 1 << 31),
-        MODEL,
         default_text="the model's limit, or what memory allows if that is less",
     )
     prefill_step_size: int = setting(
-        "--prefill-step-size N",
+        "memory and prefix cache: --prefill-step-size N",
         "most prompt tokens computed in one step; running streams wait for one such step at a time",
         whole(1, 1 << 20),
-        MEMORY,
         default=512,
     )
     # Launch step i+1 before the tokens of step i are read.
     overlap: bool = True
     # 0 leaves costs to be learned in use, or to what an earlier run measured.
     calibration_seconds: float = setting(
-        "--calibration-seconds SECONDS",
+        "multi-token prediction: --calibration-seconds SECONDS",
         "most time to measure step costs before the first request; 0 measures nothing then",
         _SECONDS,
-        MTP,
         default=2.0,
         program_default=0.0,
     )
     # Bytes. The flag's None, a share of what the weights leave, is resolved by the memory plan.
     prefix_cache_size: int = setting(
-        "--prefix-cache-size SIZE",
+        "memory and prefix cache: --prefix-cache-size SIZE",
         "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",
         size,
-        MEMORY,
         default_text="a quarter of what the weights leave, at most 8GB",
         program_default=0,
     )
     # Of stored KV alone: what runs is never quantized.
     kv_cache_quantization: int | None = setting(
-        "--kv-cache-quantization {none,8,4}",
+        "memory and prefix cache: --kv-cache-quantization {none,8,4}",
         "bits to store them in; with 8 or 4, answers may differ slightly",
         _bits,
-        MEMORY,
         default_text="none",
     )
     # A name in `speculative/draft_sources.py`.
@@ -131,106 +120,94 @@ class ServerConfig:
     # The id that clients see and may ask for.
     model_name: str
     host: str = setting(
-        "--host ADDRESS",
+        "server: --host ADDRESS",
         "address to listen on; 0.0.0.0 for other machines too",
         text,
-        SERVER,
         default="127.0.0.1",
     )
     port: int = setting(
-        "--port N", "port to listen on; 0 takes a free one", whole(0, 65535), SERVER, default=8000
+        "server: --port N", "port to listen on; 0 takes a free one", whole(0, 65535), default=8000
     )
     # Of --api-key and --api-key-file; with any, every route but /health and / requires one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = setting(
-        "--allowed-host NAME",
+        "security: --allowed-host NAME",
         "another name that clients may use for this server, such as host.docker.internal; * "
         "for any (repeatable)",
         host_name,
-        SECURITY,
         default=(),
         repeated=True,
         default_text="localhost and IP addresses",
     )
     cors_origins: tuple[str, ...] = setting(
-        "--cors-origin ORIGIN",
+        "security: --cors-origin ORIGIN",
         "a web page that may call this server, such as https://chat.example; * for any "
         "(repeatable)",
         origin,
-        SECURITY,
         default=(),
         repeated=True,
         default_text="the server's own",
     )
     seed: int | None = setting(
-        "--seed N",
+        "server: --seed N",
         "make the seeds of requests that have none repeatable",
         SEED,
-        SERVER,
         default_text="random",
     )
     # A stream that is silent for longer gets an SSE comment.
     keep_alive_seconds: float = 10.0
     max_choices: int = setting(
-        "--max-choices N", "largest n of a request", whole(1, 128), LIMITS, default=16
+        "limits: --max-choices N", "largest n of a request", whole(1, 128), default=16
     )
     # A million tokens are some 4 MB of text.
     max_body_bytes: int = setting(
-        "--max-body-size N",
+        "limits: --max-body-size N",
         "longest request body, in bytes",
         whole(1, 1 << 30),
-        LIMITS,
         default=8 << 20,
     )
     max_stored_completions: int = setting(
-        "--max-stored-completions N",
+        "limits: --max-stored-completions N",
         "chat completions with store: true to keep, in memory; 0 refuses store: true",
         whole(0, 1 << 20),
-        LIMITS,
         default=100,
     )
     # Most time that the chat template may take for one request.
     template_seconds: float = 10.0
     reasoning_parser: str = setting(
-        "--reasoning-parser",
+        "formats: --reasoning-parser",
         "how the model writes its reasoning; auto goes by the model's template",
         REASONING_PARSERS,
-        FORMATS,
         default="auto",
     )
     tool_call_parser: str = setting(
-        "--tool-call-parser",
+        "formats: --tool-call-parser",
         "how the model writes tool calls; auto goes by the model's template",
         TOOL_CALL_PARSERS,
-        FORMATS,
         default="auto",
     )
     max_queue: int = setting(
-        "--max-queue N",
+        "limits: --max-queue N",
         "most sequences that may wait for their turn; further requests get 429",
         whole(0, 1 << 20),
-        LIMITS,
         default=256,
     )
     request_timeout: float = setting(
-        "--request-timeout SECONDS",
+        "limits: --request-timeout SECONDS",
         "most seconds for a request, waiting included; 0: no limit",
         _SECONDS,
-        LIMITS,
         default=0.0,
     )
     drain_timeout: float = setting(
-        "--drain-timeout SECONDS",
+        "server: --drain-timeout SECONDS",
         "seconds that running requests get to finish when the server is stopped",
         _SECONDS,
-        SERVER,
         default=30.0,
     )
     body_timeout: float = setting(
-        "--body-timeout SECONDS",
+        "limits: --body-timeout SECONDS",
         "most seconds for receiving a request's body",
         at_least(0.1),
-        LIMITS,
         default=60.0,
     )
     # Seconds from a connection's begin, or the end of its last answer, to the end of a head.

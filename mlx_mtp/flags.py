@@ -51,23 +51,27 @@ class CommandParser(argparse.ArgumentParser):
 class Flag:
     """One flag, in the help and in the environment."""
 
-    # Name and placeholder: "--port N". Without dashes it is an optional positional argument.
+    # Heading of the help, if any, name and placeholder: "server: --port N". Without dashes it is an
+    # optional positional argument.
     usage: str
     help: str  # One line; the default is appended to it.
     # Converts text, raising ArgumentTypeError; or the words it may be; None for a boolean.
     parse: Parse | tuple[str, ...] | None = None
-    group: str | None = None  # Heading of the help that it is listed under.
     default: Any = None
     repeated: bool = False  # Its value is a tuple, and the variable has commas.
     default_text: str | None = None  # The default in words, where it isn't a constant.
 
     @property
+    def group(self) -> str | None:
+        return self.usage.rpartition(": ")[0] or None
+
+    @property
     def name(self) -> str:
-        return self.usage.partition(" ")[0]
+        return self.usage.rpartition(": ")[2].partition(" ")[0]
 
     @property
     def metavar(self) -> str | None:
-        return self.usage.partition(" ")[2] or None
+        return self.usage.rpartition(": ")[2].partition(" ")[2] or None
 
     @property
     def shown_default(self) -> str:

@@ -6,20 +6,7 @@ Most flags are the settings of `config`; here are those of loading, and of a sin
 import argparse
 from dataclasses import replace
 
-from mlx_mtp.config import (
-    DTYPE_NAMES,
-    FORMATS,
-    LIMITS,
-    MEMORY,
-    MODEL,
-    MTP,
-    SECURITY,
-    SEED,
-    SERVER,
-    EngineConfig,
-    ServerConfig,
-    flags_of,
-)
+from mlx_mtp.config import DTYPE_NAMES, SEED, EngineConfig, ServerConfig, flags_of
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
 
@@ -29,33 +16,36 @@ PREFIX_CACHE_DIR_SIZE = 16 * 10**9
 ANSWER_TOKENS = 512
 """Most tokens of an answer of `generate` without --max-tokens."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-_HEADINGS = (MODEL, MTP, SERVER, MEMORY, LIMITS, SECURITY, FORMATS, None, "sampling")
+# Of the help and of docs/flags.md, in their order.
+_HEADINGS = (
+    *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
+    *("security", "formats", None, "sampling"),
+)
 
 _MODEL_HELP = "a directory, or a hub id such as org/name"
-MODEL_FLAG = Flag("model MODEL", _MODEL_HELP, text, MODEL, default_text="the bundled demo model")
+MODEL_FLAG = Flag("model: model MODEL", _MODEL_HELP, text, default_text="the bundled demo model")
 DTYPE = Flag(
-    "--dtype",
+    "model: --dtype",
     "type to compute in; auto: as stored; float32 on a CPU",
     ("auto", *DTYPE_NAMES),
-    MODEL,
     default="auto",
 )
 DRAFT_VOCAB = Flag(
-    "--mtp-draft-vocab N|FILE",
+    "multi-token prediction: --mtp-draft-vocab N|FILE",
     "draft only from the N most frequent tokens, or from the token ids in FILE, one per line",
     count_or_path,
-    MTP,
     default_text="all tokens",
 )
 _CACHE_DIR = Flag(
-    "--cache-dir DIR",
+    "multi-token prediction: --cache-dir DIR",
     "directory for measured step costs",
     text,
-    MTP,
     default_text="the user's cache directory",
 )
-_ENABLE_MTP = Flag("--enable-mtp", "draft with the model's own MTP head", group=MTP, default=False)
-_LOG_LEVEL = Flag("--log-level", "what to log", _LOG_LEVELS, SERVER, default="info")
+_ENABLE_MTP = Flag(
+    "multi-token prediction: --enable-mtp", "draft with the model's own MTP head", default=False
+)
+_LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
 
 
 def _in_order(*flags: Flag) -> tuple[Flag, ...]:
@@ -65,52 +55,46 @@ def _in_order(*flags: Flag) -> tuple[Flag, ...]:
 SERVE_FLAGS = _in_order(
     MODEL_FLAG,
     Flag(
-        "--served-model-name NAME",
+        "model: --served-model-name NAME",
         "the model's id in the API",
         text,
-        MODEL,
         default_text="the hub id or the directory's name",
     ),
     DTYPE,
     _ENABLE_MTP,
     Flag(
-        "--memory-limit SIZE",
+        "memory and prefix cache: --memory-limit SIZE",
         "most memory to use for weights, caches and everything else, such as 48GB",
         size,
-        MEMORY,
         default_text="what the machine has",
     ),
     *flags_of(EngineConfig),
     DRAFT_VOCAB,
     _CACHE_DIR,
     Flag(
-        "--prefix-cache-dir DIR",
+        "memory and prefix cache: --prefix-cache-dir DIR",
         "directory that keeps them across restarts; prompts and answers are stored there "
         "unencrypted",
         text,
-        MEMORY,
         default_text="none",
     ),
     Flag(
-        "--prefix-cache-dir-size SIZE",
+        "memory and prefix cache: --prefix-cache-dir-size SIZE",
         "most disk space to use there",
         size,
-        MEMORY,
         default_text="16GB",
     ),
     Flag(
-        "--api-key KEY",
+        "security: --api-key KEY",
         "key that clients must send; other users of this machine can see it on the command "
         "line, but not in the environment variable or in --api-key-file",
         secret,
-        SECURITY,
         default_text="none",
     ),
     Flag(
-        "--api-key-file FILE",
+        "security: --api-key-file FILE",
         "file with one such key per line",
         text,
-        SECURITY,
         default_text="none",
     ),
     *flags_of(ServerConfig),
@@ -134,11 +118,13 @@ _PENALTIES = (
     ("--frequency-penalty", "the same, once for each time that it occurs"),
 )
 GENERATE_FLAGS = _in_order(
-    replace(MODEL_FLAG, usage="--model MODEL"),
+    replace(MODEL_FLAG, usage="model: --model MODEL"),
     replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
     DTYPE,
     replace(
-        _ENGINE["--prefill-step-size"], help="most prompt tokens computed in one step", group=MODEL
+        _ENGINE["--prefill-step-size"],
+        usage="model: --prefill-step-size N",
+        help="most prompt tokens computed in one step",
     ),
     replace(_ENABLE_MTP, default=None, default_text="if it has one"),
     _ENGINE["--mtp-num-draft-tokens"],
@@ -152,15 +138,13 @@ GENERATE_FLAGS = _in_order(
         default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
     ),
     Flag("--stop TEXT", "text that ends the answer", text),
-    replace(_LOG_LEVEL, default="warning", group=None),
+    replace(_LOG_LEVEL, usage="--log-level", default="warning"),
     *(
-        Flag(f"{name} X", help, parse, "sampling", default_text=_OF_MODEL)
+        Flag(f"sampling: {name} X", help, parse, default_text=_OF_MODEL)
         for name, help, parse in _SAMPLING
     ),
-    *(Flag(f"{name} X", help, real, "sampling", default=0.0) for name, help in _PENALTIES),
-    Flag(
-        "--seed N", "the same seed gives the same answer", SEED, "sampling", default_text="random"
-    ),
+    *(Flag(f"sampling: {name} X", help, real, default=0.0) for name, help in _PENALTIES),
+    Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
 
 
