@@ -177,10 +177,9 @@ def test_choices_and_prompts_of_one_request(mtp_server):
     again = ask(mtp_server, **fields)
     assert cached(again) == prompt - 1
     assert [c["message"] for c in again["choices"]] == [c["message"] for c in first["choices"]]
-    # Too long for one chunk.
+    # Of two prompts too long for one chunk, the second shares all but its end with the first.
     fields = {"prompt": [f"{SYSTEM * 3} [{i}]" for i in range(2)], "n": 2, "max_tokens": 4}
     first, again = (ask(mtp_server, "/v1/completions", cache_salt="p", **fields) for _ in "ab")
-    # The second shares all but its end with the first.
     assert 0 < cached(first) < first["usage"]["prompt_tokens"] / 2
     assert cached(again) == first["usage"]["prompt_tokens"] - 2
 

@@ -35,15 +35,9 @@ def test_events_wherever_the_reads_are_cut(cuts):
 
 
 def test_one_token_a_chunk():
-    reads = [
-        (10.5, ROLE),
-        (11.0, piece("Once")),
-        (11.25, piece(" upon")),
-        (11.75, piece(" a")),
-        (12.0, closing("stop")),
-        (12.5, end(4, timings={"draft_n": 3, "draft_n_accepted": 2})),
-        (13.0, DONE),
-    ]
+    last = end(4, timings={"draft_n": 3, "draft_n_accepted": 2})
+    parts = (ROLE, piece("Once"), piece(" upon"), piece(" a"), closing("stop"), last, DONE)
+    reads = [*zip((10.5, 11.0, 11.25, 11.75, 12.0, 12.5, 13.0), parts, strict=True)]
     found = parse_answer(10.0, reads, retries=1)
     assert (found.sent, found.ended, found.retries) == (10.0, 13.0, 1)
     assert (found.ttft, found.gaps, found.decoding_rate) == (1.0, (0.25, 0.5), 2 / 0.75)

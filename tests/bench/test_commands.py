@@ -11,16 +11,8 @@ from mlx_mtp import cli
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Wave, summarize
 from mlx_mtp.bench.report import footnotes, table
-from tests.bench.fake_server import (
-    DONE,
-    MODEL,
-    closing,
-    end,
-    measured,
-    piece,
-    plain_stream,
-    refusal,
-)
+from tests.bench import fake_server as fake
+from tests.bench.fake_server import measured, piece, refusal
 
 FEW = ("--rounds", "2", "--max-tokens", "4", "--seed", "11")
 
@@ -49,7 +41,7 @@ def test_latency(serve, bench):
     server = serve()
     status, out, err = bench("latency", server.url, *FEW)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{MODEL} at {server.url}/v1\n\n| prompts ")
+    assert out.startswith(f"{fake.MODEL} at {server.url}/v1\n\n| prompts ")
     header, *rows = table_of(out)
     assert ", ".join(header) == (
         "prompts, prompt tokens, answers, TTFT p50, p95, per token p50, p95, p99, tokens a chunk, "
@@ -157,9 +149,9 @@ def test_a_file_that_cant_be_written_fails_before_the_measurement(serve, bench, 
 
 def test_notes_say_what_is_estimated(serve, bench):
     def strict(body):
-        return refusal("unknown") if "stream_options" in body else plain_stream(body)
+        return refusal("unknown") if "stream_options" in body else fake.plain_stream(body)
 
-    several = measured(piece("a"), piece("b c d"), closing(), end(4), DONE)
+    several = measured(piece("a"), piece("b c d"), fake.closing(), fake.end(4), fake.DONE)
     for chat, note in (
         (strict, "the server sends no usage: its tokens are a count of chunks"),
         (several, "chunks hold several tokens and the server doesn't say how many"),
