@@ -19,7 +19,7 @@ from mlx_mtp import __version__, cli, factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import MissingHeadError, UsageError
-from mlx_mtp.flags import add_flags, resolve, size
+from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models import loader
 from mlx_mtp.server.serve import bind
 from mlx_mtp.serving import banner, model_name
@@ -49,6 +49,8 @@ def test_every_flag_also_comes_from_the_environment():
         assert parse(*argv, **{flag.variable: ""}) == from_environment
     assert parse("--no-enable-mtp", MLX_MTP_ENABLE_MTP="1").enable_mtp is False
     assert parse(MLX_MTP_ALLOWED_HOST="a, b.").allowed_host == ("a", "b")
+    for text, value in (("0", 0), ("48GB", 48 * 10**9), ("1.5 gib", 3 << 29)):
+        assert parse("--memory-limit", text).memory_limit == value
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,6 @@ def test_a_wrong_variable_is_named(variable, value, capsys):
     error = capsys.readouterr().err
     assert error.startswith("mlx-mtp: ") and error.count("\n") == 1
     assert variable in error
-
-
-def test_sizes():
-    for text, value in (("0", 0), ("48GB", 48 * 10**9), ("1.5 gib", 3 << 29), ("7", 7)):
-        assert size(text) == value
 
 
 @pytest.mark.parametrize(
