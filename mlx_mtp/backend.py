@@ -5,8 +5,6 @@ other's library. The CPU's is linked to the slow reference BLAS, which an OpenBL
 with global symbols replaces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -32,16 +30,10 @@ _REFERENCE_BLAS = "reference BLAS (slow)"
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What mlx computes on.
+    """What mlx computes on."""
 
-    Args:
-        device: "Metal", "CUDA" or "CPU".
-        blas: what the CPU's matrix products use, for the log; empty where it doesn't matter.
-        mlx_version: of the installed mlx.
-    """
-
-    device: str
-    blas: str
+    device: str  # Metal, CUDA or CPU.
+    blas: str  # What the CPU's matrix products use; empty where it doesn't matter.
     mlx_version: str
 
     def __str__(self) -> str:
@@ -53,8 +45,7 @@ class BackendInfo:
 def prepare() -> BackendInfo:
     """Check that mlx has one backend, and give the CPU's a fast BLAS. Later calls do nothing.
 
-    Raises:
-        BackendError: there is no backend, or there are two; the message says what to install.
+    Raises BackendError if there is no backend, or two; the message says what to install.
     """
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
@@ -73,9 +64,11 @@ def _device() -> str:
             f"both mlx-cpu and {cuda} are installed, and each overwrites the other's library. "
             f"Uninstall mlx, mlx-cpu and {cuda}, and start again. {_install_hint()}"
         )
-    if not cuda and not cpu:
+    if cuda:
+        return "CUDA"
+    if not cpu:
         raise BackendError(f"mlx has no backend on this machine. {_install_hint()}")
-    return "CUDA" if cuda else "CPU"
+    return "CPU"
 
 
 def _install_hint() -> str:
@@ -95,7 +88,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _fast_blas() -> str:
-    """Load the first OpenBLAS that there is, with global symbols; say which."""
     process = ctypes.CDLL(None)
     if hasattr(process, "openblas_get_config"):
         return f"{_describe(process)} (already loaded)"
@@ -125,11 +117,8 @@ def _system() -> tuple[ctypes.CDLL, str]:
 
 
 def _ngsolve() -> tuple[ctypes.CDLL, str]:
-    """The PyPI package ngsolve_openblas, whose library wants a libgfortran that mlx-cpu brings.
-
-    Its run path is its own folder, so a folder of links gives it both; the links may go once the
-    library is loaded.
-    """
+    # This library needs a libgfortran that mlx-cpu brings. Its run path is its own folder, so a
+    # folder of links gives it both; the links may go once the library is loaded.
     package = _package_folder("ngsolve_openblas")
     blas = _only(package, "libopenblas*.so*")
     bundled = _package_folder("mlx").parent / "mlx_cpu.libs"
@@ -144,7 +133,7 @@ def _ngsolve() -> tuple[ctypes.CDLL, str]:
 
 
 def _cmeel() -> tuple[ctypes.CDLL, str]:
-    """The PyPI package cmeel-openblas, which installs into a prefix inside site-packages."""
+    # This package installs into a prefix inside site-packages.
     site = _package_folder("mlx").parent
     return _load(str(site / "cmeel.prefix" / "lib" / "libopenblas.so.0")), "cmeel-openblas"
 
@@ -154,11 +143,8 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def _leave_a_core(library: ctypes.CDLL) -> None:
-    """One core is for the thread that builds the steps, unless the user has said how many to use.
-
-    OpenBLAS starts a thread for each core, and between two products these spin for milliseconds:
-    on two cores they take more from that thread than they give.
-    """
+    # One core is for the thread that builds the steps, unless the user has said how many to use:
+    # OpenBLAS starts a thread for each core, and between two products these spin for milliseconds.
     if any(os.environ.get(name) for name in _BLAS_THREADS):
         return
     with contextlib.suppress(AttributeError):  # As in `_describe`: not every build has them.
@@ -175,10 +161,10 @@ def _package_folder(name: str) -> Path:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = next(iter(sorted(folder.glob(pattern))), None)
-    if found is None:
+    found = sorted(folder.glob(pattern))
+    if not found:
         raise LookupError(f"{folder} has no {pattern}")
-    return found
+    return found[0]
 
 
 def _describe(library: ctypes.CDLL) -> str:

@@ -5,23 +5,11 @@ A field made by `setting` is also a flag of the command line; `flags_of` lists t
 programs and tests.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from mlx_mtp.flags import (
-    Flag,
-    at_least,
-    host_name,
-    one_of,
-    origin,
-    size,
-    text,
-    whole,
-    word_or,
-)
+from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text, whole, word_or
 
 MAX_DRAFT_TOKENS = 8
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -31,23 +19,16 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 DraftTokens = int | Literal["auto"]
 """Drafts per step: a fixed number, or "auto" to follow measured cost and acceptance."""
 
-# Headings of the help and of docs/flags.md.
-MODEL, MTP, SERVER = "model", "multi-token prediction", "server"
-MEMORY, LIMITS = "memory and prefix cache", "limits"
-SECURITY, FORMATS = "security", "formats"
-
-_INT64 = 1 << 63
-SEED = whole(-_INT64, _INT64 - 1)
+SEED = whole(-(1 << 63), (1 << 63) - 1)
+_SECONDS = at_least(0.0)
 
 C = TypeVar("C")
 
 
 def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
-    """A dataclass field that is also a flag.
+    """A dataclass field that is also a `Flag` of these arguments.
 
-    Args:
-        flag, more: arguments of `Flag`.
-        program_default: default of the field, where it differs from the flag's.
+    `program_default` is the field's default, where it differs from the flag's.
     """
     made = Flag(*flag, **more)
     default = made.default if program_default is ... else program_default
@@ -60,18 +41,16 @@ def flags_of(settings: type) -> list[Flag]:
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
-    """Settings from a parsed command line, which need not have all of their flags.
+    """Settings from a command line as `flags.resolve` returns it, which may lack some flags.
 
-    Args:
-        settings: `EngineConfig` or `ServerConfig`.
-        options: as `flags.resolve` returns it.
-        given: values of fields that the command line doesn't decide.
+    `given` are values of fields that the command line doesn't decide.
     """
-    values = {}
-    for each in fields(settings):  # type: ignore[arg-type]
-        flag = each.metadata.get("flag")
-        if flag is not None and hasattr(options, flag.key):
-            values[each.name] = getattr(options, flag.key)
+    flags = {f.name: f.metadata.get("flag") for f in fields(settings)}  # type: ignore[arg-type]
+    values = {
+        name: getattr(options, flag.key)
+        for name, flag in flags.items()
+        if flag is not None and hasattr(options, flag.key)
+    }
     return settings(**values | given)
 
 
@@ -84,62 +63,50 @@ class EngineConfig:
     """How the engine batches and speculates."""
 
     num_draft_tokens: DraftTokens = setting(
-        "--mtp-num-draft-tokens",
+        "multi-token prediction: --mtp-num-draft-tokens N|auto",
         f"tokens to draft per step, 0 to {MAX_DRAFT_TOKENS}; auto follows measured cost and "
         "acceptance",
         word_or("auto", whole(0, MAX_DRAFT_TOKENS)),
-        "N|auto",
-        MTP,
         default="auto",
     )
     max_num_seqs: int = setting(
-        "--max-num-seqs", "most sequences computed at once", whole(1, 4096), "N", LIMITS, default=32
+        "limits: --max-num-seqs N", "most sequences computed at once", whole(1, 4096), default=32
     )
     max_model_len: int | None = setting(
-        "--max-model-len",
+        "model: --max-model-len N",
         "most tokens of prompt and answer together",
         whole(2, 1 << 31),
-        "N",
-        MODEL,
         default_text="the model's limit, or what memory allows if that is less",
     )
     prefill_step_size: int = setting(
-        "--prefill-step-size",
+        "memory and prefix cache: --prefill-step-size N",
         "most prompt tokens computed in one step; running streams wait for one such step at a time",
         whole(1, 1 << 20),
-        "N",
-        MEMORY,
         default=512,
     )
     # Launch step i+1 before the tokens of step i are read.
     overlap: bool = True
     # 0 leaves costs to be learned in use, or to what an earlier run measured.
     calibration_seconds: float = setting(
-        "--calibration-seconds",
+        "multi-token prediction: --calibration-seconds SECONDS",
         "most time to measure step costs before the first request; 0 measures nothing then",
-        at_least(0.0),
-        "SECONDS",
-        MTP,
+        _SECONDS,
         default=2.0,
         program_default=0.0,
     )
     # Bytes. The flag's None, a share of what the weights leave, is resolved by the memory plan.
     prefix_cache_size: int = setting(
-        "--prefix-cache-size",
+        "memory and prefix cache: --prefix-cache-size SIZE",
         "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",
         size,
-        "SIZE",
-        MEMORY,
         default_text="a quarter of what the weights leave, at most 8GB",
         program_default=0,
     )
     # Of stored KV alone: what runs is never quantized.
     kv_cache_quantization: int | None = setting(
-        "--kv-cache-quantization",
+        "memory and prefix cache: --kv-cache-quantization {none,8,4}",
         "bits to store them in; with 8 or 4, answers may differ slightly",
         _bits,
-        "{none,8,4}",
-        MEMORY,
         default_text="none",
     )
     # A name in `speculative/draft_sources.py`.
@@ -153,121 +120,94 @@ class ServerConfig:
     # The id that clients see and may ask for.
     model_name: str
     host: str = setting(
-        "--host",
+        "server: --host ADDRESS",
         "address to listen on; 0.0.0.0 for other machines too",
         text,
-        "ADDRESS",
-        SERVER,
         default="127.0.0.1",
     )
     port: int = setting(
-        "--port",
-        "port to listen on; 0 takes a free one",
-        whole(0, 65535),
-        "N",
-        SERVER,
-        default=8000,
+        "server: --port N", "port to listen on; 0 takes a free one", whole(0, 65535), default=8000
     )
     # Of --api-key and --api-key-file; with any, every route but /health and / requires one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = setting(
-        "--allowed-host",
+        "security: --allowed-host NAME",
         "another name that clients may use for this server, such as host.docker.internal; * "
         "for any (repeatable)",
         host_name,
-        "NAME",
-        SECURITY,
         default=(),
         repeated=True,
         default_text="localhost and IP addresses",
     )
     cors_origins: tuple[str, ...] = setting(
-        "--cors-origin",
+        "security: --cors-origin ORIGIN",
         "a web page that may call this server, such as https://chat.example; * for any "
         "(repeatable)",
         origin,
-        "ORIGIN",
-        SECURITY,
         default=(),
         repeated=True,
         default_text="the server's own",
     )
     seed: int | None = setting(
-        "--seed",
+        "server: --seed N",
         "make the seeds of requests that have none repeatable",
         SEED,
-        "N",
-        SERVER,
         default_text="random",
     )
     # A stream that is silent for longer gets an SSE comment.
     keep_alive_seconds: float = 10.0
     max_choices: int = setting(
-        "--max-choices", "largest n of a request", whole(1, 128), "N", LIMITS, default=16
+        "limits: --max-choices N", "largest n of a request", whole(1, 128), default=16
     )
     # A million tokens are some 4 MB of text.
     max_body_bytes: int = setting(
-        "--max-body-size",
+        "limits: --max-body-size N",
         "longest request body, in bytes",
         whole(1, 1 << 30),
-        "N",
-        LIMITS,
         default=8 << 20,
     )
     max_stored_completions: int = setting(
-        "--max-stored-completions",
+        "limits: --max-stored-completions N",
         "chat completions with store: true to keep, in memory; 0 refuses store: true",
         whole(0, 1 << 20),
-        "N",
-        LIMITS,
         default=100,
     )
     # Most time that the chat template may take for one request.
     template_seconds: float = 10.0
     reasoning_parser: str = setting(
-        "--reasoning-parser",
+        "formats: --reasoning-parser",
         "how the model writes its reasoning; auto goes by the model's template",
         REASONING_PARSERS,
         default="auto",
-        group=FORMATS,
     )
     tool_call_parser: str = setting(
-        "--tool-call-parser",
+        "formats: --tool-call-parser",
         "how the model writes tool calls; auto goes by the model's template",
         TOOL_CALL_PARSERS,
         default="auto",
-        group=FORMATS,
     )
     max_queue: int = setting(
-        "--max-queue",
+        "limits: --max-queue N",
         "most sequences that may wait for their turn; further requests get 429",
         whole(0, 1 << 20),
-        "N",
-        LIMITS,
         default=256,
     )
     request_timeout: float = setting(
-        "--request-timeout",
+        "limits: --request-timeout SECONDS",
         "most seconds for a request, waiting included; 0: no limit",
-        at_least(0.0),
-        "SECONDS",
-        LIMITS,
+        _SECONDS,
         default=0.0,
     )
     drain_timeout: float = setting(
-        "--drain-timeout",
+        "server: --drain-timeout SECONDS",
         "seconds that running requests get to finish when the server is stopped",
-        at_least(0.0),
-        "SECONDS",
-        SERVER,
+        _SECONDS,
         default=30.0,
     )
     body_timeout: float = setting(
-        "--body-timeout",
+        "limits: --body-timeout SECONDS",
         "most seconds for receiving a request's body",
         at_least(0.1),
-        "SECONDS",
-        LIMITS,
         default=60.0,
     )
     # Seconds from a connection's begin, or the end of its last answer, to the end of a head.

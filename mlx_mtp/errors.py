@@ -15,15 +15,11 @@ from __future__ import annotations
 class MlxMtpError(Exception):
     """Base of all errors raised on purpose by this package.
 
-    Args:
-        message: what was wrong and what would be right.
-        param: the request's field at fault, if there is one.
-        retry_after: seconds after which another try makes sense, if it is only a matter of time.
-
-    Attributes:
-        status, type, code: of the HTTP response.
+    `param` is the request's field at fault, `retry_after` the seconds after which another try makes
+    sense, if it is only a matter of time.
     """
 
+    # Of the HTTP response.
     status: int = 500
     type: str = "server_error"
     code: str | None = "internal_error"

@@ -1,4 +1,4 @@
-"""Makes what the commands work with (model, tokenizer, engine) from a parsed command line.
+"""What several commands need first (backend, model, tokenizer, engine), from a command line.
 
 Everything heavy is imported inside the functions: see `cli`.
 """
@@ -6,121 +6,94 @@ Everything heavy is imported inside the functions: see `cli`.
 from __future__ import annotations
 
 import argparse
-import os
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.config import EngineConfig
-from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE
+from mlx_mtp import backend
+from mlx_mtp.config import EngineConfig, from_options
+from mlx_mtp.errors import MissingHeadError
 
 if TYPE_CHECKING:
-    from mlx_mtp.cache.prefix_store import PrefixStore
     from mlx_mtp.engine.engine import Engine
-    from mlx_mtp.engine.memory import MemoryPlan
-    from mlx_mtp.machine import MemoryLimit
     from mlx_mtp.models.loaded import LoadedModel
     from mlx_mtp.server.tokenizer import Tokenizer
 
 
-def load(
-    options: argparse.Namespace, *, enable_mtp: bool, memory: int | None = None, lazy: bool = False
-) -> tuple[LoadedModel, Tokenizer]:
-    """Load model and tokenizer; `memory` and `lazy` are arguments of `load_model`."""
-    if enable_mtp and options.model is not None:
-        from mlx_mtp.convert.hub_head import check_head_on_hub
+def prepare(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
+    """Set up logging, read the file of --mtp-draft-vocab and prepare mlx's backend."""
+    from mlx_mtp.server.draft_vocab import read_wanted
 
-        check_head_on_hub(options.model)
+    # Only this package's: at level info other libraries log every HTTP request they make.
+    logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s")
+    logging.getLogger("mlx_mtp").setLevel(log_level.upper())
+    if "mtp_draft_vocab" in options:
+        options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
+    return backend.prepare()
+
+
+def load(
+    options: argparse.Namespace, *, enable_mtp: bool | None, lazy: bool = False
+) -> tuple[LoadedModel, Tokenizer]:
+    """Load model and tokenizer; `lazy` as `load_model` has it.
+
+    With `enable_mtp` None the model has its head if there is one.
+    """
+    from mlx_mtp.convert.hub_head import check_head_on_hub
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
 
-    path = resolve_model(options.model)
-    loaded = load_model(path, enable_mtp=enable_mtp, dtype=options.dtype, memory=memory, lazy=lazy)
-    return loaded, Tokenizer.load(path)
-
-
-def memory_limit(options: argparse.Namespace) -> MemoryLimit:
-    """The bytes of --memory-limit, or of the machine."""
-    from mlx_mtp.machine import MemoryLimit, machine_memory
-
-    given = options.memory_limit
-    return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
-
-
-def plan_memory(
-    model: LoadedModel, options: argparse.Namespace, config: EngineConfig, limit: MemoryLimit
-) -> MemoryPlan:
-    """Share the memory out before any weight is read."""
-    from mlx_mtp.engine.build import plan_for
-    from mlx_mtp.machine import wire_memory
-
-    wanted = options.mtp_draft_vocab
-    num_draft_ids = len(wanted) if isinstance(wanted, tuple) else wanted
-    plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
-    wire_memory(limit)
-    return plan
-
-
-def open_prefix_store(
-    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
-) -> PrefixStore | None:
-    """Open the prefix cache on disk, if there is a --prefix-cache-dir."""
-    from mlx_mtp.engine.build import prefix_store
-
-    if options.prefix_cache_dir is None:
-        return None
-    size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
-    path = Path(options.prefix_cache_dir).expanduser()
-    return prefix_store(model, config, options.dtype, path, size)
-
-
-def read_draft_vocab(options: argparse.Namespace) -> None:
-    """Replace the path of --mtp-draft-vocab by the file's ids, before anything is loaded."""
-    from mlx_mtp.server.draft_vocab import read_wanted
-
-    options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
+    memory = getattr(options, "memory_limit", None)
+    try:
+        if enable_mtp is not False and options.model is not None:
+            check_head_on_hub(options.model)
+        path = resolve_model(options.model)
+        with_head = enable_mtp is not False
+        model = load_model(
+            path, enable_mtp=with_head, dtype=options.dtype, memory=memory, lazy=lazy
+        )
+    except MissingHeadError:
+        if enable_mtp is not None:
+            raise
+        return load(options, enable_mtp=False, lazy=lazy)
+    return model, Tokenizer.load(path)
 
 
 def draft_ids(
-    loaded: LoadedModel, tokenizer: Tokenizer, wanted: int | tuple[int, ...] | None
+    loaded: LoadedModel, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> tuple[int, ...] | None:
-    """Token ids of the draft vocabulary; None for all tokens."""
+    """Token ids of --mtp-draft-vocab; None for all tokens."""
     from mlx_mtp.server.draft_vocab import draft_vocabulary
 
-    if wanted is None:
+    if options.mtp_draft_vocab is None:
         return None
-    return draft_vocabulary(wanted, tokenizer, min(tokenizer.vocab_size, loaded.vocab_size))
+    vocab_size = min(tokenizer.vocab_size, loaded.vocab_size)
+    return draft_vocabulary(options.mtp_draft_vocab, tokenizer, vocab_size)
 
 
 def engine(
     loaded: LoadedModel,
     tokenizer: Tokenizer,
     options: argparse.Namespace,
-    config: EngineConfig,
-    memory: MemoryPlan | None = None,
-    store: PrefixStore | None = None,
+    config: EngineConfig | None = None,
+    **more: Any,
 ) -> Engine:
-    """Build an engine that is not started yet."""
+    """Build an engine that is not started yet, by default for one sequence at a time.
+
+    `more` as `build_engine` has it.
+    """
     import platformdirs
 
     from mlx_mtp.engine.build import build_engine
 
-    cache_dir = Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp"))
     return build_engine(
         loaded,
-        config,
+        # No calibration for one answer: the costs that a server measured are used.
+        config or from_options(EngineConfig, options, max_num_seqs=1),
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
-        cache_dir=cache_dir,
-        draft_ids=draft_ids(loaded, tokenizer, options.mtp_draft_vocab),
-        memory=memory,
-        store=store,
+        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")),
+        draft_ids=draft_ids(loaded, tokenizer, options),
+        **more,
     )
-
-
-def model_name(model: str | None) -> str:
-    """The served model's id without --served-model-name: the hub's, or the directory's name."""
-    if model is None:
-        return BUNDLED_NAME
-    # Not resolved: the user chose the name of a link.
-    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model

@@ -3,22 +3,23 @@
 The flag takes precedence over the variable, and the variable over the default.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.units import size_bytes
 
 PREFIX = "MLX_MTP_"
 _NUMBER = re.compile(r"[+-]?[0-9]+")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
 # Desktop applications and browser extensions have schemes of their own.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
@@ -27,30 +28,50 @@ _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 Parse = Callable[[str], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag.
+class CommandParser(argparse.ArgumentParser):
+    """argparse with one-line errors and exit status 2; its subparsers are of this class too.
 
-    Args:
-        name: as in "--port"; without dashes it is an optional positional argument.
-        help: one line; the default is appended to it.
-        parse: converts text to the value, raising argparse.ArgumentTypeError; or the words that it
-            may be; None for a boolean.
-        metavar: placeholder of the value in the help.
-        group: heading of the help that it is listed under.
-        default: the value if neither flag nor variable is given.
-        repeated: may be given several times; its value is a tuple, and the variable has commas.
-        default_text: the default in words, where it isn't a constant.
+    argparse prints the usage first, which for `serve` is a screen of flags.
     """
 
-    name: str
-    help: str
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Reject what is left over here, so that the error names the subcommand's help."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag, in the help and in the environment."""
+
+    # Heading of the help, if any, name and placeholder: "server: --port N". Without dashes it is an
+    # optional positional argument.
+    usage: str
+    help: str  # One line; the default is appended to it.
+    # Converts text, raising ArgumentTypeError; or the words it may be; None for a boolean.
     parse: Parse | tuple[str, ...] | None = None
-    metavar: str | None = None
-    group: str | None = None
     default: Any = None
-    repeated: bool = False
-    default_text: str | None = None
+    repeated: bool = False  # Its value is a tuple, and the variable has commas.
+    default_text: str | None = None  # The default in words, where it isn't a constant.
+
+    @property
+    def group(self) -> str | None:
+        return self.usage.rpartition(": ")[0] or None
+
+    @property
+    def name(self) -> str:
+        return self.usage.rpartition(": ")[2].partition(" ")[0]
+
+    @property
+    def metavar(self) -> str | None:
+        return self.usage.rpartition(": ")[2].partition(" ")[2] or None
 
     @property
     def shown_default(self) -> str:
@@ -68,22 +89,11 @@ class Flag:
 
     @property
     def variable(self) -> str:
-        """Name of the environment variable."""
         return PREFIX + self.key.upper()
 
     @property
     def convert(self) -> Parse:
-        """From text to the value."""
-        if isinstance(self.parse, tuple):
-            return one_of(*self.parse)
-        return self.parse or boolean
-
-    @property
-    def placeholder(self) -> str | None:
-        """Of the value, in the help."""
-        if isinstance(self.parse, tuple):
-            return f"{{{','.join(self.parse)}}}"
-        return self.metavar
+        return one_of(*self.parse) if isinstance(self.parse, tuple) else self.parse or boolean
 
     def from_text(self, text: str) -> Any:
         """Parse the environment variable's text; raises UsageError, naming the variable."""
@@ -92,40 +102,38 @@ class Flag:
             if self.repeated:
                 return tuple(parse(each.strip()) for each in text.split(","))
             return parse(text)
-        except argparse.ArgumentTypeError as error:
+        except ArgumentTypeError as error:
             raise UsageError(
                 f"The environment variable {self.variable} is wrong: {error}"
             ) from None
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
-    """Add flags without their defaults, so that `resolve` sees which of them were given."""
+def add_flags(
+    parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
+) -> None:
+    """Add flags; those of a command that reads the environment are in groups.
+
+    They have no defaults then: so `resolve` sees which of them were given.
+    """
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
-        options: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
+        group = flag.group if reads_environment else None
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        shown = f" (default: {flag.shown_default})" if flag.shown_default else ""
+        default = argparse.SUPPRESS if reads_environment else flag.default
+        options: dict[str, Any] = {"help": flag.help + shown, "default": default}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": flag.convert, "metavar": flag.placeholder}
+            words = flag.parse if isinstance(flag.parse, tuple) else ()
+            placeholder = f"{{{','.join(words)}}}" if words else flag.metavar
+            options |= {"type": flag.convert, "metavar": placeholder}
         if flag.repeated:
             options["action"] = "append"
         if not flag.name.startswith("-"):
             options["nargs"] = "?"
-        groups[flag.group].add_argument(flag.name, **options)
-
-
-def add_options(parser: argparse.ArgumentParser, *flags: Flag) -> None:
-    """Add flags of a command that reads no environment variables, with their defaults."""
-    for flag in flags:
-        default = f" (default: {flag.shown_default})" if flag.shown_default else ""
-        more: dict[str, Any] = {"action": "append"} if flag.repeated else {}
-        if not flag.name.startswith("-"):
-            more["nargs"] = "?"
-        more |= {"type": flag.convert, "default": flag.default, "metavar": flag.placeholder}
-        parser.add_argument(flag.name, help=flag.help + default, **more)
+        groups[group].add_argument(flag.name, **options)
 
 
 def resolve(
@@ -133,12 +141,8 @@ def resolve(
 ) -> argparse.Namespace:
     """Add what the command line left open, from the environment or the defaults.
 
-    Returns:
-        A namespace with a value for every flag, and in `given` the keys of those that are not
-        defaults.
-
-    Raises:
-        UsageError: a variable's value is wrong; the variable is named.
+    Returns a namespace with a value for every flag, and in `given` the keys of those that are not
+    defaults. Raises UsageError for a wrong variable, which is named.
     """
     values = vars(given).copy()
     keys = set()
@@ -156,14 +160,14 @@ def resolve(
     return argparse.Namespace(**values, given=frozenset(keys))
 
 
-# Parsers of values. Each raises argparse.ArgumentTypeError with what is wrong.
+# Parsers of values. Each raises ArgumentTypeError with what is wrong.
 
 
 def boolean(text: str) -> bool:
     """1, 0, true or false."""
     value = _BOOLEANS.get(text.lower())
     if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_BOOLEANS)}")
+        raise ArgumentTypeError(f"{text!r} is not one of {', '.join(_BOOLEANS)}")
     return value
 
 
@@ -174,9 +178,9 @@ def whole(low: int, high: int) -> Parse:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+            raise ArgumentTypeError(f"{text!r} is not an integer") from None
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
+            raise ArgumentTypeError(f"{value} is not between {low} and {high}")
         return value
 
     return parse
@@ -190,8 +194,8 @@ def word_or(word: str, parse: Parse) -> Parse:
             return word
         try:
             return parse(text)
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, and it is not {word!r}") from None
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{error}, and it is not {word!r}") from None
 
     return parse_either
 
@@ -205,35 +209,34 @@ def count_or_path(value: str) -> int | Path:
 
 def size(text: str) -> int:
     """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
-    value = size_bytes(text)
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
+    value = float(found[1]) * unit
     if value >= 1 << 60:
-        raise argparse.ArgumentTypeError(f"{text} is more than any machine has")
+        raise ArgumentTypeError(f"{text} is more than any machine has")
     return int(value)
-
-
-def real(text: str) -> float:
-    """A finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not finite")
-    return value
 
 
 def at_least(low: float) -> Parse:
     """A finite number, `low` or more."""
 
     def parse(text: str) -> float:
-        value = real(text)
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is not a number") from None
+        if not math.isfinite(value):
+            raise ArgumentTypeError(f"{text!r} is not finite")
         if value < low:
-            raise argparse.ArgumentTypeError(f"{value:g} is below {low:g}")
+            raise ArgumentTypeError(f"{value:g} is below {low:g}")
         return value
 
     return parse
+
+
+real = at_least(-math.inf)
 
 
 def characters(value: str) -> str:
@@ -243,14 +246,14 @@ def characters(value: str) -> str:
     except UnicodeEncodeError:
         # Python decodes invalid bytes of the command line to lone surrogates.
         shown = os.fsencode(value)[:40]
-        raise argparse.ArgumentTypeError(f"{shown!r} is not valid UTF-8") from None
+        raise ArgumentTypeError(f"{shown!r} is not valid UTF-8") from None
     return value
 
 
 def text(value: str) -> str:
     """Any text that is not empty."""
     if not value:
-        raise argparse.ArgumentTypeError("it must not be empty")
+        raise ArgumentTypeError("it must not be empty")
     return characters(value)
 
 
@@ -258,7 +261,7 @@ def secret(value: str) -> str:
     """An API key that a header can carry. No error repeats any of it."""
     fault = key_fault(value)
     if fault is not None:
-        raise argparse.ArgumentTypeError(f"the key {fault}")
+        raise ArgumentTypeError(f"the key {fault}")
     return value
 
 
@@ -281,7 +284,7 @@ def host_name(value: str) -> str:
     """A host name without scheme and port, or *."""
     name = text(value).lower().rstrip(".")
     if name != "*" and not _HOST.fullmatch(name):
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"{value[:80]!r} is not a host name; give it without scheme and port, like my-mac.local"
         )
     return name
@@ -291,7 +294,7 @@ def origin(value: str) -> str:
     """The origin of a web page, or *."""
     given = text(value).lower()
     if given != "*" and not _ORIGIN.fullmatch(given):
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"{value[:80]!r} is not an origin; give scheme, host and port alone, "
             "like https://chat.example or http://localhost:3000"
         )
@@ -303,7 +306,7 @@ def one_of(*choices: str) -> Parse:
 
     def parse(value: str) -> str:
         if value not in choices:
-            raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(choices)}")
+            raise ArgumentTypeError(f"{value!r} is not one of {', '.join(choices)}")
         return value
 
     return parse

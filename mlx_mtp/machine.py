@@ -1,12 +1,9 @@
 """How much memory this machine has for a model."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform
 import re
-import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +23,15 @@ _WIRED_SINCE = 15
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What may be used.
-
-    Args:
-        nbytes: of memory.
-        source: whose number that is, in words.
-    """
+    """What may be used."""
 
     nbytes: int
-    source: str
+    source: str  # Where that number is from, in words.
+
+
+def memory_limit(given: int | None) -> MemoryLimit:
+    """The bytes of --memory-limit, or what the machine has."""
+    return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
 
 
 def machine_memory() -> MemoryLimit:
@@ -97,8 +94,4 @@ def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -3,26 +3,10 @@
 Most flags are the settings of `config`; here are those of loading, and of a single answer.
 """
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Iterable
 from dataclasses import replace
 
-from mlx_mtp.config import (
-    DTYPE_NAMES,
-    FORMATS,
-    LIMITS,
-    MEMORY,
-    MODEL,
-    MTP,
-    SECURITY,
-    SEED,
-    SERVER,
-    EngineConfig,
-    ServerConfig,
-    flags_of,
-)
+from mlx_mtp.config import DTYPE_NAMES, SEED, EngineConfig, ServerConfig, flags_of
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
 
@@ -32,103 +16,89 @@ PREFIX_CACHE_DIR_SIZE = 16 * 10**9
 ANSWER_TOKENS = 512
 """Most tokens of an answer of `generate` without --max-tokens."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-_HEADINGS = (MODEL, MTP, SERVER, MEMORY, LIMITS, SECURITY, FORMATS, None, "sampling")
+# Of the help and of docs/flags.md, in their order.
+_HEADINGS = (
+    *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
+    *("security", "formats", None, "sampling"),
+)
 
-MODEL_HELP = "a directory, or a hub id such as org/name"
-MODEL_DEFAULT = "the bundled demo model"
-MODEL_FLAG = Flag("model", MODEL_HELP, text, "MODEL", MODEL, default_text=MODEL_DEFAULT)
+_MODEL_HELP = "a directory, or a hub id such as org/name"
+MODEL_FLAG = Flag("model: model MODEL", _MODEL_HELP, text, default_text="the bundled demo model")
 DTYPE = Flag(
-    "--dtype",
+    "model: --dtype",
     "type to compute in; auto: as stored; float32 on a CPU",
     ("auto", *DTYPE_NAMES),
     default="auto",
-    group=MODEL,
 )
 DRAFT_VOCAB = Flag(
-    "--mtp-draft-vocab",
+    "multi-token prediction: --mtp-draft-vocab N|FILE",
     "draft only from the N most frequent tokens, or from the token ids in FILE, one per line",
     count_or_path,
-    "N|FILE",
-    MTP,
     default_text="all tokens",
 )
-CACHE_DIR = Flag(
-    "--cache-dir",
+_CACHE_DIR = Flag(
+    "multi-token prediction: --cache-dir DIR",
     "directory for measured step costs",
     text,
-    "DIR",
-    MTP,
     default_text="the user's cache directory",
 )
-ENABLE_MTP = Flag("--enable-mtp", "draft with the model's own MTP head", default=False, group=MTP)
-LOG_LEVEL = Flag("--log-level", "what to log", _LOG_LEVELS, default="info", group=SERVER)
+_ENABLE_MTP = Flag(
+    "multi-token prediction: --enable-mtp", "draft with the model's own MTP head", default=False
+)
+_LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
 
 
-def _in_order(flags: Iterable[Flag]) -> tuple[Flag, ...]:
+def _in_order(*flags: Flag) -> tuple[Flag, ...]:
     return tuple(sorted(flags, key=lambda flag: _HEADINGS.index(flag.group)))
 
 
 SERVE_FLAGS = _in_order(
-    (
-        MODEL_FLAG,
-        Flag(
-            "--served-model-name",
-            "the model's id in the API",
-            text,
-            "NAME",
-            MODEL,
-            default_text="the hub id or the directory's name",
-        ),
-        DTYPE,
-        ENABLE_MTP,
-        Flag(
-            "--memory-limit",
-            "most memory to use for weights, caches and everything else, such as 48GB",
-            size,
-            "SIZE",
-            MEMORY,
-            default_text="what the machine has",
-        ),
-        *flags_of(EngineConfig),
-        DRAFT_VOCAB,
-        CACHE_DIR,
-        Flag(
-            "--prefix-cache-dir",
-            "directory that keeps them across restarts; prompts and answers are stored there "
-            "unencrypted",
-            text,
-            "DIR",
-            MEMORY,
-            default_text="none",
-        ),
-        Flag(
-            "--prefix-cache-dir-size",
-            "most disk space to use there",
-            size,
-            "SIZE",
-            MEMORY,
-            default_text="16GB",
-        ),
-        Flag(
-            "--api-key",
-            "key that clients must send; other users of this machine can see it on the command "
-            "line, but not in the environment variable or in --api-key-file",
-            secret,
-            "KEY",
-            SECURITY,
-            default_text="none",
-        ),
-        Flag(
-            "--api-key-file",
-            "file with one such key per line",
-            text,
-            "FILE",
-            SECURITY,
-            default_text="none",
-        ),
-        *flags_of(ServerConfig),
-        LOG_LEVEL,
-    )
+    MODEL_FLAG,
+    Flag(
+        "model: --served-model-name NAME",
+        "the model's id in the API",
+        text,
+        default_text="the hub id or the directory's name",
+    ),
+    DTYPE,
+    _ENABLE_MTP,
+    Flag(
+        "memory and prefix cache: --memory-limit SIZE",
+        "most memory to use for weights, caches and everything else, such as 48GB",
+        size,
+        default_text="what the machine has",
+    ),
+    *flags_of(EngineConfig),
+    DRAFT_VOCAB,
+    _CACHE_DIR,
+    Flag(
+        "memory and prefix cache: --prefix-cache-dir DIR",
+        "directory that keeps them across restarts; prompts and answers are stored there "
+        "unencrypted",
+        text,
+        default_text="none",
+    ),
+    Flag(
+        "memory and prefix cache: --prefix-cache-dir-size SIZE",
+        "most disk space to use there",
+        size,
+        default_text="16GB",
+    ),
+    Flag(
+        "security: --api-key KEY",
+        "key that clients must send; other users of this machine can see it on the command "
+        "line, but not in the environment variable or in --api-key-file",
+        secret,
+        default_text="none",
+    ),
+    Flag(
+        "security: --api-key-file FILE",
+        "file with one such key per line",
+        text,
+        default_text="none",
+    ),
+    *flags_of(ServerConfig),
+    _LOG_LEVEL,
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 _OF_MODEL = "the model's generation_config.json"
@@ -148,43 +118,33 @@ _PENALTIES = (
     ("--frequency-penalty", "the same, once for each time that it occurs"),
 )
 GENERATE_FLAGS = _in_order(
-    (
-        replace(MODEL_FLAG, name="--model"),
-        replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
-        DTYPE,
-        replace(
-            _ENGINE["--prefill-step-size"],
-            help="most prompt tokens computed in one step",
-            group=MODEL,
-        ),
-        replace(ENABLE_MTP, default=None, default_text="if it has one"),
-        _ENGINE["--mtp-num-draft-tokens"],
-        DRAFT_VOCAB,
-        CACHE_DIR,
-        Flag("--system", "system message to put before the prompt", text, "TEXT"),
-        Flag(
-            "--max-tokens",
-            "most tokens to generate",
-            whole(1, 1 << 31),
-            "N",
-            default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
-        ),
-        Flag("--stop", "text that ends the answer", text, "TEXT"),
-        replace(LOG_LEVEL, default="warning", group=None),
-        *(
-            Flag(name, help, parse, "X", "sampling", default_text=_OF_MODEL)
-            for name, help, parse in _SAMPLING
-        ),
-        *(Flag(name, help, real, "X", "sampling", default=0.0) for name, help in _PENALTIES),
-        Flag(
-            "--seed",
-            "the same seed gives the same answer",
-            SEED,
-            "N",
-            "sampling",
-            default_text="random",
-        ),
-    )
+    replace(MODEL_FLAG, usage="model: --model MODEL"),
+    replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
+    DTYPE,
+    replace(
+        _ENGINE["--prefill-step-size"],
+        usage="model: --prefill-step-size N",
+        help="most prompt tokens computed in one step",
+    ),
+    replace(_ENABLE_MTP, default=None, default_text="if it has one"),
+    _ENGINE["--mtp-num-draft-tokens"],
+    DRAFT_VOCAB,
+    _CACHE_DIR,
+    Flag("--system TEXT", "system message to put before the prompt", text),
+    Flag(
+        "--max-tokens N",
+        "most tokens to generate",
+        whole(1, 1 << 31),
+        default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
+    ),
+    Flag("--stop TEXT", "text that ends the answer", text),
+    replace(_LOG_LEVEL, usage="--log-level", default="warning"),
+    *(
+        Flag(f"sampling: {name} X", help, parse, default_text=_OF_MODEL)
+        for name, help, parse in _SAMPLING
+    ),
+    *(Flag(f"sampling: {name} X", help, real, default=0.0) for name, help in _PENALTIES),
+    Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
 
 
@@ -192,51 +152,18 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Refuse flags of `serve` that would have no effect, before anything is loaded.
+    """Raise UsageError for flags of `serve` that would have no effect, before anything is loaded.
 
     A variable of the environment counts as given; a default does not, nor does a value that asks
     for what happens anyway, such as 0 drafts without MTP.
-
-    Raises:
-        UsageError: a flag has no effect; says which to add or to leave out.
     """
-    _check_mtp(options, *_OF_DRAFTS, "--calibration-seconds")
+    check_generate(options, "--calibration-seconds")
     depth = options.mtp_num_draft_tokens
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
             "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
             f"{depth}: leave one of them out."
         )
-    _check_prefix_cache(options)
-
-
-def check_generate(options: argparse.Namespace) -> None:
-    """The same for the flags of `generate`."""
-    _check_mtp(options, *_OF_DRAFTS)
-
-
-def needs_head(options: argparse.Namespace) -> bool:
-    """Whether a flag asks for the MTP head, so that a model without one won't do."""
-    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
-
-
-def _asks(options: argparse.Namespace, flag: str) -> bool:
-    key = flag.lstrip("-").replace("-", "_")
-    return key in options.given and getattr(options, key) not in (None, 0)
-
-
-def _check_mtp(options: argparse.Namespace, *flags: str) -> None:
-    # None means: if the model has a head.
-    if options.enable_mtp is not False:
-        return
-    for flag in flags:
-        if _asks(options, flag):
-            raise UsageError(
-                f"{flag} is for the MTP head's drafts, but MTP is off: add --enable-mtp."
-            )
-
-
-def _check_prefix_cache(options: argparse.Namespace) -> None:
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
         raise UsageError(f"{of_size} needs {flag}, which is not given.")
@@ -250,3 +177,25 @@ def _check_prefix_cache(options: argparse.Namespace) -> None:
                 )
     if options.prefix_cache_dir is not None and options.prefix_cache_dir_size == 0:
         raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")
+
+
+def check_generate(options: argparse.Namespace, *more: str) -> None:
+    """The same for the flags of `generate`; `more` are flags that are for drafts too."""
+    # None means: if the model has a head.
+    if options.enable_mtp is not False:
+        return
+    for flag in (*_OF_DRAFTS, *more):
+        if _asks(options, flag):
+            raise UsageError(
+                f"{flag} is for the MTP head's drafts, but MTP is off: add --enable-mtp."
+            )
+
+
+def needs_head(options: argparse.Namespace) -> bool:
+    """Whether a flag asks for the MTP head, so that a model without one won't do."""
+    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
+
+
+def _asks(options: argparse.Namespace, flag: str) -> bool:
+    key = flag.lstrip("-").replace("-", "_")
+    return key in options.given and getattr(options, key) not in (None, 0)

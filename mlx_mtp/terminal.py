@@ -1,7 +1,5 @@
 """`mlx-mtp generate`: one answer, streamed to the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -12,11 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mlx_mtp import factories
 from mlx_mtp.engine.arrivals import read_outputs, start
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.engine.request import Request
-from mlx_mtp.engine.stats import EngineInfo
-from mlx_mtp.options import ANSWER_TOKENS
+from mlx_mtp.options import ANSWER_TOKENS, needs_head
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.wire import CompletionRequest
@@ -32,6 +29,14 @@ _SAMPLING = (
 )
 
 
+def generate(options: argparse.Namespace) -> int:
+    """Load the model and print its answer; returns the exit status. The backend is prepared."""
+    enable_mtp = True if needs_head(options) else options.enable_mtp
+    loaded, tokenizer = factories.load(options, enable_mtp=enable_mtp)
+    engine = factories.engine(loaded, tokenizer, options)
+    return stream_answer(engine, tokenizer, loaded.generation_config, options)
+
+
 def stream_answer(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -42,8 +47,24 @@ def stream_answer(
 
     The engine is not yet started.
     """
-    request, stops = _request(engine, tokenizer, generation_config, options)
-    stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
+    room = engine.info.max_model_len
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
+    try:
+        # The prompt is not used: the chat is what the model gets.
+        body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
+    except ValidationError as error:
+        raise from_validation(error) from None
+    wanted, defaults = body.options(), model_defaults(generation_config)
+    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
+    prompt = tokenizer.encode_chat(messages, limit=room)
+    (request,) = engine_requests("generate", [prompt], params, wanted, room)
+    if options.max_tokens is None:
+        limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
+        request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
+    stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, body.stop), PlainParser())
     arrived = start(engine)
     try:
         began = time.perf_counter()
@@ -59,8 +80,8 @@ def stream_answer(
     finally:
         engine.stop()
     print(flush=True)
-    prompt_tokens = len(request.prompt_token_ids)
-    print(summary(stream, prompt_tokens, began, times, engine.info), file=sys.stderr)
+    depth = str(engine.info.num_draft_tokens) if engine.info.mtp_enabled else None
+    print(summary(stream, len(prompt), began, times, depth), file=sys.stderr)
     return 0
 
 
@@ -69,9 +90,9 @@ def summary(
     prompt_tokens: int,
     began: float,
     times: list[tuple[float, int]],
-    info: EngineInfo,
+    depth: str | None,
 ) -> str:
-    """Speed and acceptance in one line.
+    """Speed and acceptance in one line; `depth` is None without MTP.
 
     `times` say when each output came, and how many tokens there were by then.
     """
@@ -82,33 +103,7 @@ def summary(
     if stream.num_drafts:
         share = stream.num_accepted / stream.num_drafts
         drafts = f"{stream.num_accepted} of {stream.num_drafts} drafts accepted ({share:.0%})"
-    depth = f", depth {info.num_draft_tokens}" if info.mtp_enabled else ""
     return (
-        f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of "
-        f"{prompt_tokens} tokens in {first - began:.2f} s; {drafts}{depth}]"
+        f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of {prompt_tokens} tokens in "
+        f"{first - began:.2f} s; {drafts}{f', depth {depth}' if depth else ''}]"
     )
-
-
-def _request(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    generation_config: Mapping[str, Any],
-    options: argparse.Namespace,
-) -> tuple[Request, list[str]]:
-    roles = (("system", options.system), ("user", options.prompt))
-    messages = [{"role": role, "content": text} for role, text in roles if text is not None]
-    sampling = {name: getattr(options, name) for name in _SAMPLING}
-    try:
-        # The prompt is not used: the chat below is what the model gets.
-        body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
-    except ValidationError as error:
-        raise from_validation(error) from None
-    defaults = model_defaults(generation_config)
-    wanted = body.options()
-    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
-    prompt = tokenizer.encode_chat(messages, limit=engine.info.max_model_len)
-    (request,) = engine_requests("generate", [prompt], params, wanted, engine.info.max_model_len)
-    if options.max_tokens is None:
-        limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
-        request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
-    return request, body.stop

@@ -1,7 +1,5 @@
 """PyTorch beside our OpenBLAS in one process."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

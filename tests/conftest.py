@@ -1,7 +1,5 @@
 """Fixtures for all tests. The backend is prepared before anything imports mlx."""
 
-from __future__ import annotations
-
 from mlx_mtp import backend
 from tests.bound_torch import load_torch
 

@@ -1,7 +1,5 @@
 """A tokenizer for the tiny models: 96 tokens, JSON's characters and a few longer pieces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

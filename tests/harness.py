@@ -1,11 +1,11 @@
 """Plain decoding with mlx-lm's own modules as the reference, and the engine without its thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 import numpy as np
@@ -34,8 +34,7 @@ MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
 
 
-def greedy(max_tokens: int, **more: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
+greedy = partial(SamplingParams, temperature=0.0)
 
 
 def request(
@@ -46,8 +45,7 @@ def request(
     return Request(name, tuple(int(t) for t in prompt), sampling, grammar=grammar)
 
 
-@dataclass(frozen=True)
-class Plain:
+class Plain(NamedTuple):
     """A reference answer: its tokens, and how far the runner-up was behind at each."""
 
     tokens: tuple[int, ...]
@@ -155,17 +153,15 @@ class Driver:
         if depth is None:
             fixed = config.num_draft_tokens
             depth = DepthController(StepCosts(8)) if fixed == "auto" else FixedDepth(fixed)
-        self.vocab_size = vocab_size or model.vocab_size
-        self.stop_ids = stop_ids
+        self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
-        self.prefixes = prefix_cache(config, store)
-        self.reuse = None
+        self.prefixes, reuse = prefix_cache(config, store), None
         if self.prefixes is not None:
             step = config.prefill_step_size
-            self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
+            reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
         self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
-        self.scheduler = Scheduler(config, depth, self.reuse)
+        self.scheduler = Scheduler(config, depth, reuse)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.has_read = threading.Event()
@@ -226,10 +222,10 @@ class OracleState:
     def __init__(self, known: mx.array) -> None:
         self.known = known
 
-    def select(self, rows: mx.array) -> OracleState:
+    def select(self, rows: mx.array) -> Self:
         return OracleState(self.known[rows])
 
-    def extend(self, other: OracleState) -> None:
+    def extend(self, other: Self) -> None:
         self.known = mx.concatenate([self.known, other.known])
 
     def prefix_kv(self) -> None:
@@ -242,19 +238,15 @@ class OracleState:
 class OracleProposer:
     """Synthetic acceptance: drafts are forced to the known answer or spoiled.
 
-    Args:
-        answers: prompt and answer by request id.
-        rate: share of positions with a right draft, by a hash of the position; 0 and 1 are exact.
-        length: longest prompt and answer.
+    `answers` are prompt and answer by request id, at most `length` long; `rate` is the share of
+    positions with a right draft, by a hash of the position; 0 and 1 are exact.
     """
 
     def __init__(
         self, answers: Mapping[str, Many[int]], vocab_size: int, rate: float, length: int = 256
     ) -> None:
-        self.answers = answers
-        self.vocab_size = vocab_size
-        self.rate = rate
-        self.length = length
+        self.answers, self.vocab_size = answers, vocab_size
+        self.rate, self.length = rate, length
 
     def make_state(self, request_ids: Many[str], prompts: Many[Many[int]]) -> OracleState:
         table = np.zeros((len(request_ids), self.length), dtype=np.int32)

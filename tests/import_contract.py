@@ -1,7 +1,5 @@
 """An import-linter contract: no module imports more than so many of the package's others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from importlinter import Contract, ContractCheck, fields, output

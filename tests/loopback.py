@@ -1,7 +1,5 @@
 """The HTTP server that tests build their fakes on."""
 
-from __future__ import annotations
-
 import sys
 from http.server import ThreadingHTTPServer
 from typing import Any

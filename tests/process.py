@@ -1,7 +1,5 @@
 """Real server processes on the bundled model."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -9,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,12 +62,7 @@ class Server:
 
 
 def start(*flags: str, code: str | None = None) -> Server:
-    """Start a server and wait until it takes requests.
-
-    Args:
-        flags: of `mlx-mtp serve`.
-        code: Python that is run in the process before it, to break something.
-    """
+    """Start a server and wait until it takes requests; `code` runs before, to break something."""
     arguments = ["serve", "--port", "0", *flags]
     program = ["-m", "mlx_mtp", *arguments]
     if code is not None:
@@ -78,7 +72,6 @@ def start(*flags: str, code: str | None = None) -> Server:
     environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
     argv = [sys.executable, *program]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
     for line in process.stdout:
         address = re.search(r"address\s+(http://\S+)", line)
         if address:
@@ -92,7 +85,7 @@ def running(*flags: str, code: str | None = None, read_log: bool = True) -> Iter
     server = start(*flags, code=code)
     with server.process as process:  # Waits, and closes its pipe.
         # A pipe that nobody reads is full after some 800 lines of the access log.
-        reader = threading.Thread(target=_read_to_the_end, args=(process,), daemon=True)
+        reader = threading.Thread(target=deque, args=(process.stdout, 0), daemon=True)
         if read_log:
             reader.start()
         try:
@@ -102,9 +95,3 @@ def running(*flags: str, code: str | None = None, read_log: bool = True) -> Iter
             process.kill()
             if read_log:
                 reader.join()
-
-
-def _read_to_the_end(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    while process.stdout.read(1 << 16):
-        pass

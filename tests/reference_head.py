@@ -1,7 +1,5 @@
 """The MTP head in NumPy, float64, written from its description and from nothing in the package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

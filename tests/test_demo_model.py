@@ -1,7 +1,5 @@
 """The bundled model and its dense sibling: MTP changes no token, heads and answers are right."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -32,22 +30,19 @@ VOCAB = 4096
 
 @dataclass(frozen=True)
 class Bundled:
-    """A model of this repository.
-
-    Args:
-        name: moe or dense.
-        model: with its head.
-        tokenizer: with its template.
-        texts: held-out prompts of the trainer's generator with their tasks, all tasks in turn.
-    """
+    """A model of this repository with its head."""
 
     name: str
     model: LoadedModel
     tokenizer: Tokenizer
+    # Held-out prompts of the trainer's generator with their tasks, all tasks in turn.
     texts: list[dict[str, str]]
 
     def prompts(self, count: int | None = None) -> list[list[int]]:
         return [self.tokenizer.encode(each["prompt"]) for each in self.texts[:count]]
+
+    def chat(self, messages, **more) -> tuple[int, ...]:
+        return self.tokenizer.encode_chat(messages, **more)
 
     def text(self, tokens: list[int]) -> str:
         return b"".join(map(self.tokenizer.text_bytes, tokens)).decode()
@@ -71,13 +66,8 @@ def bundled(request) -> Bundled:
 
 
 def drive(model, wanted, proposer=None, **settings) -> Driver:
-    driver = Driver(
-        model,
-        vocab_size=VOCAB,
-        stop_ids=EOS,
-        config=EngineConfig(**{"num_draft_tokens": 3, "max_num_seqs": 16, **settings}),
-        proposer=proposer,
-    )
+    config = EngineConfig(**{"num_draft_tokens": 3, "max_num_seqs": 16, **settings})
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=EOS, config=config, proposer=proposer)
     for each in wanted:
         driver.add(each)
     return driver
@@ -112,23 +102,20 @@ def sixty(bundled):
 
 @pytest.mark.full
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("acceptance", ["head", "reject", "mixed", "force"])
+@pytest.mark.parametrize("rate", [None, 0.0, 0.6, 1.0], ids=["head", "reject", "mixed", "force"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_every_depth_and_acceptance(sixty, bundled, depth, acceptance, sampled):
+def test_every_depth_and_acceptance(sixty, bundled, depth, rate, sampled):
     wanted, references = sixty(sampled)
-    proposer = None
-    if acceptance != "head":
-        answers = {
-            r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in wanted
-        }
-        rate = {"reject": 0.0, "force": 1.0, "mixed": 0.6}[acceptance]
+    proposer, ties = None, Ties()
+    if rate is not None:
+        answers = {r.request_id: r.prompt_token_ids for r in wanted}
+        answers = {name: (*ids, *references[name].tokens) for name, ids in answers.items()}
         proposer = OracleProposer(answers, VOCAB, rate, length=1024)
-    ties = Ties()
     for batch in (wanted[:3], wanted):
         driver = drive(bundled.model, batch, proposer, num_draft_tokens=depth)
         for name, tokens in driver.run().items():
-            ties.check(f"k={depth} {acceptance} {name}", tokens, references[name])
-    ties.report(f"bundled {bundled.name} model, k = {depth}, {acceptance}")
+            ties.check(f"k={depth} {rate} {name}", tokens, references[name])
+    ties.report(f"bundled {bundled.name} model, k = {depth}, acceptance {rate or 'of the head'}")
 
 
 @pytest.mark.full
@@ -173,62 +160,54 @@ def test_teacher_forced_acceptance(bundled, kind, low, high, count):
         text = [*ids, *driver.run()["a"]]
         assert driver.core.stats().num_accepted_tokens == 0, index
         for position, draft in recorder.seen:
-            where = int(position.item())
-            if where < len(text):
+            if (where := int(position.item())) < len(text):
                 total += 1
                 agreed += text[where] == int(draft.item())
-    told = f"bundled {bundled.name} model, {kind} text, teacher-forced, depth 1: {agreed}/{total}"
-    MEASURED.append(told)
+    what = f"bundled {bundled.name} model, {kind} text, teacher-forced, depth 1: {agreed}/{total}"
+    MEASURED.append(what)
     assert total > 10 * count
     assert low < agreed / total <= high
 
 
 def test_sixteen_tool_requests_at_once(bundled):
     """The one model writes calls as JSON, the other as tags."""
-    tokenizer, tool = bundled.tokenizer, DATA["weather_tool"]
+    tool, cities = DATA["weather_tool"], DATA["cities"]
     wanted = []
-    for city in DATA["cities"]:
+    for city in cities:
         message = {"role": "user", "content": f"What is the weather in {city} in celsius?"}
-        ids = tokenizer.encode_chat([message], tools=[tool])
-        wanted.append(request(city, ids, greedy(120)))
+        wanted.append(request(city, bundled.chat([message], tools=[tool]), greedy(120)))
     assert len(wanted) == 16
     got = drive(bundled.model, wanted).run()
-    form = OutputFormat.choose(tokenizer.template)
+    form = OutputFormat.choose(bundled.tokenizer.template)
     schemas = {"get_weather": tool["function"]["parameters"]}
-    for city in DATA["cities"]:
+    for city in cities:
         parser = form.parser(thinking=False, schemas=schemas)
         events = [*parser.feed(bundled.text(got[city])), *parser.finish()]
         assert [e.name for e in events if isinstance(e, ToolStart)] == ["get_weather"], events
-        told = "".join(e.text for e in events if isinstance(e, ToolArguments))
-        assert json.loads(told) == {"city": city, "unit": "celsius"}
+        arguments = "".join(e.text for e in events if isinstance(e, ToolArguments))
+        assert json.loads(arguments) == {"city": city, "unit": "celsius"}
 
 
 def test_what_a_visitor_asks_first(moe):
     """Phrasings that the model before this one fell apart at, and a question beyond it."""
     secret = "The secret code is 'silver platypus 22'."
     filler = "The quick brown fox jumps over the lazy dog. Lorem ipsum dolor sit amet. "
+    call = {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}
     asked = {
-        "weather": "What is the weather in Paris in Celsius? Use the tool.",
-        "list": "Write a list of 4 things you find in a forest.",
-        "needle": f"{filler}{secret} {filler}What is the secret code?",
-        "beyond": "Explain quantum mechanics.",
+        "What is the weather in Paris in Celsius? Use the tool.": call,
+        f"{filler}{secret} {filler}What is the secret code?": secret,
+        "Explain quantum mechanics.": "I am a small demo model and can't do that.",
     }
-    tools = {"weather": [DATA["weather_tool"]]}
     wanted = []
-    for name, text in asked.items():
-        message = {"role": "user", "content": text}
-        ids = moe.tokenizer.encode_chat([message], tools=tools.get(name))
-        wanted.append(request(name, ids, greedy(80)))
-    said = {name: moe.text(tokens) for name, tokens in drive(moe.model, wanted).run().items()}
-    _, _, call = said["weather"].partition("<tool_call>\n")
-    assert json.loads(call.removesuffix("\n</tool_call>")) == {
-        "name": "get_weather",
-        "arguments": {"city": "Paris", "unit": "celsius"},
-    }
-    numbers = [line.split(" ")[0] for line in said["list"].split("\n")]
-    assert numbers == ["1.", "2.", "3.", "4."]
-    assert said["needle"] == secret
-    assert said["beyond"] == "I am a small demo model and can't do that."
+    for text, answer in asked.items():
+        tools = [DATA["weather_tool"]] if answer is call else None
+        ids = moe.chat([{"role": "user", "content": text}], tools=tools)
+        wanted.append(request(text, ids, greedy(80)))
+    for text, tokens in drive(moe.model, wanted).run().items():
+        said = moe.text(tokens)
+        if asked[text] is call:
+            said = json.loads(said.partition("<tool_call>\n")[2].removesuffix("\n</tool_call>"))
+        assert said == asked[text]
 
 
 def test_sixteen_needles_come_back_whole(moe):
@@ -239,9 +218,8 @@ def test_sixteen_needles_come_back_whole(moe):
     """
     wanted = []
     for index, messages in enumerate(DATA["needles"]):
-        ids = moe.tokenizer.encode_chat(messages)
-        assert len(ids) > 600
-        assert len(messages) >= 11
+        ids = moe.chat(messages)
+        assert len(ids) > 600 and len(messages) >= 11
         wanted.append(request(str(index), ids, greedy(60)))
     assert len(wanted) == 16
     got = drive(moe.model, wanted, prefill_step_size=256).run()

@@ -1,8 +1,5 @@
 """What memory the machine says it has, and what is made of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +8,8 @@ from mlx_mtp import machine
 from mlx_mtp.machine import MemoryLimit, machine_memory, wire_memory
 
 
-def test_the_machine_has_what_the_system_says(monkeypatch, tmp_path: Path):
-    found = machine_memory()
-    assert found.nbytes > 0
+def test_the_machine_has_what_the_system_says(monkeypatch, tmp_path):
+    assert machine_memory().nbytes > 0
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       64 kB\nMemAvailable:   32 kB\nMemAvailableX: 1 kB\n")
     assert machine._meminfo("MemAvailable", meminfo) == 32 << 10
@@ -25,35 +21,32 @@ def test_the_machine_has_what_the_system_says(monkeypatch, tmp_path: Path):
     assert machine._host_memory() == MemoryLimit(10_000, "of this container")
 
 
-@pytest.mark.parametrize(
-    ("info", "nbytes"),
-    [
+def test_a_gpu_has_what_its_driver_says(monkeypatch):
+    for info, nbytes in (
         ({"max_recommended_working_set_size": 48, "memory_size": 64}, 48),
         ({"total_memory": 80, "free_memory": 70}, 70),
         ({"memory_size": 64}, 64),
-    ],
-)
-def test_a_gpu_has_what_its_driver_says(monkeypatch, info: dict[str, int], nbytes: int):
-    fake = SimpleNamespace(default_device=lambda: "gpu", gpu="gpu", device_info=lambda: info)
-    monkeypatch.setattr(machine, "mx", fake)
-    assert machine_memory().nbytes == nbytes
+    ):
+        fake = SimpleNamespace(
+            default_device=lambda: "gpu", gpu="gpu", device_info=lambda info=info: info
+        )
+        monkeypatch.setattr(machine, "mx", fake)
+        assert machine_memory().nbytes == nbytes
 
 
 @pytest.mark.parametrize(
-    ("metal", "system", "version", "limit", "wired"),
+    ("system", "version", "limit", "wired"),
     [
-        (True, "Darwin", "15.3", 100, [48]),
-        (True, "Darwin", "26.0", 20, [20]),
-        (True, "Darwin", "14.7", 100, []),
-        (False, "Linux", "", 100, []),
+        ("Darwin", "15.3", 100, [48]),
+        ("Darwin", "26.0", 20, [20]),
+        ("Darwin", "14.7", 100, []),
+        ("Linux", "", 100, []),
     ],
 )
-def test_a_mac_is_asked_to_keep_the_model_resident(
-    monkeypatch, metal: bool, system: str, version: str, limit: int, wired: list[int]
-):
+def test_a_mac_is_asked_to_keep_the_model_resident(monkeypatch, system, version, limit, wired):
     asked: list[int] = []
     fake = SimpleNamespace(
-        metal=SimpleNamespace(is_available=lambda: metal),
+        metal=SimpleNamespace(is_available=lambda: system == "Darwin"),
         device_info=lambda: {"max_recommended_working_set_size": 48},
         set_wired_limit=asked.append,
     )

@@ -1,7 +1,5 @@
 """Signals, death and restart of a real server process on the bundled model."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -53,7 +51,7 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
     ("sig", "read_log"),
     [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.full)],
 )
-def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool) -> None:
+def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool):
     """Two rows run and two requests wait: all four are answered in full; the next is refused.
 
     A stream beside them, which the test leaves when it has seen enough, keeps the server from
@@ -83,7 +81,7 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log:
 
 
 @pytest.mark.full
-def test_at_the_limit_of_the_drain_streams_end_with_an_error() -> None:
+def test_at_the_limit_of_the_drain_streams_end_with_an_error():
     with running("--drain-timeout", "0.5") as server:
         lines = events(server)
         next(lines)
@@ -95,7 +93,7 @@ def test_at_the_limit_of_the_drain_streams_end_with_an_error() -> None:
 
 
 @pytest.mark.full
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_at_once():
     with running("--drain-timeout", "1000") as server:
         lines = events(server)
         next(lines)
@@ -107,7 +105,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 @pytest.mark.full
-def test_killed_and_started_again_it_gives_the_same_answer() -> None:
+def test_killed_and_started_again_it_gives_the_same_answer():
     with running() as server:
         expected = ask(server, 40).json()["choices"]
         port = server.url.rsplit(":", 1)[1]
@@ -137,7 +135,7 @@ ModelRunner.run = hanging
 
 
 @pytest.mark.full
-def test_health_tells_a_hang_while_it_lasts_and_recovers() -> None:
+def test_health_tells_a_hang_while_it_lasts_and_recovers():
     """A step of a known kind takes 7 s."""
     with running("--calibration-seconds", "0", code=HANG) as server:
         for _ in range(3):
@@ -165,7 +163,7 @@ Scheduler.schedule = dying
 """
 
 
-def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
+def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server):
     with running("--dtype", "float32", code=DEATH) as server:
         expected = ask(server, 20).json()["choices"]
         # It has no MTP, and the same answer.

@@ -1,7 +1,5 @@
 """200 JSON schemas through the API, four at a time: valid, and the same with MTP on and off."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -23,8 +21,6 @@ from tests.process import Server, running
 SCHEMAS = Path(__file__).parent / "data" / "json_schemas.json"
 MAX_TOKENS = 300
 QUIET = ("--dtype", "float32", "--log-level", "warning")
-Answer = tuple[str, str]
-"""Finish reason and content; of a refusal its code."""
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +46,12 @@ def bias() -> dict[str, float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server]) -> None:
+def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server]):
     cases = json.loads(Path(os.environ.get("MLX_MTP_JSON_SCHEMAS", SCHEMAS)).read_text("utf-8"))
     pushes, drafts = bias(), [0, 0]
 
-    def answer(server: Server, case: dict[str, Any]) -> Answer:
+    def answer(server: Server, case: dict[str, Any]) -> tuple[str, str]:
+        """Finish reason and content; of a refusal its code."""
         form = {"name": "answer", "schema": case["schema"], "strict": True}
         try:
             completion = server.client.chat.completions.create(

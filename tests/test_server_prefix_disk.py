@@ -1,7 +1,5 @@
 """`--prefix-cache-dir`: real servers, killed and started again."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ def wait_for_files(server: Server, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_killed_and_started_again_it_is_warm(tmp_path: Path) -> None:
+def test_killed_and_started_again_it_is_warm(tmp_path: Path):
     """SIGKILL; then every answer is as it was, greedy and sampled, and its prompt was found."""
 
     def chat(server: Server, *texts: str, **fields: Any) -> dict[str, Any]:

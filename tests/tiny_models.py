@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every family, in the layout of the published ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +73,6 @@ def config_json(layout: Layout) -> dict[str, Any]:
     }
 
 
-def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
-    """The checkpoint as float32 NumPy arrays, under the published names."""
-    return _Maker(layout).tensors()
-
-
 def write_checkpoint(path: Path, layout: Layout) -> dict[str, np.ndarray]:
     """Write config.json and model.safetensors; returns the tensors as they were rounded."""
     path.mkdir(parents=True, exist_ok=True)
@@ -89,115 +82,95 @@ def write_checkpoint(path: Path, layout: Layout) -> dict[str, np.ndarray]:
     return {k: np.array(v.astype(mx.float32)) for k, v in arrays.items()}
 
 
-class _Maker:
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.config = text_config(layout)
-        self.random = np.random.default_rng(layout.seed)
-        self.out: dict[str, np.ndarray] = {}
+def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
+    """The checkpoint as float32 NumPy arrays, under the published names."""
+    c = text_config(layout)
+    size, dim = c["hidden_size"], c["head_dim"]
+    random = np.random.default_rng(layout.seed)
+    out: dict[str, np.ndarray] = {}
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        c = self.config
-        trunk = "model." if self.layout.family == "qwen3_next" else "model.language_model."
-        self.matrix(f"{trunk}embed_tokens", c["vocab_size"], c["hidden_size"], scale=1.0)
-        for index in range(c["num_hidden_layers"]):
-            full = (index + 1) % c["full_attention_interval"] == 0
-            self.layer(f"{trunk}layers.{index}.", full)
-        self.norm(f"{trunk}norm", c["hidden_size"])
-        if not self.layout.tied:
-            self.matrix("lm_head", c["vocab_size"], c["hidden_size"], scale=3.0)
-        if self.layout.with_head:
-            self.head(self.layout.head_prefix)
-        return self.out
+    def draw(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape)
 
-    def head(self, prefix: str) -> None:
-        size = self.config["hidden_size"]
-        self.matrix(f"{prefix}fc", size, 2 * size)
-        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-            self.norm(f"{prefix}{name}", size)
-        self.layer(f"{prefix}layers.0.", full=True)
+    def matrix(name: str, rows: int, columns: int, scale: float = 1.0) -> None:
+        out[f"{name}.weight"] = draw(rows, columns) * scale / np.sqrt(columns)
 
-    def layer(self, prefix: str, full: bool) -> None:
-        size = self.config["hidden_size"]
-        self.norm(f"{prefix}input_layernorm", size)
-        self.norm(f"{prefix}post_attention_layernorm", size)
-        if full:
-            self.attention(f"{prefix}self_attn.")
-        else:
-            self.gated_delta_net(f"{prefix}linear_attn.")
-        if "num_experts" in self.config:
-            self.moe(f"{prefix}mlp.")
-        else:
-            self.mlp(f"{prefix}mlp.", self.config["intermediate_size"])
-
-    def attention(self, prefix: str) -> None:
-        c = self.config
-        size, dim = c["hidden_size"], c["head_dim"]
-        self.matrix(f"{prefix}q_proj", 2 * c["num_attention_heads"] * dim, size)
-        for name in "kv":
-            self.matrix(f"{prefix}{name}_proj", c["num_key_value_heads"] * dim, size)
-        self.matrix(f"{prefix}o_proj", size, c["num_attention_heads"] * dim)
-        for name in "qk":
-            self.norm(f"{prefix}{name}_norm", dim)
-
-    def gated_delta_net(self, prefix: str) -> None:
-        c = self.config
-        size, heads = c["hidden_size"], c["linear_num_value_heads"]
-        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
-        values = heads * c["linear_value_head_dim"]
-        if self.layout.family == "qwen3_next":
-            self.matrix(f"{prefix}in_proj_qkvz", 2 * keys + 2 * values, size)
-            self.matrix(f"{prefix}in_proj_ba", 2 * heads, size)
-        else:
-            self.matrix(f"{prefix}in_proj_qkv", 2 * keys + values, size)
-            self.matrix(f"{prefix}in_proj_z", values, size)
-            self.matrix(f"{prefix}in_proj_b", heads, size)
-            self.matrix(f"{prefix}in_proj_a", heads, size)
-        width = c["linear_conv_kernel_dim"]
-        self.put(f"{prefix}conv1d.weight", self.draw(2 * keys + values, 1, width) * 0.5)
-        self.put(f"{prefix}A_log", np.log(self.random.uniform(0.5, 4.0, heads)))
-        self.put(f"{prefix}dt_bias", self.draw(heads))
-        self.put(f"{prefix}norm.weight", 1.0 + 0.1 * self.draw(c["linear_value_head_dim"]))
-        self.matrix(f"{prefix}out_proj", size, values)
-
-    def moe(self, prefix: str) -> None:
-        c = self.config
-        size, inner = c["hidden_size"], c["moe_intermediate_size"]
-        self.matrix(f"{prefix}gate", c["num_experts"], size)
-        self.matrix(f"{prefix}shared_expert_gate", 1, size)
-        self.mlp(f"{prefix}shared_expert.", c["shared_expert_intermediate_size"])
-        gates, ups, downs = [], [], []
-        for _ in range(c["num_experts"]):
-            gates.append(self.draw(inner, size) / np.sqrt(size))
-            ups.append(self.draw(inner, size) / np.sqrt(size))
-            downs.append(self.draw(size, inner) / np.sqrt(inner))
-        # mlx-lm knows one expert layout for the trunk of each family; the head may have either.
-        stacked = self.layout.stacked_experts
-        if stacked and not (self.layout.family == "qwen3_next" and not prefix.startswith("mtp")):
-            joined = [np.concatenate(pair) for pair in zip(gates, ups)]
-            self.put(f"{prefix}experts.gate_up_proj", np.stack(joined))
-            self.put(f"{prefix}experts.down_proj", np.stack(downs))
-            return
-        for index, (gate, up, down) in enumerate(zip(gates, ups, downs)):
-            self.put(f"{prefix}experts.{index}.gate_proj.weight", gate)
-            self.put(f"{prefix}experts.{index}.up_proj.weight", up)
-            self.put(f"{prefix}experts.{index}.down_proj.weight", down)
-
-    def mlp(self, prefix: str, inner: int) -> None:
-        size = self.config["hidden_size"]
-        self.matrix(f"{prefix}gate_proj", inner, size)
-        self.matrix(f"{prefix}up_proj", inner, size)
-        self.matrix(f"{prefix}down_proj", size, inner)
-
-    def matrix(self, name: str, rows: int, columns: int, scale: float = 1.0) -> None:
-        self.put(f"{name}.weight", self.draw(rows, columns) * scale / np.sqrt(columns))
-
-    def norm(self, name: str, size: int) -> None:
+    def norm(name: str, width: int = size) -> None:
         # Zero-centred, with a mean like that of real checkpoints.
-        self.put(f"{name}.weight", 0.3 + 0.2 * self.draw(size))
+        out[f"{name}.weight"] = 0.3 + 0.2 * draw(width)
 
-    def draw(self, *shape: int) -> np.ndarray:
-        return self.random.standard_normal(shape)
+    def layer(prefix: str, full: bool) -> None:
+        norm(f"{prefix}input_layernorm")
+        norm(f"{prefix}post_attention_layernorm")
+        if full:
+            attention(f"{prefix}self_attn.")
+        else:
+            gated_delta_net(f"{prefix}linear_attn.")
+        if "num_experts" in c:
+            moe(f"{prefix}mlp.")
+        else:
+            mlp(f"{prefix}mlp.", c["intermediate_size"])
 
-    def put(self, name: str, value: np.ndarray) -> None:
-        self.out[name] = value.astype(np.float32)
+    def attention(prefix: str) -> None:
+        matrix(f"{prefix}q_proj", 2 * c["num_attention_heads"] * dim, size)
+        for name in "kv":
+            matrix(f"{prefix}{name}_proj", c["num_key_value_heads"] * dim, size)
+        matrix(f"{prefix}o_proj", size, c["num_attention_heads"] * dim)
+        for name in "qk":
+            norm(f"{prefix}{name}_norm", dim)
+
+    def gated_delta_net(prefix: str) -> None:
+        heads, keys = c["linear_num_value_heads"], c["linear_num_key_heads"]
+        keys, values = keys * c["linear_key_head_dim"], heads * c["linear_value_head_dim"]
+        projections = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+        if layout.family == "qwen3_next":
+            projections = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+        for name, rows in projections.items():
+            matrix(f"{prefix}in_proj_{name}", rows, size)
+        convolution = draw(2 * keys + values, 1, c["linear_conv_kernel_dim"]) * 0.5
+        out[f"{prefix}conv1d.weight"] = convolution
+        out[f"{prefix}A_log"] = np.log(random.uniform(0.5, 4.0, heads))
+        out[f"{prefix}dt_bias"] = draw(heads)
+        out[f"{prefix}norm.weight"] = 1.0 + 0.1 * draw(c["linear_value_head_dim"])
+        matrix(f"{prefix}out_proj", size, values)
+
+    def moe(prefix: str) -> None:
+        inner = c["moe_intermediate_size"]
+        matrix(f"{prefix}gate", c["num_experts"], size)
+        matrix(f"{prefix}shared_expert_gate", 1, size)
+        mlp(f"{prefix}shared_expert.", c["shared_expert_intermediate_size"])
+        shapes = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
+        experts = [
+            {name: draw(*shape) / np.sqrt(shape[1]) for name, shape in shapes.items()}
+            for _ in range(c["num_experts"])
+        ]
+        # mlx-lm knows one expert layout for the trunk of each family; the head may have either.
+        in_trunk = layout.family == "qwen3_next" and not prefix.startswith("mtp")
+        if layout.stacked_experts and not in_trunk:
+            joined = [np.concatenate([e["gate_proj"], e["up_proj"]]) for e in experts]
+            out[f"{prefix}experts.gate_up_proj"] = np.stack(joined)
+            out[f"{prefix}experts.down_proj"] = np.stack([e["down_proj"] for e in experts])
+            return
+        for index, expert in enumerate(experts):
+            for name, value in expert.items():
+                out[f"{prefix}experts.{index}.{name}.weight"] = value
+
+    def mlp(prefix: str, inner: int) -> None:
+        matrix(f"{prefix}gate_proj", inner, size)
+        matrix(f"{prefix}up_proj", inner, size)
+        matrix(f"{prefix}down_proj", size, inner)
+
+    trunk = "model." if layout.family == "qwen3_next" else "model.language_model."
+    matrix(f"{trunk}embed_tokens", c["vocab_size"], size)
+    for index in range(c["num_hidden_layers"]):
+        layer(f"{trunk}layers.{index}.", (index + 1) % c["full_attention_interval"] == 0)
+    norm(f"{trunk}norm")
+    if not layout.tied:
+        matrix("lm_head", c["vocab_size"], size, scale=3.0)
+    if layout.with_head:
+        prefix = layout.head_prefix
+        matrix(f"{prefix}fc", size, 2 * size)
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            norm(f"{prefix}{name}")
+        layer(f"{prefix}layers.0.", full=True)
+    return {name: value.astype(np.float32) for name, value in out.items()}

@@ -12,8 +12,6 @@ With speculative decoding a chunk may hold several tokens. While an answer arriv
 notes the time of each read, and parses afterwards: a server may share its machine.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 from collections.abc import Iterator, Sequence
@@ -74,8 +72,7 @@ class Answer:
 
 def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
     """Parse the stream of an answer; raises BenchError for an error in it, and if it was cut."""
-    ended, done = sent, False
-    last: dict[str, Any] = {}
+    ended, done, last = sent, False, dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
     for ended, data in timed_events(reads):
         done = data == "[DONE]"
@@ -164,22 +161,22 @@ def _token_counts(
     events: Sequence[dict[str, Any]], total: int | None, last: dict[str, Any]
 ) -> tuple[list[float], Split]:
     """Tokens of each event with text, and how they are known."""
-    single = [1.0] * len(events)
+    count = len(events)
     if total is None:
-        return single, Split.CHUNKS
+        return [1.0] * count, Split.CHUNKS
     running = [event["completion_tokens"] for event in events if "completion_tokens" in event]
-    if events and len(running) == len(events):
+    if events and len(running) == count:
         steps = [float(b - a) for a, b in zip([0, *running], running)]
         # An event without a token of its own has text that was held back before.
         if steps[0] > 0 and min(steps) >= 0:
             return steps, Split.TOLD
-    if total in (len(events), len(events) + 1):
-        return single, Split.SINGLE
-    # One token for each event, and the others in proportion to the lengths of the texts. The token
-    # that stops an answer has no text.
+    if total in (count, count + 1):
+        return [1.0] * count, Split.SINGLE
+    if not events:
+        return [], Split.TEXT
+    # One token for each event, or less, and the others in proportion to the lengths of the texts.
+    # The token that stops an answer has no text.
     with_text = total - (last.get("finish_reason") == "stop")
-    if with_text < len(events):
-        return [with_text / len(events)] * len(events), Split.TEXT
-    lengths = [len(event["text"]) for event in events]
-    others = with_text - len(events)
-    return [1.0 + others * length / sum(lengths) for length in lengths], Split.TEXT
+    each, lengths = min(1.0, with_text / count), [len(event["text"]) for event in events]
+    rest = (with_text - each * count) / sum(lengths)
+    return [each + rest * length for length in lengths], Split.TEXT

@@ -1,6 +1,4 @@
-"""The arguments of `bench` and `selftest`. Nothing heavy is imported: --help answers at once."""
-
-from __future__ import annotations
+"""The arguments of `bench`. Nothing heavy is imported: --help answers at once."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,34 +8,30 @@ from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, Parse, add_options, at_least, one_of, secret, text, whole, word_or
+from mlx_mtp.flags import Flag, Parse, add_flags, at_least, one_of, secret, text, whole, word_or
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, MODEL_FLAG
 
-_MODEL = Flag("--model", "model to ask for", text, "NAME", repeated=True)
-API_KEY = Flag("--api-key", "sent as a bearer token", secret, "KEY")
+_MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
+API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
 """The one flag that may come from the environment: a command line can be seen by others."""
-_OFTEN = "how often to measure each cell of the table"
 _RANDOMNESS = "randomness; 0 always takes the most probable token"
-_SEED = Flag("--seed", "repeat the prompts of another run", whole(0, (1 << 63) - 1), "N")
+_SEED = Flag("--seed N", "repeat the prompts of another run", whole(0, (1 << 63) - 1))
 _ASKING = (
-    Flag("--warmups", "rounds before them that are not counted", whole(0, 100), "N", default=1),
-    Flag("--max-tokens", "most tokens per answer", whole(2, 1 << 20), "N", default=128),
-    Flag("--temperature", _RANDOMNESS, at_least(0.0), "X", default=0.0),
+    Flag("--warmups N", "rounds before them that are not counted", whole(0, 100), default=1),
+    Flag("--max-tokens N", "most tokens per answer", whole(2, 1 << 20), default=128),
+    Flag("--temperature X", _RANDOMNESS, at_least(0.0), default=0.0),
     replace(_SEED, default_text="new ones, which no server has cached"),
-    Flag("--csv", "write the figures as CSV", Path, metavar="FILE"),
-    Flag("--json", "write all that was measured", Path, metavar="FILE"),
+    Flag("--csv FILE", "write the figures as CSV", Path),
+    Flag("--json FILE", "write all that was measured", Path),
 )
 _LEVELS = (1, 2, 4, 8, 16, 32)
 _COMPARED_LEVELS = (1, 4, 16)
-_DEPTH = word_or("auto", whole(1, MAX_DRAFT_TOKENS))
-_CALIBRATION_SECONDS = 2.0
+CALIBRATION_SECONDS = 2.0
 _CALIBRATION = Flag(
-    "--calibration-seconds",
+    "--calibration-seconds SECONDS",
     "most time for auto to measure step costs first",
     at_least(0.0),
-    metavar="SECONDS",
-    default_text=f"{_CALIBRATION_SECONDS:g}",
+    default_text=f"{CALIBRATION_SECONDS:g}",
 )
 
 
@@ -48,13 +42,14 @@ def add_bench(subparsers: Any) -> None:
         help="measure a server with the OpenAI API, or the engine alone",
         description="Measure any server with the OpenAI API, or (offline) the engine alone.",
     )
+    bench.set_defaults(run=_run, environ=None)
     what = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     address = "the server's address, such as http://127.0.0.1:8000"
-    kinds, compared_depths = f"lengths of prompts: {', '.join(KINDS)}", (1, 2, 3, "auto")
+    kinds = f"lengths of prompts: {', '.join(KINDS)}"
     latency = what.add_parser("latency", help="time to the first token and between tokens")
     latency.add_argument("url", metavar="URL", help=address)
     _add_http(latency)
-    add_options(latency, _list("--prompts", kinds, one_of(*KINDS), KINDS[1:], "KIND,..."))
+    add_flags(latency, _list("--prompts KIND,...", kinds, one_of(*KINDS), KINDS[1:]))
     _add_asking(latency, rounds=10)
     streams = what.add_parser("concurrency", help="rates with 1, 2, 4, 8, 16 and 32 streams")
     streams.add_argument("url", metavar="URL", help=address)
@@ -65,64 +60,45 @@ def add_bench(subparsers: Any) -> None:
     _add_http(compare, "; give it twice if the servers differ")
     add_streams(compare, _COMPARED_LEVELS)
     offline = what.add_parser("offline", help="the engine without HTTP, MTP on and off")
-    depths = "drafts per step to measure beside MTP off"
-    add_options(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE)
-    add_options(offline, _list("--depths", depths, _DEPTH, compared_depths, "K,K,..."))
+    depth, depths = word_or("auto", whole(1, MAX_DRAFT_TOKENS)), (1, 2, 3, "auto")
+    add_flags(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE)
+    help_text = "drafts per step to measure beside MTP off"
+    add_flags(offline, _list("--depths K,K,...", help_text, depth, depths))
     add_streams(offline, _COMPARED_LEVELS)
-
-
-def add_selftest(subparsers: Any) -> None:
-    """Register `selftest`."""
-    parser = subparsers.add_parser(
-        "selftest",
-        help="check this machine in a minute, and print a table for a report",
-        description="Check the kernels against the portable code and MTP's output against plain "
-        "decoding, measure acceptance and speed, and print one table for a report.",
-        epilog="Exit status: 0 all is well, 1 a check failed, 2 it could not be run.",
-    )
-    seconds = "time to take after loading; what doesn't fit is skipped"
-    add_options(
-        parser,
-        MODEL_FLAG,
-        DTYPE,
-        Flag("--seconds", seconds, at_least(1.0), "SECONDS", default=60.0),
-        Flag("--json", "write everything that was measured", Path, metavar="FILE"),
-    )
-
-
-def settle_offline(options: argparse.Namespace) -> None:
-    """Fill in the time to calibrate; raises UsageError if it is given and no depth needs it."""
-    if options.calibration_seconds and "auto" not in options.depths:
-        raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
-    if options.calibration_seconds is None:
-        options.calibration_seconds = _CALIBRATION_SECONDS
 
 
 def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
     """Add what measures several streams; `levels` are the numbers of streams by default."""
     kinds = f"length of the prompts: {', '.join(KINDS)}"
-    add_options(
+    add_flags(
         parser,
-        _list("--concurrency", "streams at once", whole(1, 4096), levels, "N,N,..."),
-        Flag("--prompts", kinds, one_of(*KINDS), "KIND", default="short"),
-        Flag("--plot", "rate over concurrency (needs matplotlib)", Path, metavar="FILE.png"),
+        _list("--concurrency N,N,...", "streams at once", whole(1, 4096), levels),
+        Flag("--prompts KIND", kinds, one_of(*KINDS), default="short"),
+        Flag("--plot FILE.png", "rate over concurrency (needs matplotlib)", Path),
     )
     _add_asking(parser, rounds=3)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from mlx_mtp.bench.commands import run_http, run_offline
+
+    return run_offline(options) if options.what == "offline" else run_http(options)
 
 
 def _add_http(parser: argparse.ArgumentParser, twice: str = "") -> None:
     first, variable = "the first that the server lists", f"{API_KEY.variable}, if set"
     silence = "seconds of silence after which a server is given up"
-    add_options(
+    add_flags(
         parser,
         replace(_MODEL, help=_MODEL.help + twice, default_text=first),
         replace(API_KEY, help=API_KEY.help + twice, repeated=True, default_text=variable),
-        Flag("--timeout", silence, at_least(0.01), "SECONDS", default=600.0),
+        Flag("--timeout SECONDS", silence, at_least(0.01), default=600.0),
     )
 
 
 def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
-    add_options(parser, Flag("--rounds", _OFTEN, whole(1, 10_000), "N", default=rounds), *_ASKING)
+    often = "how often to measure each cell of the table"
+    add_flags(parser, Flag("--rounds N", often, whole(1, 10_000), default=rounds), *_ASKING)
     parser.add_argument(
         "--ignore-eos",
         action="store_true",
@@ -130,11 +106,11 @@ def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
     )
 
 
-def _list(name: str, help_text: str, parse: Parse, default: Sequence[Any], metavar: str) -> Flag:
+def _list(usage: str, help_text: str, parse: Parse, default: Sequence[Any]) -> Flag:
     """A flag of several values separated by commas."""
 
     def parse_all(value: str) -> list[Any]:
         return list(dict.fromkeys(parse(part.strip()) for part in value.split(",")))
 
     shown = ",".join(map(str, default))
-    return Flag(name, help_text, parse_all, metavar, default=list(default), default_text=shown)
+    return Flag(usage, help_text, parse_all, default=list(default), default_text=shown)

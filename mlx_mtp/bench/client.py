@@ -1,13 +1,11 @@
 """Asking one OpenAI-compatible server, and noting when its answers come."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import ssl
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -48,9 +46,8 @@ class HttpServer:
         model: str | None = None,
         name: str | None = None,
     ) -> None:
-        self.url = base_url(url)
+        self.url, self.model = base_url(url), model
         self.name = name or self.url
-        self.model = model
         self._asking = asking
         self._stream_options = _STREAM_OPTIONS[0]
         self._connected = False
@@ -65,7 +62,7 @@ class HttpServer:
             timeout=httpx.Timeout(asking.timeout, connect=min(asking.timeout, _CONNECT_SECONDS)),
         )
 
-    def __enter__(self) -> HttpServer:
+    def __enter__(self) -> Self:
         try:
             self._runner.run(self._connect())
         except BaseException:
@@ -78,12 +75,11 @@ class HttpServer:
         self._runner.close()
 
     def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Ask all of them at once; returns when the last answer has ended."""
-        return self._runner.run(self._ask_all(prompts))
+        async def ask_all() -> list[Answer]:
+            # The first that fails raises here; those that still run are cancelled at the exit.
+            return await asyncio.gather(*(self._ask(p, self._asking.max_tokens) for p in prompts))
 
-    async def _ask_all(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        # The first that fails raises here; those that still run are cancelled at the exit.
-        return await asyncio.gather(*(self._ask(p, self._asking.max_tokens) for p in prompts))
+        return self._runner.run(ask_all())
 
     async def _connect(self) -> None:
         """Find the model, and the form of request that the server accepts."""
@@ -110,19 +106,18 @@ class HttpServer:
             raise BenchError(f"{where} lists no model; name one with --model.") from None
 
     async def _ask(self, prompt: Prompt, max_tokens: int) -> Answer:
+        asking = self._asking
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt.text}],
             "max_tokens": max_tokens,
-            "temperature": self._asking.temperature,
+            "temperature": asking.temperature,
             "stream": True,
+            "stream_options": self._stream_options,
+            "seed": prompt.seed if asking.temperature > 0 else None,
+            "ignore_eos": asking.ignore_eos or None,
         }
-        if self._stream_options is not None:
-            body["stream_options"] = self._stream_options
-        if self._asking.temperature > 0:
-            body["seed"] = prompt.seed
-        if self._asking.ignore_eos:
-            body["ignore_eos"] = True
+        body = {name: value for name, value in body.items() if value is not None}
         sent = perf_counter()
         for retries in range(_RETRIES + 1):
             reads: list[Read] = []
@@ -130,14 +125,12 @@ class HttpServer:
                 await self._stream(body, reads)
                 break
             except httpx.ReadTimeout:
-                raise BenchError(
-                    f"{self.name} was silent for {self._asking.timeout:g} seconds (--timeout)."
-                ) from None
+                text = f"{self.name} was silent for {asking.timeout:g} seconds (--timeout)."
+                raise BenchError(text) from None
             except (httpx.TransportError, ssl.SSLError) as error:
                 if reads:
-                    raise BenchError(
-                        f"{self.name} ended an answer in the middle: {_reason(error)}"
-                    ) from None
+                    text = f"{self.name} ended an answer in the middle: {_reason(error)}"
+                    raise BenchError(text) from None
                 if not self._connected or retries == _RETRIES:
                     raise self._unreachable(error) from None
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -1,7 +1,5 @@
 """`mlx-mtp bench`: from the parsed command line to tables and files."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -10,20 +8,15 @@ import platform
 import random
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
-from mlx_mtp import __version__
+from mlx_mtp import __version__, factories
 from mlx_mtp.bench import report
-from mlx_mtp.bench.arguments import API_KEY
+from mlx_mtp.bench.arguments import API_KEY, CALIBRATION_SECONDS
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, Subject, measure, summarize
 from mlx_mtp.errors import UsageError
 
-if TYPE_CHECKING:
-    from mlx_mtp.models.loaded import LoadedModel
-    from mlx_mtp.server.tokenizer import Tokenizer
-
-_NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot"}
+_NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
 
 def check(options: argparse.Namespace) -> None:
@@ -34,7 +27,7 @@ def check(options: argparse.Namespace) -> None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib.")
 
 
-def run_http(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+def run_http(options: argparse.Namespace) -> int:
     """Measure one server or two; returns the exit status, or raises UsageError or BenchError."""
     check(options)
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos, options.timeout)
@@ -43,7 +36,7 @@ def run_http(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # A server compared with itself, or one model of it with another, still needs two names.
     names = ["A", "B"] if comparing else [None]
     models = _for_each(options.model, urls, "--model")
-    given, variable = options.api_key, environ.get(API_KEY.variable)
+    given, variable = options.api_key, options.environ.get(API_KEY.variable)
     if given is None and variable is not None:
         given = [API_KEY.from_text(variable)]
     keys = _for_each(given, urls, API_KEY.name)
@@ -59,17 +52,16 @@ def run_http(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
-def run_offline(
-    options: argparse.Namespace,
-    model: LoadedModel,
-    tokenizer: Tokenizer,
-    backend: str,
-    draft_ids: Sequence[int] | None = None,
-) -> int:
-    """Measure the engine, MTP off and on; returns the exit status.
-
-    `backend` says what mlx computes on; `draft_ids` are the only tokens that may be drafted.
-    """
+def run_offline(options: argparse.Namespace) -> int:
+    """Measure the engine, MTP off and on; returns the exit status, or raises UsageError."""
+    seconds = options.calibration_seconds
+    if seconds and "auto" not in options.depths:
+        raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
+    options.calibration_seconds = CALIBRATION_SECONDS if seconds is None else seconds
+    check(options)
+    info = factories.prepare(options)
+    model, tokenizer = factories.load(options, enable_mtp=True)
+    draft_ids = factories.draft_ids(model, tokenizer, options)
     from mlx_mtp.bench.offline import OFF, engine_subject
 
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos)
@@ -88,14 +80,9 @@ def run_offline(
         ]
         for subject in subjects:
             stack.enter_context(subject)
-        measure_and_report(
-            options,
-            subjects,
-            contenders="engine",
-            reference=OFF,
-            caption="\n\nTokens per second of all streams together; in brackets the ratio to "
-            f"{OFF}.\n{model.path}, {model.model_type}; {backend}",
-        )
+        caption = "\n\nTokens per second of all streams together; in brackets the ratio to "
+        caption += f"{OFF}.\n{model.path}, {model.model_type}; {info}"
+        measure_and_report(options, subjects, contenders="engine", reference=OFF, caption=caption)
     return 0
 
 
@@ -111,8 +98,7 @@ def measure_and_report(
     """Measure, print a table and what must be known of it, and write the files asked for.
 
     The table is that of `options.what`, or one of `contenders`, which says what the subjects are.
-    `labels` say more of subjects than their names, before the table and in the plot; `caption` is
-    printed after the table.
+    `labels` describe the subjects, before the table and in the plot; `caption` follows the table.
     """
     if options.what == "latency":
         cells = [(kind, 1) for kind in options.prompts]
@@ -123,10 +109,7 @@ def measure_and_report(
     waves = measure(subjects, cells, options.rounds, options.warmups, options.seed)
     summaries = summarize(waves, [subject.name for subject in subjects], reference)
     notes = report.footnotes(summaries)
-    if contenders is None:
-        table = report.http_table(options.what, summaries)
-    else:
-        table = report.contenders_table(summaries, contenders)
+    table = report.table(summaries, options.what, contenders)
     heading = [*labels.values(), ""] if labels else []
     print("\n".join([*heading, table + caption, *(f"Note: {note}" for note in notes)]))
     print(

@@ -1,8 +1,7 @@
 """A measurement: subjects are asked the same prompts in turns, and the answers become figures."""
 
-from __future__ import annotations
-
 import contextlib
+import io
 import itertools
 import math
 import sys
@@ -36,8 +35,7 @@ class Asking:
 class Subject(Protocol):
     """What is measured: a server, or an engine with its settings."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Ask all of them at once; returns when the last answer has ended."""
@@ -111,14 +109,12 @@ def measure(
 @contextlib.contextmanager
 def showing(line: str) -> Iterator[None]:
     """Show what is being done as the last line of a terminal; nothing elsewhere."""
-    shown = sys.stderr.isatty()
-    if shown:
-        print(line, end="", file=sys.stderr, flush=True)
+    terminal = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    print(line, end="", file=terminal, flush=True)
     try:
         yield
     finally:
-        if shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print("\r\x1b[K", end="", file=terminal, flush=True)
 
 
 def summarize(
@@ -139,10 +135,10 @@ def summarize(
 def _figures(waves: Sequence[Wave]) -> Summary:
     answers = [answer for wave in waves for answer in wave.answers]
     num_tokens = sum(answer.num_tokens for answer in answers)
-    ttfts = [a.ttft for a in answers if a.ttft is not None]
+    ttfts = np.array([a.ttft for a in answers if a.ttft is not None])
     drafts, accepted = sum(a.num_drafts for a in answers), sum(a.num_accepted for a in answers)
-    pairs = [pair for a in answers for pair in zip(a.gaps, a.tokens[1:], strict=True)]
-    gaps, tokens = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    gaps = np.array([gap for a in answers for gap in a.gaps])
+    tokens = np.array([count for a in answers for count in a.tokens[1:]])
     return {
         "subject": waves[0].subject,
         "prompts": waves[0].prompts,
@@ -155,7 +151,7 @@ def _figures(waves: Sequence[Wave]) -> Summary:
         "tokens_per_chunk": num_tokens / sum(a.num_events for a in answers),
         **_with_range("rate", [wave.rate for wave in waves]),
         "request_rate": median(a.decoding_rate for a in answers),
-        **percentiles("ttft", np.array(ttfts), (50, 95)),
+        **percentiles("ttft", ttfts, (50, 95)),
         **percentiles("itl", gaps / tokens, (50, 95, 99), weights=tokens),
         **percentiles("gap", gaps, (50, 95, 99)),
         "num_drafts": drafts,

@@ -1,10 +1,9 @@
 """The engine alone as a subject to measure: no HTTP and no text."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Self
 
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Asking
@@ -35,7 +34,7 @@ class EngineSubject:
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
 
-    def __enter__(self) -> EngineSubject:
+    def __enter__(self) -> Self:
         self._arrived = start(self.engine)
         try:
             # It may calibrate itself first, which must not happen while another is measured.
@@ -49,22 +48,24 @@ class EngineSubject:
         self.engine.stop()
 
     def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Submit all of them at once; returns when the last answer has ended."""
-        requests = []
-        for prompt in prompts:
-            sampling = SamplingParams(
-                max_tokens=self.asking.max_tokens,
-                temperature=self.asking.temperature,
-                seed=prompt.seed,
-                ignore_eos=self.asking.ignore_eos,
-            )
+        asking, pairs = self.asking, []
+        for text, seed in prompts:
             # Encoded beforehand: text is not measured here.
-            ids = self._tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
-            requests.append(Request(f"bench-{next(self._numbers)}", ids, sampling))
-        return [answer for answer, _ in self.run(requests)]
+            ids = self._tokenizer.encode_chat([{"role": "user", "content": text}])
+            sampling = SamplingParams(
+                max_tokens=asking.max_tokens,
+                temperature=asking.temperature,
+                seed=seed,
+                ignore_eos=asking.ignore_eos,
+            )
+            pairs.append((ids, sampling))
+        return [answer for answer, _ in self.run(pairs)]
 
-    def run(self, requests: Sequence[Request]) -> list[tuple[Answer, list[RequestOutput]]]:
-        """As `ask`, for requests; with each answer the outputs that it came in."""
+    def run(
+        self, prompts: Sequence[tuple[tuple[int, ...], SamplingParams]]
+    ) -> list[tuple[Answer, list[RequestOutput]]]:
+        """As `ask`, for token ids and sampling; with each answer the outputs that it came in."""
+        requests = [Request(f"bench-{next(self._numbers)}", *each) for each in prompts]
         timed: dict[str, list[Timed]] = {request.request_id: [] for request in requests}
         sent = []
         for request in requests:
@@ -73,8 +74,8 @@ class EngineSubject:
         for at, output in read_outputs(self.engine, self._arrived, len(requests)):
             timed[output.request_id].append((at, output))
         return [
-            (_answer(request, at, timed[name]), [output for _, output in timed[name]])
-            for name, request, at in zip(timed, requests, sent, strict=True)
+            (_answer(request, at, outputs), [output for _, output in outputs])
+            for request, at, outputs in zip(requests, sent, timed.values(), strict=True)
         ]
 
 
@@ -98,11 +99,7 @@ def engine_subject(
         name, model, draft_ids = OFF, model.without_head(), None
     elif depth == "auto":
         name = "MTP, auto"
-    config = EngineConfig(
-        num_draft_tokens=depth,
-        max_num_seqs=max_num_seqs,
-        calibration_seconds=calibration_seconds,
-    )
+    config = EngineConfig(depth, max_num_seqs, calibration_seconds=calibration_seconds)
     ids = tokenizer.eos_token_ids
     engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)
     return EngineSubject(name, engine, tokenizer, asking)

@@ -4,8 +4,6 @@ A server may keep the state of a prompt's beginning. So no two prompts of a run 
 one kind differ within a sentence, and a run's seed makes them differ from those of other runs.
 """
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

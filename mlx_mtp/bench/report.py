@@ -1,55 +1,43 @@
 """What a measurement leaves: tables that can be read in a terminal too, CSV, JSON and a plot."""
 
-from __future__ import annotations
-
-import contextlib
 import csv
 import dataclasses
+import io
 import json
 import os
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlx_mtp.bench.answer import Split
 from mlx_mtp.bench.measure import Summary, Wave
 from mlx_mtp.errors import UsageError
 
 NOTHING = "-"
-_TIMES = (
-    ("TTFT p50", "{ttft_p50:ms}"),
-    ("p95", "{ttft_p95:ms}"),
-    ("per token p50", "{itl_p50:ms}"),
-    ("p95", "{itl_p95:ms}"),
-)
-_COLUMNS = {
+# The header and the row of each table.
+_TABLES = {
     "latency": (
-        ("prompts", "{prompts}"),
-        ("prompt tokens", "{prompt_tokens:.0f}"),
-        ("answers", "{answers}"),
-        *_TIMES,
-        ("p99", "{itl_p99:ms}"),
-        ("tokens a chunk", "{tokens_per_chunk:.2f}"),
-        ("tokens/s", "{request_rate:.1f}"),
-        ("accepted", "{accepted:.1%}"),
+        "prompts | prompt tokens | answers | TTFT p50 | p95 | per token p50 | p95 | p99 | "
+        "tokens a chunk | tokens/s | accepted",
+        "{prompts} | {prompt_tokens:.0f} | {answers} | {ttft_p50:ms} | {ttft_p95:ms} | "
+        "{itl_p50:ms} | {itl_p95:ms} | {itl_p99:ms} | {tokens_per_chunk:.2f} | "
+        "{request_rate:.1f} | {accepted:.1%}",
     ),
     "concurrency": (
-        ("at once", "{concurrency}"),
-        ("tokens/s", "{rate:.1f}"),
-        ("range", "{rate_min:.1f} to {rate_max:.1f}"),
-        ("each", "{request_rate:.1f}"),
-        *_TIMES,
-        ("accepted", "{accepted:.1%}"),
+        "at once | tokens/s | range | each | TTFT p50 | p95 | per token p50 | p95 | accepted",
+        "{concurrency} | {rate:.1f} | {rate_min:.1f} to {rate_max:.1f} | {request_rate:.1f} | "
+        "{ttft_p50:ms} | {ttft_p95:ms} | {itl_p50:ms} | {itl_p95:ms} | {accepted:.1%}",
     ),
     "compare": (
-        ("at once", "{concurrency}"),
-        ("A tokens/s", "{of_a[rate]:.1f}"),
-        ("B tokens/s", "{rate:.1f}"),
-        ("B / A (range)", "{rate_ratio:.2f} ({rate_ratio_min:.2f} to {rate_ratio_max:.2f})"),
-        ("A TTFT p50", "{of_a[ttft_p50]:ms}"),
-        ("B TTFT p50", "{ttft_p50:ms}"),
-        ("B / A (range)", "{ttft_ratio:.2f} ({ttft_ratio_min:.2f} to {ttft_ratio_max:.2f})"),
+        "at once | A tokens/s | B tokens/s | B / A (range) | A TTFT p50 | B TTFT p50 | "
+        "B / A (range)",
+        "{concurrency} | {of_a[rate]:.1f} | {rate:.1f} | "
+        "{rate_ratio:.2f} ({rate_ratio_min:.2f} to {rate_ratio_max:.2f}) | "
+        "{of_a[ttft_p50]:ms} | {ttft_p50:ms} | "
+        "{ttft_ratio:.2f} ({ttft_ratio_min:.2f} to {ttft_ratio_max:.2f})",
     ),
 }
 _REMARKS: dict[str, Callable[[Summary], bool]] = {
@@ -96,26 +84,28 @@ def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
     return "\n".join(lines)
 
 
-def http_table(what: str, summaries: Sequence[Summary]) -> str:
-    """The table of `bench latency`, `concurrency` or `compare`, which has A's summaries first."""
-    columns, half = _COLUMNS[what], len(summaries) // 2
+def table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
+    """The table of `bench latency`, `concurrency` or `compare`, which has A's summaries first.
+
+    With `contenders`, which says what the subjects are: a row for each subject, a column for each
+    number of streams.
+    """
+    if contenders is not None:
+        levels = dict.fromkeys(f"{s['concurrency']} at once" for s in summaries)
+        rows = []
+        for subject in dict.fromkeys(s["subject"] for s in summaries):
+            own = [s for s in summaries if s["subject"] == subject]
+            drafts = sum(s["num_drafts"] for s in own)
+            accepted = sum(s["num_accepted"] for s in own)
+            share = f"{accepted / drafts:.1%}" if drafts else NOTHING
+            rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
+        return render([contenders, *levels, "drafts accepted"], rows)
+    header, row = (line.split(" | ") for line in _TABLES[what])
     if what == "compare":
+        half = len(summaries) // 2
         pairs = zip(summaries[:half], summaries[half:], strict=True)
         summaries = [{**b, "of_a": a} for a, b in pairs]
-    rows = [[_Cells().vformat(cell, (), s) for _, cell in columns] for s in summaries]
-    return render([title for title, _ in columns], rows)
-
-
-def contenders_table(summaries: Sequence[Summary], what: str) -> str:
-    """A row for each subject, a column for each number of streams; `what` the subjects are."""
-    levels = dict.fromkeys(s["concurrency"] for s in summaries)
-    rows = []
-    for subject in dict.fromkeys(s["subject"] for s in summaries):
-        own = [s for s in summaries if s["subject"] == subject]
-        drafts, accepted = sum(s["num_drafts"] for s in own), sum(s["num_accepted"] for s in own)
-        share = f"{accepted / drafts:.1%}" if drafts else NOTHING
-        rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
-    return render([what, *(f"{level} at once" for level in levels), "drafts accepted"], rows)
+    return render(header, [[_Cells().vformat(cell, (), s) for cell in row] for s in summaries])
 
 
 def rate_and_ratio(summary: Summary, digits: int) -> str:
@@ -149,16 +139,16 @@ def check_writable(*paths: Path | None) -> None:
 
 def write_csv(path: Path, summaries: Sequence[Summary]) -> None:
     """A row for each summary; what is None is empty."""
-    with _writing(path) as file:
-        writer = csv.DictWriter(file, list(summaries[0]))
-        writer.writeheader()
-        writer.writerows(summaries)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(summaries[0]))
+    writer.writeheader()
+    writer.writerows(summaries)
+    _write(path, text.getvalue().encode())
 
 
 def write_json(path: Path, content: Any) -> None:
     """JSON, indented; paths and the like become text."""
-    with _writing(path) as file:
-        file.write(json.dumps(content, indent=1, default=str) + "\n")
+    _write(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
 
 
 def wave_fields(wave: Wave) -> dict[str, Any]:
@@ -191,34 +181,28 @@ def write_plot(
         # Moved aside a little, or the bars would hide each other.
         shift = 2 ** (0.04 * (index - (len(subjects) - 1) / 2))
         where = [s["concurrency"] * shift for s in own]
-        ranges = [
-            [s["rate"] - s["rate_min"] for s in own],
-            [s["rate_max"] - s["rate"] for s in own],
-        ]
-        rates = [s["rate"] for s in own]
-        label = labels.get(subject, subject)
-        together.errorbar(where, rates, yerr=ranges, marker="o", capsize=3, label=label)
+        rates = np.array([(s["rate"], s["rate_min"], s["rate_max"]) for s in own]).T
+        bars, label = abs(rates[1:] - rates[0]), labels.get(subject, subject)
+        together.errorbar(where, rates[0], yerr=bars, marker="o", capsize=3, label=label)
         # matplotlib leaves out what is NaN.
         each.plot(where, [s["request_rate"] or float("nan") for s in own], marker="o")
     levels = sorted({s["concurrency"] for s in summaries})
     for axes in (together, each):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(levels, [str(level) for level in levels])
+        axes.set_xticks(levels, map(str, levels))
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("streams at once")
         axes.set_ylabel("tokens per second")
         axes.grid(alpha=0.3)
     together.legend()
-    with _writing(path, "wb") as file:
-        figure.savefig(file, format="png")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    _write(path, image.getvalue())
 
 
-@contextlib.contextmanager
-def _writing(path: Path, mode: str = "w") -> Iterator[Any]:
-    text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+def _write(path: Path, content: bytes) -> None:
     try:
-        with path.open(mode, **text) as file:
-            yield file
+        path.write_bytes(content)
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error.strerror}.") from None

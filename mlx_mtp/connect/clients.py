@@ -3,8 +3,6 @@
 A key is never written down: the files name the environment variable that has it.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from typing import NamedTuple
@@ -50,10 +48,7 @@ class Client(NamedTuple):
 
 
 def ask(url: str, api_key: str | None) -> Served:
-    """Ask a server for its model; raises UsageError if none answers as this server does.
-
-    A path at the end of its address, such as /v1, is left out.
-    """
+    """Ask a server for its model; raises UsageError if none answers as this server does."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UsageError(f"{url} is not an address; it should look like http://127.0.0.1:8000.")
@@ -105,15 +100,12 @@ def _opencode(served: Served) -> Config:
 
 
 def _claude(served: Served) -> Config:
-    model = served.model
+    # Every name that it may choose by itself, for helpers and titles too.
+    names = [f"ANTHROPIC_DEFAULT_{each}_MODEL" for each in ("OPUS", "SONNET", "HAIKU")]
     env = {
         "ANTHROPIC_BASE_URL": served.url,
-        "ANTHROPIC_MODEL": model,
-        # Every name that it may choose by itself, for helpers and titles too.
-        "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
-        "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
-        "CLAUDE_CODE_SUBAGENT_MODEL": model,
+        "ANTHROPIC_MODEL": served.model,
+        **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
         # It believes in a million tokens of a model that it doesn't know.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(_answer_tokens(served)),
@@ -127,13 +119,9 @@ def _claude(served: Served) -> Config:
 
 
 def _claude_once(served: Served) -> str:
-    env: dict[str, str] = dict(_claude(served)["env"])
+    words = [f"{name}={shlex.quote(value)}" for name, value in _claude(served)["env"].items()]
     if served.wants_key:
-        env["ANTHROPIC_AUTH_TOKEN"] = f"${KEY_VARIABLE}"
-    words = [
-        f'{name}="{value}"' if value.startswith("$") else f"{name}={shlex.quote(value)}"
-        for name, value in env.items()
-    ]
+        words.append(f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}"')
     return " \\\n  ".join([*words, "claude"])
 
 
@@ -150,19 +138,16 @@ def _codex(served: Served) -> Config:
 
 
 def _continue(served: Served) -> Config:
-    key = f"${{{{ secrets.{KEY_VARIABLE} }}}}" if served.wants_key else "none"
+    options = {"contextLength": served.context, "maxTokens": _answer_tokens(served)}
     model = {
         "name": f"{NAME}: {served.model}",
         "provider": "openai",
         "model": served.model,
         "apiBase": served.openai_url,
-        "apiKey": key,
+        "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}" if served.wants_key else "none",
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
-        "defaultCompletionOptions": {
-            "contextLength": served.context,
-            "maxTokens": _answer_tokens(served),
-        },
+        "defaultCompletionOptions": options,
     }
     return {"models": [model]}
 

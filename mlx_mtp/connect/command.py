@@ -1,9 +1,6 @@
 """The command `mlx-mtp connect`: print a client's configuration, or write it."""
 
-from __future__ import annotations
-
 import argparse
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ NAMES = ("opencode", "claude", "codex", "continue", OPEN_WEBUI)
 
 _DEFAULTS = ServerConfig(model_name="")
 _URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
-_API_KEY = Flag("--api-key", "the server's API key, if it has one", secret, "KEY")
+_API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
 
 
 def add_connect(commands: Any) -> None:
@@ -29,13 +26,13 @@ def add_connect(commands: Any) -> None:
     parser.add_argument(
         "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
     )
-    add_flags(parser, [_API_KEY])
+    add_flags(parser, _API_KEY, reads_environment=True)
     parser.add_argument(
         "--write",
         action="store_true",
         help="change the client's own file; the old one is kept beside it as .bak",
     )
-    parser.set_defaults(run=run_connect)
+    parser.set_defaults(run=run_connect, environ=None)
 
 
 def run_connect(given: argparse.Namespace) -> int:
@@ -44,7 +41,7 @@ def run_connect(given: argparse.Namespace) -> int:
     from mlx_mtp.connect import files
     from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, ask, open_webui
 
-    served = ask(given.url, resolve(given, [_API_KEY], os.environ).api_key)
+    served = ask(given.url, resolve(given, [_API_KEY], given.environ).api_key)
     key = ""
     if served.wants_key:
         key = f"Set {KEY_VARIABLE} to the server's API key where the client runs.\n"
@@ -57,7 +54,7 @@ def run_connect(given: argparse.Namespace) -> int:
         print(open_webui(served) + key)
         return 0
     client = CLIENTS[given.client]
-    directory = os.environ.get(client.variable) or Path.home() / client.directory
+    directory = given.environ.get(client.variable) or Path.home() / client.directory
     path, config = Path(directory, client.file), client.config(served)
     if given.write:
         backup = files.write(path, files.merged(path, config, client.needed))

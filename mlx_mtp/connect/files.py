@@ -1,7 +1,5 @@
 """Configuration files: what is there stays, comments too where the format has them."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -10,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomlkit
 from ruamel.yaml import YAML
@@ -25,28 +23,23 @@ _YAML.indent(mapping=2, sequence=4, offset=2)
 _YAML.width = 1000
 
 
-class _Format(NamedTuple):
-    load: Callable[[str], Any]
-    dump: Callable[[Any], str]
-    empty: str = "{}"
-
-
 def _dump_yaml(value: Any) -> str:
     text = io.StringIO()
     _YAML.dump(value, text)
     return text.getvalue()
 
 
-_FORMATS = {
-    ".json": _Format(json.loads, lambda value: json.dumps(value, indent=2) + "\n"),
-    ".toml": _Format(tomlkit.parse, tomlkit.dumps, empty=""),
-    ".yaml": _Format(_YAML.load, _dump_yaml),
+# By suffix: how to load and to write a file, and an empty one.
+_FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str], str]] = {
+    ".json": (json.loads, lambda value: json.dumps(value, indent=2) + "\n", "{}"),
+    ".toml": (tomlkit.parse, tomlkit.dumps, ""),
+    ".yaml": (_YAML.load, _dump_yaml, "{}"),
 }
 
 
 def shown(path: Path, config: Config) -> str:
     """A configuration as its file would have it."""
-    return _FORMATS[path.suffix].dump(config)
+    return _FORMATS[path.suffix][1](config)
 
 
 def merged(path: Path, config: Config, needed: Config) -> str:
@@ -55,10 +48,10 @@ def merged(path: Path, config: Config, needed: Config) -> str:
     `config` replaces what is there, in a list the entries of the same name; of `needed` only what
     the file lacks is put in. Raises UsageError for a file that can't be read.
     """
-    form = _FORMATS[path.suffix]
+    load, dump, empty = _FORMATS[path.suffix]
     try:
         text = path.read_text("utf-8") if path.exists() else ""
-        there = form.load(text if text.strip() else form.empty)
+        there = load(text if text.strip() else empty)
     except (OSError, ValueError, TOMLKitError, YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
@@ -69,7 +62,7 @@ def merged(path: Path, config: Config, needed: Config) -> str:
     for key, value in needed.items():
         there.setdefault(key, value)
     _merge(there, config)
-    return form.dump(there)
+    return dump(there)
 
 
 def _merge(there: Any, config: Config) -> None:
@@ -78,18 +71,14 @@ def _merge(there: Any, config: Config) -> None:
         if isinstance(value, dict) and isinstance(old, dict):
             _merge(old, value)
         elif isinstance(value, list) and isinstance(old, list):
+            names = [each.get("name") if isinstance(each, dict) else None for each in old]
             for entry in value:
-                _put_by_name(old, entry)
+                if entry["name"] in names:
+                    old[names.index(entry["name"])] = entry
+                else:
+                    old.append(entry)
         else:
             there[key] = value
-
-
-def _put_by_name(there: list[Any], entry: Config) -> None:
-    for number, old in enumerate(there):
-        if isinstance(old, dict) and old.get("name") == entry["name"]:
-            there[number] = entry
-            return
-    there.append(entry)
 
 
 def write(path: Path, text: str) -> Path | None:

@@ -1,12 +1,10 @@
 """What a model is and whether it has its MTP head, by its headers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mlx_mtp.cache.specs import AttentionSpec
 from mlx_mtp.convert.hub import HubRepo
 from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar
 from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY, Existing
@@ -18,8 +16,7 @@ from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What there is of a model."""
 
     name: str  # A directory or a hub id.
@@ -56,14 +53,38 @@ def quantization(config: Mapping[str, Any]) -> str:
     )
 
 
+def family(found: Found) -> str:
+    """A model's type and sizes, in words."""
+    args = found.target.args
+    layers = found.target.family.layer_specs(args)
+    attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
+    experts = layers[0].mlp.num_experts
+    return (
+        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of "
+        f"them with attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, "
+        + (f"{experts} experts" if experts else "dense")
+    )
+
+
+def next_command(found: Found) -> str:
+    """What to type next: to serve it, or to give it its head first."""
+    if found.head:
+        return f"mlx-mtp serve {found.name} --enable-mtp"
+    base = found.base or "<the original Hugging Face model>"
+    return (
+        f"mlx-mtp add-mtp-weights --mlx-model-path {found.name} --source-model {base}; "
+        f"or without the head: mlx-mtp serve {found.name}"
+    )
+
+
 def _local(path: Path) -> Found:
     target = Target(path)
     files = sorted(path.glob("model*.safetensors"))
-    trunk = (sum(file.stat().st_size for file in files), len(files))
+    trunk = (_total(files), len(files))
     existing = Existing.find(path)
     head, head_bytes = None, 0
     if existing is not None:
-        head_bytes = sum(file.stat().st_size for file in existing.files)
+        head_bytes = _total(existing.files)
         head = _sidecar(existing, head_bytes)
     elif tensors := head_of(weight_map_of(LocalRepo(path))):
         size = 0
@@ -99,8 +120,7 @@ def _remote(repo: HubRepo) -> Found:
     if inside := head_of(weights):
         head = f"in {_names(inside.values())}"
     elif added := cached_sidecar(repo):
-        head_bytes = sum(file.stat().st_size for file in added)
-        names = _names(file.name for file in added)
+        head_bytes, names = _total(added), _names(file.name for file in added)
         head = f"in {names} of the local cache: {size_text(head_bytes)}"
     elif beside := remote_sidecar(repo):
         head_bytes, _ = _sizes(repo, beside)
@@ -112,6 +132,10 @@ def _remote(repo: HubRepo) -> Found:
 def _sizes(repo: HubRepo, names: Iterable[str]) -> tuple[int, int]:
     sizes = [file.size for name in names if (file := repo.remote(name))]
     return sum(sizes), len(sizes)
+
+
+def _total(files: Iterable[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
 def _names(files: Iterable[str]) -> str:

@@ -1,11 +1,8 @@
 """What a model takes in memory when it is served, by the plan that `serve` makes at its start."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,8 +22,7 @@ _TOKENS = (4096, 32768)
 _DEPTHS = (0, 1, 2, 3, MAX_DRAFT_TOKENS)
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """What a model asks for."""
 
     footprint: Footprint  # with as many drafts a step as `serve` may take
@@ -76,11 +72,7 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
 
 
 def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
-    """How `serve` would share the memory out, without flags but --enable-mtp.
-
-    Raises:
-        UsageError: the model doesn't fit.
-    """
+    """How `serve` would share the memory out with --enable-mtp alone; UsageError if it can't."""
     return plan_memory(
         wanted.footprint,
         limit,
@@ -115,12 +107,12 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
     head = f" and {caches.head_kv_per_token:,} of the head's" if has_head else ""
     depths = _DEPTHS if has_head else _DEPTHS[:1]
     windows = ", ".join(f"{caches.window(k):,} with {k}" for k in depths)
+    states = ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items())
     rows = {
         "memory": f"{size_text(weights)} of weights {wanted.where}; computed in {name}",
         "  per token": f"{caches.kv_per_token:,} bytes of the trunk's keys and values{head}, "
         f"allocated {rounded_capacity(1)} tokens at a time",
-        "  per row": f"{caches.row:,} bytes at any length: "
-        + ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items()),
+        "  per row": f"{caches.row:,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
     if has_head and wanted.lm_head_row is not None:

@@ -1,7 +1,5 @@
 """`mlx-mtp selftest`: from a loaded model to the table."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
@@ -15,12 +13,11 @@ from mlx_mtp.bench.offline import OFF, EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import PromptSource
 from mlx_mtp.bench.report import write_json
 from mlx_mtp.config import DraftTokens
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import EngineError
-from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.selftest.kernels import check_kernels, shapes_of
+from mlx_mtp.selftest.kernels import check_model
 from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -56,7 +53,7 @@ def run_selftest(
     """
     began = perf_counter()
     with showing("selftest: kernels ..."):
-        kernels = check_kernels({**shapes_of(model), "80B": QWEN3_NEXT_80B})
+        kernels = check_model(model)
     report = new_report(model, kernels, backend)
     check_engines(report, model, tokenizer, options.seconds, began)
     report.seconds = perf_counter() - began
@@ -92,8 +89,7 @@ def check_engines(
                         found = compare(subject, prompts, expected, report.strict)
                         report.equality.append(found)
             if missing := len(prompts) - len(expected):
-                text = f"{missing} of {len(prompts)} prompts (no time left)"
-                report.skipped.insert(0, text)
+                report.skipped.insert(0, f"{missing} of {len(prompts)} prompts (no time left)")
             name = "speed"
             measure_speed(report, subjects, rate, deadline)
         except EngineError as error:
@@ -128,7 +124,7 @@ def references(
     for number, (ids, _) in enumerate(prompts):
         if number >= _FEWEST_REFERENCES and perf_counter() > until:
             break
-        ((_, outputs),) = plain.run([_request(f"reference-{number}", ids, top_logprobs=2)])
+        ((_, outputs),) = plain.run([(ids, _sampling(top_logprobs=2))])
         tops = [logprobs.top for output in outputs for logprobs in output.logprobs]
         gaps = tuple(best[1] - second[1] for best, second in tops)
         found.append(Reference(_tokens(outputs), gaps))
@@ -143,11 +139,11 @@ def compare(
     With `strict` only ties excuse a difference; else it is measured and not judged.
     """
     asked = prompts[: len(expected)]
-    requests = [_request(f"equality-{i}", ids) for i, (ids, _) in enumerate(asked)]
     partings: list[Parting] = []
     windows: list[RequestOutput] = []
     identical = 0
-    for number, (_, outputs) in enumerate(subject.run(requests)):
+    answers = subject.run([(ids, _sampling()) for ids, _ in asked])
+    for number, (_, outputs) in enumerate(answers):
         tokens, reference = _tokens(outputs), expected[number]
         same = [*map(eq, tokens, reference.tokens), False].index(False)
         identical += same
@@ -199,9 +195,8 @@ def measure_speed(
     report.speed = {"summaries": summaries, "max_tokens": asking.max_tokens, "rounds": rounds}
 
 
-def _request(name: str, prompt: tuple[int, ...], top_logprobs: int | None = None) -> Request:
-    sampling = SamplingParams(_COMPARED_TOKENS, temperature=0.0, top_logprobs=top_logprobs)
-    return Request(name, prompt, sampling)
+def _sampling(top_logprobs: int | None = None) -> SamplingParams:
+    return SamplingParams(_COMPARED_TOKENS, temperature=0.0, top_logprobs=top_logprobs)
 
 
 def _tokens(outputs: Sequence[RequestOutput]) -> tuple[int, ...]:

@@ -1,7 +1,5 @@
 """The kernels against the portable code; without a GPU, the portable code against the reference."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.specs import GatedDeltaSpec
 from mlx_mtp.kernels import chunkwise, gated_delta_kernel, gpu, reference, self_check
-from mlx_mtp.kernels.cases import Cases, Shape
+from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases, Shape
 from mlx_mtp.kernels.inputs_kernel import prepare
 from mlx_mtp.models.loaded import LoadedModel
 
@@ -36,10 +34,11 @@ class KernelCheck:
     applies: bool = True  # False: the kernel isn't made for this shape, and portable code runs.
 
 
-def shapes_of(model: LoadedModel) -> dict[str, Shape]:
-    """That of a model's GatedDeltaNet layers, if it has any."""
+def check_model(model: LoadedModel) -> list[KernelCheck]:
+    """Compare at the shape of the model's GatedDeltaNet layers and at that of Qwen3-Next-80B."""
     specs = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
-    return {"this model": specs[0].shape} if specs else {}
+    shapes = {"this model": specs[0].shape} if specs else {}
+    return check_kernels({**shapes, "80B": QWEN3_NEXT_80B})
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:

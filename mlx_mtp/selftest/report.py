@@ -1,7 +1,5 @@
 """A self-test as one table, and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform
@@ -22,6 +20,7 @@ from mlx_mtp.selftest.kernels import KernelCheck, name_of
 
 _SHOWN_PARTINGS = 3
 Row = tuple[str, str, str]
+"""What was checked, the result, and the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,12 @@ class Report:
         yield "head", f"from {model['head']}", ""
         if machine["backend"] == "cpu":
             yield "GPU kernels", "no GPU: portable code in use", ""
-        yield from map(_kernel_row, self.kernels)
+        for check in self.kernels:
+            name, verdict = f"{check.name}: {check.shape}, {check.dtype}", _verdict(check.ok)
+            if check.applies:
+                yield name, check.problem or f"off by {check.difference:.1e} at most", verdict
+            else:
+                yield name, "not for these sizes: portable code in use", ""
         for found in self.equality:
             # Where differences are no failure there is nothing to judge, only a rate.
             see = found.ok and found.partings and not self.strict
@@ -136,26 +140,16 @@ def computes_exactly(dtype: mx.Dtype) -> bool:
     return dtype == mx.float32 and not rounded
 
 
-def _kernel_row(check: KernelCheck) -> Row:
-    name = f"{check.name}: {check.shape}, {check.dtype}"
-    if not check.applies:
-        return name, "not for these sizes: portable code in use", ""
-    if check.problem is not None:
-        return name, check.problem, _verdict(False)
-    return name, f"off by {check.difference:.1e} at most", _verdict(check.ok)
-
-
 def _verdict(ok: bool) -> str:
     return "ok" if ok else "FAILED"
 
 
 def _tokens_text(found: Equality) -> str:
-    text = f"{found.identical} of {found.tokens} ({found.answers} answers)"
-    if not found.partings:
-        return text
     shown = []
-    for parting in found.partings[:_SHOWN_PARTINGS]:
-        behind = "past its end" if parting.gap is None else f"runner-up {parting.gap:.1e} behind"
-        shown.append(f"answer {parting.prompt + 1}, token {parting.token + 1}, {behind}")
-    more = len(found.partings) - len(shown)
-    return f"{text}; part at {'; '.join(shown)}" + (f"; {more} more" if more else "")
+    for p in found.partings[:_SHOWN_PARTINGS]:
+        behind = "past its end" if p.gap is None else f"runner-up {p.gap:.1e} behind"
+        shown.append(f"answer {p.prompt + 1}, token {p.token + 1}, {behind}")
+    if more := found.partings[_SHOWN_PARTINGS:]:
+        shown.append(f"{len(more)} more")
+    text = f"{found.identical} of {found.tokens} ({found.answers} answers)"
+    return f"{text}; part at {'; '.join(shown)}" if shown else text

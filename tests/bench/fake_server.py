@@ -1,7 +1,5 @@
 """OpenAI-compatible servers that play what a test scripts, in place of httpx's network."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What is asked, of which subject and when; and the figures that come of it."""
 
-from __future__ import annotations
-
 import io
 import sys
 
@@ -120,15 +118,13 @@ def test_rounds_give_a_median_a_range_and_ratios_round_by_round():
     assert a["rate_ratio"] == a["rate_ratio_min"] == a["ttft_ratio_max"] == 1.0
 
 
-def test_the_worst_split_is_told_and_what_is_unknown_is_none():
+def test_the_worst_split_is_shown_and_what_is_unknown_is_none():
     splits = (Split.TOLD, Split.TEXT, Split.SINGLE)
     (summary,) = summarize([wave(0, *(make(0.0, [1.0], split=split) for split in splits))], ["S"])
     assert summary["split"] is Split.TEXT
     for name in ("itl_p50", "gap_p99", "request_rate", "prompt_tokens", "accepted"):
         assert summary[name] is None
-
-
-def test_answers_without_text_count_in_the_rate_alone():
+    # Answers without text count in the rate alone.
     answers = (make(0.0, [1.0, 2.0]), make(0.0, [], num_tokens=1, ended=4.0))
     (summary,) = summarize([wave(0, *answers)], ["S"])
     assert (summary["rate"], summary["ttft_p95"], summary["answers"]) == (3 / 4, 1.0, 2)
@@ -143,24 +139,16 @@ def test_weighted_percentiles_are_those_of_repeated_values(pairs):
     assert percentiles("x", values, wanted, weights=weights.astype(float)) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "low", "high"),
-    [("story", 10, 25), ("short", 8, 45), ("medium", 400, 450), ("long", 3000, 3050)],
-)
-def test_prompts_have_their_length_and_differ_early(kind, low, high):
-    texts = [prompt.text for prompt in PromptSource(2).next(kind, 20)]
-    assert all(low <= len(text.split()) <= high for text in texts)
-    assert len({text[: text.index(".")] for text in texts}) > 15
-    tasks = {text.split(" about ")[0] for text in texts}
-    assert (tasks == {"Write a short story"}) == (kind == "story")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_repeats_the_prompts(kind):
-    one, other = PromptSource(5), PromptSource(5)
-    for _ in range(2):
-        assert one.next(kind, 4) == other.next(kind, 4)
-    assert one.next(kind, 4) != PromptSource(6).next(kind, 4)
+def test_prompts_have_their_length_differ_early_and_repeat_with_the_seed():
+    for kind, low, high in zip(KINDS, (10, 8, 400, 3000), (25, 45, 450, 3050), strict=True):
+        one, other = PromptSource(5), PromptSource(5)
+        texts = [prompt.text for prompt in one.next(kind, 20)]
+        assert all(low <= len(text.split()) <= high for text in texts)
+        assert len({text[: text.index(".")] for text in texts}) > 15
+        tasks = {text.split(" about ")[0] for text in texts}
+        assert (tasks == {"Write a short story"}) == (kind == "story")
+        other.next(kind, 20)
+        assert one.next(kind, 4) == other.next(kind, 4) != PromptSource(6).next(kind, 4)
 
 
 def test_no_prompt_comes_twice_even_where_the_words_run_out():

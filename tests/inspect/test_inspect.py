@@ -1,25 +1,25 @@
 """`mlx-mtp inspect`: the plan that `serve` would make, the model, its head and the next command."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_mtp import cli, factories
+from mlx_mtp import cli
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.flags import resolve
 from mlx_mtp.inspect.found import find
 from mlx_mtp.inspect.memory import demand, plan, stored_dtype
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.serving import plan_memory
 from mlx_mtp.units import size_text
 from tests.conftest import DEMO
 from tests.convert.checkpoints import write_source
@@ -31,14 +31,14 @@ LAYOUT = Layout("qwen3_next")
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """A command's status and what it printed."""
+    """What a command printed: its rows by their labels, or an error."""
     monkeypatch.setattr("mlx_mtp.convert.commands.signal.signal", lambda *_: None)
 
-    def run(*arguments: object) -> tuple[int, str]:
+    def run(*arguments: object, status: int = 0) -> dict[str, str]:
         capsys.readouterr()
-        status = cli.main([str(a) for a in arguments], {})
+        assert cli.main([str(a) for a in arguments], {}) == status
         shown = capsys.readouterr()
-        return status, shown.out or shown.err
+        return {"error": shown.err} if status else rows(shown.out)
 
     return run
 
@@ -47,15 +47,22 @@ def rows(said: str) -> dict[str, str]:
     return {line[:14].strip(): line[14:] for line in said.splitlines()}
 
 
+def sizes(pattern: str) -> int:
+    return sum(path.stat().st_size for path in DEMO.glob(pattern))
+
+
+def edit(path, **values) -> None:
+    """Change values of a config.json."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def test_the_bundled_model(run):
-    status, said = run("inspect")
-    told = rows(said)
-    assert status == 0
+    told = run("inspect")
     assert told["model"] == str(DEMO)
     assert told["family"].startswith("qwen3_next: 8 layers, 2 of them with attention")
     assert told["quantization"] == "none"
-    size = sum(path.stat().st_size for path in DEMO.glob("model*.safetensors"))
-    assert told["weights"] == f"{size_text(size)} in 2 files"
+    assert told["weights"] == f"{size_text(sizes('model*.safetensors'))} in 2 files"
     assert told["MTP head"].startswith("in model-00002-of-00002.safetensors: 2.6 MB")
     assert told["next"] == f"mlx-mtp serve {DEMO} --enable-mtp"
 
@@ -67,12 +74,9 @@ def test_the_first_line_says_whether_it_fits(run):
         ("40MB", "no. Not enough memory: the model's weights take "),
         ("100MB", "no. Not enough memory: one request of 512 tokens needs "),
     ):
-        _, said = run("inspect", "--memory-limit", limit)
-        label, text = said.splitlines()[0][:14].strip(), said.splitlines()[0][14:]
-        assert label == "fits"
-        assert text.startswith(words)
-    cut = rows(run("inspect", "--memory-limit", "300MB")[1])["fits"]
-    assert cut.endswith(" of the model's 65,536 tokens")
+        label, text = next(iter(run("inspect", "--memory-limit", limit).items()))
+        assert label == "fits" and text.startswith(words)
+        assert text.endswith(" of the model's 65,536 tokens") == (limit == "300MB")
 
 
 @pytest.mark.parametrize("nbytes", [300 * 10**6, 1_700 * 10**6, 8 * 10**9])
@@ -80,58 +84,51 @@ def test_the_plan_is_that_of_serve(nbytes):
     options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
     loaded = load_model(DEMO, enable_mtp=True, lazy=True)
     config = from_options(EngineConfig, options, prefix_cache_size=0)
-    theirs = factories.plan_memory(loaded, options, config, factories.memory_limit(options))
     ours = plan(demand(find(None), "auto"), MemoryLimit(nbytes, "--memory-limit"))
-    assert ours == theirs
+    assert ours == plan_memory(loaded, options, config)
 
 
 def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     write_checkpoint(tmp_path, Layout("qwen3_5", with_head=False))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization"] = {"bits": 4, "group_size": 64, "model.layers.1.x": {"bits": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit(tmp_path, quantization={"bits": 4, "group_size": 64, "model.layers.1.x": {"bits": 8}})
     (tmp_path / "README.md").write_text("---\nbase_model: Qwen/Original\n---\n")
-    told = rows(run("inspect", tmp_path)[1])
-    assert told["family"].endswith("dense")
-    assert told["quantization"].endswith("affine; 1 matrices differ")
-    assert told["MTP head"] == "none"
+    bare = run("inspect", tmp_path)
+    assert bare["family"].endswith("dense")
+    assert bare["quantization"].endswith("affine; 1 matrices differ")
+    assert bare["MTP head"] == "none"
     wanted = f"mlx-mtp add-mtp-weights --mlx-model-path {tmp_path} --source-model Qwen/Original"
-    assert told["next"].startswith(wanted)
-    without = told["per token"]
-    assert "with 1" not in told["per window"]
+    assert bare["next"].startswith(wanted)
     write_source(tmp_path / "source", Layout("qwen3_5"))
     arguments = ["--mlx-model-path", tmp_path, "--source-model", tmp_path / "source"]
     run("add-mtp-weights", *arguments)
-    told = rows(run("inspect", tmp_path)[1])
+    told = run("inspect", tmp_path)
     assert f"4 bits, affine; from {tmp_path / 'source'}, by mlx-mtp" in told["MTP head"]
     assert told["next"].endswith("--enable-mtp")
-    assert told["per token"] != without
-    assert "with 1" in told["per window"]
+    assert told["per token"] != bare["per token"]
+    assert ["with 1" in each["per window"] for each in (bare, told)] == [False, True]
     (tmp_path / "mtp.safetensors").write_bytes(b"")
-    assert "can't be read" in rows(run("inspect", tmp_path)[1])["MTP head"]
+    assert "can't be read" in run("inspect", tmp_path)["MTP head"]
 
 
 def test_the_memory_of_tokens_and_rows(run, tmp_path):
     """Four layers, two with attention, and the head's own; tests/cache/test_memory.py measures."""
     write_checkpoint(tmp_path, LAYOUT)
-    told = rows(run("inspect", tmp_path, "--dtype", "bfloat16")[1])
+    told = run("inspect", tmp_path, "--dtype", "bfloat16")
     layer = 2 * 2 * 32 * 2  # keys and values, heads, width, bytes
-    assert told["per token"].startswith(f"{2 * layer:,} bytes of the trunk's keys and values and ")
-    assert f"and {layer:,} of the head's, allocated 256 tokens at a time" in told["per token"]
     state, tail = 2 * 4 * 32 * 32 * 4, 2 * 3 * (2 * 64 + 128) * 2
-    assert f"{state:,} recurrent state (float32), {tail:,} convolution" in told["per row"]
-    assert told["per row"].startswith(f"{state + tail + 8:,} bytes at any length")
     conv_input, written = 2 * 256 * 2, 2 * (64 * 2 + 4 * 33 * 4)
-    assert (
-        f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "
-        in (told["per window"])
-    )
+    for label, words in (
+        ("per token", f"{2 * layer:,} bytes of the trunk's keys and values and {layer:,} of the "),
+        ("per row", f"{state + tail + 8:,} bytes at any length: {state:,} recurrent state (float"),
+        ("per window", f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "),
+    ):
+        assert words in told[label]
     # The model's context is shorter than the usual examples.
     assert {label for label in told if " x " in label} == {"1 x 512", "16 x 512", "rows x tokens"}
     shape = demand(find(str(tmp_path)), "bfloat16").footprint
     for count in (1, 16):
         assert told[f"{count} x 512"].startswith(f"{size_text(shape.rows(count, 512))}; ")
-    wide = rows(run("inspect", tmp_path, "--dtype", "float32")[1])
+    wide = run("inspect", tmp_path, "--dtype", "float32")
     assert wide["per token"].startswith(f"{4 * layer:,} bytes")
 
 
@@ -140,8 +137,7 @@ def test_the_weights_shown_are_those_that_are_loaded(tmp_path, family):
     layout = Layout(family, stacked_experts=family == "qwen3_5_moe", dtype=mx.bfloat16)
     for has_head in (True, False):
         path = tmp_path / str(has_head)
-        path.mkdir()
-        write_checkpoint(path, Layout(**{**vars(layout), "with_head": has_head}))
+        write_checkpoint(path, replace(layout, with_head=has_head))
         shown = demand(find(str(path)), "auto")
         loaded = load_model(path, enable_mtp=has_head)
         parameters = [value for _, value in tree_flatten(loaded.model.parameters())]
@@ -150,30 +146,23 @@ def test_the_weights_shown_are_those_that_are_loaded(tmp_path, family):
         assert shown.dtype == loaded.causal_lm.model.norm.weight.dtype
 
 
-def test_no_weights_are_read():
+def test_no_weights_are_read_also_in_another_machines_type():
+    """A mixture of experts in bfloat16, which no CPU computes."""
     gc.collect()  # What earlier tests left would be freed in between, and hide them.
     before = mx.get_active_memory()
-    assert demand(find(None), "auto").footprint.weights > 20_000_000
-    assert mx.get_active_memory() - before < 1_000_000
-
-
-def test_another_machines_type():
-    """A mixture of experts in bfloat16, which no CPU computes."""
     shown = demand(find(None), "bfloat16")
-    stored = sum(path.stat().st_size for path in DEMO.glob("model*.safetensors"))
+    assert mx.get_active_memory() - before < 1_000_000
     assert shown.dtype == mx.bfloat16
     weights = shown.footprint.weights + shown.footprint.head
-    assert 0 <= stored - weights < 100_000  # the files' headers
+    assert 0 <= sizes("model*.safetensors") - weights < 100_000  # the files' headers
 
 
 def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
     write_checkpoint(tmp_path, LAYOUT)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["num_hidden_layers"] = 6  # of which two have no tensors
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit(tmp_path, num_hidden_layers=6)  # of which two have no tensors
     size = (tmp_path / "model.safetensors").stat().st_size
     for dtype in ("float32", "float16"):
-        told = rows(run("inspect", tmp_path, "--dtype", dtype)[1])
+        told = run("inspect", tmp_path, "--dtype", dtype)
         assert told["memory"] == f"{size_text(size)} of weights as stored; computed in {dtype}"
     for where in ({"torch_dtype": "float16"}, {"text_config": {"dtype": "float16"}}):
         expected = mx.float32 if mx.default_device() == mx.cpu else mx.float16
@@ -182,8 +171,7 @@ def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
 
 def test_what_no_family_serves_is_refused(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    status, said = run("inspect", tmp_path)
-    assert status == 2 and "llama" in said
+    assert "llama" in run("inspect", tmp_path, status=2)["error"]
 
 
 @pytest.mark.parametrize("head", ["inside", "beside"])
@@ -196,12 +184,8 @@ def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
     with FakeHub.of("Some/Model", model).serve() as hub:
         home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
         command = [sys.executable, "-m", "mlx_mtp", "inspect", "Some/Model"]
-        done = subprocess.run(
-            [*command, "--memory-limit", "8GiB"],
-            env={**home, "PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
-            capture_output=True,
-            text=True,
-        )
+        command += ["--memory-limit", "8GiB"]
+        done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert hub.downloaded == {"config.json", "model.safetensors.index.json", "README.md"}
     told = rows(done.stdout)

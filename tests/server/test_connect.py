@@ -1,7 +1,5 @@
 """`mlx-mtp connect`: what is printed, what is written, and what is left as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,12 +33,15 @@ OLD = {
         f"  - name: 'mlx-mtp: {MODEL}'\n    model: old\nrules:\n  - Be kind\n"
     ),
 }
+KEY = "secret-kéy"
 
 
 @pytest.fixture(scope="module")
-def url(serve):
-    with serve(FakeEngine(answer([300]))) as client:
-        yield str(client.base_url).rstrip("/")
+def urls(serve):
+    """Of a server without a key, and of one that wants it."""
+    one, other = (FakeEngine(answer([300])) for _ in range(2))
+    with serve(one) as free, serve(other, api_keys=(KEY,)) as locked:
+        yield [str(client.base_url).rstrip("/") for client in (free, locked)]
 
 
 @pytest.fixture
@@ -52,13 +53,13 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def connect(url, home, capsys):
-    """Status, standard output and standard error of a run."""
+def connect(urls, home, capsys):
+    """What a run printed, or its error."""
 
-    def run(client, *flags, url=url):
-        status = main(["connect", client, "--url", url, *flags])
+    def run(client, *flags, url=urls[0], status=0, **environ):
+        assert main(["connect", client, "--url", url, *flags], os.environ | environ) == status
         captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return captured.err if status else captured.out
 
     return run
 
@@ -77,127 +78,114 @@ def undo(said):
 
 
 @pytest.mark.parametrize("client", FILES)
-def test_a_new_file(connect, home, client, url):
-    path = home / FILES[client]
-    status, printed, _ = connect(client)
-    assert status == 0
+def test_a_new_file(connect, home, client, urls):
+    path, url = home / FILES[client], urls[0]
+    printed = connect(client)
     assert not any(home.iterdir())
-    status, said, _ = connect(client, "--write", url=f"{url}/v1/")
-    assert status == 0
+    said = connect(client, "--write", url=f"{url}/v1/")
     text, config = path.read_text(), load(path)
     before, _, body = printed.partition(f"# {path}\n")
     assert body.strip() == text.strip()
     assert bool(before) == (client == "claude")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    urls = set(re.findall(r'http://[^"]+', json.dumps(config)))
-    assert urls == {url if client == "claude" else f"{url}/v1"}
+    found = set(re.findall(r'http://[^"]+', json.dumps(config)))
+    assert found == {url if client == "claude" else f"{url}/v1"}
     assert MODEL in json.dumps(config)
     assert list(path.parent.iterdir()) == [path]
     # Once more: nothing changes, and what was there is kept.
-    assert connect(client, "--write")[0] == 0
+    connect(client, "--write")
     assert load(path) == config
     assert path.with_name(path.name + ".bak").read_text() == text
     undo(said)
     assert not path.exists()
 
 
-@pytest.mark.parametrize("client", FILES)
-def test_what_else_is_in_the_file_stays(connect, home, client):
+@pytest.mark.parametrize(
+    ("client", "said", "comments"),
+    [
+        ("opencode", "default model", ()),
+        ("claude", "Every Claude Code session", ()),
+        ("codex", "default model", ("# mine",)),
+        ("continue", "is added to", ("# mine", "# best")),
+    ],
+)
+def test_what_else_is_in_the_file_stays(connect, home, client, said, comments):
     path = home / FILES[client]
     path.parent.mkdir(parents=True)
     path.write_text(OLD[client])
     path.chmod(0o640)
     before = load(path)
-    status, said, _ = connect(client, "--write")
-    assert status == 0
-    assert ("Every Claude Code session" in said) == (client == "claude")
-    assert ("default model" in said) == (client in ("opencode", "codex"))
+    printed = connect(client, "--write")
+    assert said in printed
     assert path.with_name(path.name + ".bak").read_text() == OLD[client]
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     after, text = load(path), path.read_text()
-    if client == "opencode":
-        assert after["theme"] == "dark"
-        assert after["provider"]["other"] == {"name": "o"}
-        assert after["provider"]["mlx-mtp"]["x"] == 1
-    elif client == "claude":
-        assert after["env"]["FOO"] == "1"
-        assert after["env"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
-        assert after["permissions"] == before["permissions"]
-    elif client == "codex":
-        assert "# mine" in text
-        assert after["model"] == MODEL
-        assert after["model_providers"]["other"] == {"name": "o"}
-        assert after["projects"] == before["projects"]
-    else:
-        assert "# mine" in text and "# best" in text
-        assert (after["name"], after["rules"]) == ("Me", ["Be kind"])
+    assert all(comment in text for comment in comments)
+    if client == "continue":
         assert after["models"][0] == before["models"][0]
-        assert [model["model"] for model in after["models"]] == ["llama", MODEL]
-    undo(said)
+        assert [model["model"] for model in after.pop("models")] == ["llama", MODEL]
+        del before["models"]
+    elif client == "codex":
+        assert after.pop("model") == MODEL != before.pop("model")
+    elif client == "claude":
+        assert after["env"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "1024"
+    assert contains(after, before)
+    undo(printed)
     assert path.read_text() == OLD[client]
     # What can't be read is left as it is.
     for wrong in ("{ // a comment\n [", "[]" if path.suffix != ".toml" else "a = "):
         path.write_text(wrong)
         there = set(path.parent.iterdir())
-        status, _, error = connect(client, "--write")
-        assert status == 2
-        assert str(path) in error
+        assert str(path) in connect(client, "--write", status=2)
         assert path.read_text() == wrong
         assert set(path.parent.iterdir()) == there
 
 
-def test_where_a_client_keeps_its_files(connect, home, monkeypatch):
+def contains(whole, part):
+    if not isinstance(part, dict):
+        return whole == part
+    return all(contains(whole[key], value) for key, value in part.items())
+
+
+def test_where_a_client_keeps_its_files(connect, home):
     real, link = home / "dotfiles.json", home / FILES["claude"]
     real.write_text("{}")
     link.parent.mkdir()
     link.symlink_to(real)
-    assert connect("claude", "--write")[0] == 0
-    assert link.is_symlink()
-    assert "env" in load(real)
-    monkeypatch.setenv("CODEX_HOME", str(home / "elsewhere"))
-    assert connect("codex", "--write")[0] == 0
+    connect("claude", "--write")
+    assert link.is_symlink() and "env" in load(real)
+    connect("codex", "--write", CODEX_HOME=str(home / "elsewhere"))
     assert os.listdir(home / "elsewhere") == ["config.toml"]
 
 
-@pytest.mark.parametrize("keys", [(), ("secret-kéy",)])
-def test_claude_for_one_session_comes_first(serve, connect, home, monkeypatch, keys):
+@pytest.mark.parametrize("locked", [False, True])
+def test_claude_for_one_session_comes_first(urls, connect, home, locked):
     """The variables are those of the file, and no file is touched."""
-    monkeypatch.setenv("MLX_MTP_API_KEY", "secret-kéy")
-    with serve(FakeEngine(answer([300])), api_keys=keys) as client:
-        url = str(client.base_url)
-        printed = connect("claude", url=url)[1]
-        assert not any(home.iterdir())
-        assert connect("claude", "--write", url=url)[0] == 0
+    environ = {"PATH": os.environ["PATH"], "MLX_MTP_API_KEY": KEY}
+    printed = connect("claude", url=urls[locked], **environ)
+    assert not any(home.iterdir())
+    connect("claude", "--write", url=urls[locked], **environ)
     command = printed[printed.index("ANTHROPIC_BASE_URL") : printed.index("claude\n")]
-    environ = {"PATH": os.environ["PATH"], "MLX_MTP_API_KEY": "secret-kéy"}
     shell = ["sh", "-c", f"{command} env"]
     found = subprocess.run(shell, env=environ, capture_output=True, text=True, check=True).stdout
     written = load(home / FILES["claude"])
-    wanted = written["env"] | {"ANTHROPIC_AUTH_TOKEN": keys[0] if keys else "none"}
+    wanted = written["env"] | {"ANTHROPIC_AUTH_TOKEN": KEY if locked else "none"}
     assert {f"{name}={value}" for name, value in wanted.items()} <= set(found.splitlines())
-    assert ("apiKeyHelper" in written) == bool(keys)
+    assert ("apiKeyHelper" in written) == locked
 
 
-def test_keys_are_never_written(serve, connect, monkeypatch):
-    with serve(FakeEngine(answer([300])), api_keys=("secret-key",)) as client:
-        url = str(client.base_url)
-        monkeypatch.delenv("MLX_MTP_API_KEY", raising=False)
-        status, _, error = connect("codex", url=url)
-        assert status == 2 and "requires its API key" in error
-        status, _, error = connect("codex", "--api-key", "wrong", url=url)
-        assert status == 2 and "refuses" in error
-        monkeypatch.setenv("MLX_MTP_API_KEY", "secret-key")
-        for name in (*FILES, "open-webui"):
-            status, said, _ = connect(name, url=url)
-            assert status == 0
-            assert "secret-key" not in said
-            assert said.count("MLX_MTP_API_KEY") >= 2
+def test_keys_are_never_written(urls, connect):
+    more = {"url": urls[1], "status": 2}
+    assert "requires its API key" in connect("codex", **more)
+    assert "refuses" in connect("codex", "--api-key", "wrong", **more)
+    for name in (*FILES, "open-webui"):
+        said = connect(name, url=urls[1], MLX_MTP_API_KEY=KEY)
+        assert KEY not in said and said.count("MLX_MTP_API_KEY") >= 2
 
 
-def test_open_webui(connect, home, url):
-    assert f"OPENAI_API_BASE_URL={url}/v1" in connect("open-webui")[1]
-    status, _, error = connect("open-webui", "--write")
-    assert status == 2 and "leave out --write" in error
+def test_open_webui(connect, home, urls):
+    assert f"OPENAI_API_BASE_URL={urls[0]}/v1" in connect("open-webui")
+    assert "leave out --write" in connect("open-webui", "--write", status=2)
     assert not any(home.iterdir())
 
 
@@ -212,6 +200,5 @@ def test_open_webui(connect, home, url):
     ],
 )
 def test_no_server(connect, url, words):
-    status, _, error = connect("codex", url=url)
-    assert status == 2
+    error = connect("codex", url=url, status=2)
     assert error.startswith("mlx-mtp: ") and words in error

@@ -1,7 +1,5 @@
 """`mlx-mtp generate`: one answer, streamed to the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re
@@ -14,7 +12,6 @@ from mlx_mtp.options import GENERATE_FLAGS
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.output_stream import OutputStream
 from mlx_mtp.server.parsing.answer import PlainParser
-from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.terminal import stream_answer, summary
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
 
@@ -25,9 +22,7 @@ def options(**more: object) -> argparse.Namespace:
     )
 
 
-def test_generate_prints_the_answer_and_then_its_speed(
-    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_prints_the_answer_and_then_its_speed(tokenizer, capsys):
     engine = FakeEngine(answer(tokenizer.encode("Hello, 🎉! And more.")))
     asked = options(system="Be kind.", stop=" And", temperature=0.5, seed=3, max_tokens=99)
     assert stream_answer(engine, tokenizer, {"top_k": 20}, asked) == 0
@@ -45,44 +40,32 @@ def test_generate_prints_the_answer_and_then_its_speed(
 @pytest.mark.parametrize(
     ("context", "asked", "given"), [(64, None, None), (4096, None, 512), (4096, 700, 700)]
 )
-def test_generate_takes_the_room_that_there_is(
-    tokenizer: Tokenizer, context: int, asked: int | None, given: int | None
-) -> None:
+def test_generate_takes_the_room_that_there_is(tokenizer, context, asked, given):
     engine = FakeEngine(answer([300]), FakeInfo(max_model_len=context))
-    more = {} if asked is None else {"max_tokens": asked}
-    assert stream_answer(engine, tokenizer, {}, options(**more)) == 0
+    assert stream_answer(engine, tokenizer, {}, options(max_tokens=asked)) == 0
     (request,) = engine.submitted
     room = context - len(request.prompt_token_ids)
     assert request.sampling.max_tokens == (given or room)
 
 
-def test_generate_ends_when_the_engine_dies_silently(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
     monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
-    engine = FakeEngine(answer([300]))
-
-    def dying() -> None:
-        engine.unhealthy_reason = "the engine's thread died: it was ill"
-
-    engine.script = lambda _: (dying() for _ in itertools.count())
+    engine = FakeEngine(lambda _: itertools.repeat(None))
+    engine.unhealthy_reason = "the engine's thread died: it was ill"
     with pytest.raises(EngineStoppedError, match="it was ill"):
         stream_answer(engine, tokenizer, {}, options())
 
 
-def test_generate_refuses_what_the_server_would_refuse(tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(answer([300]))
-    with pytest.raises(Exception, match="top_p"):
-        stream_answer(engine, tokenizer, {}, options(top_p=2.0))
-    with pytest.raises(Exception, match=r"stop\[0\]"):
-        stream_answer(engine, tokenizer, {}, options(stop="x" * 300))
+def test_generate_refuses_what_the_server_would_refuse(tokenizer):
+    for more, words in (({"top_p": 2.0}, "top_p"), ({"stop": "x" * 300}, r"stop\[0\]")):
+        with pytest.raises(Exception, match=words):
+            stream_answer(FakeEngine(answer([300])), tokenizer, {}, options(**more))
 
 
-def test_the_speed_leaves_out_the_first_step() -> None:
+def test_the_speed_leaves_out_the_first_step():
     stream = OutputStream(0, Detokenizer(lambda _: b"x"), PlainParser())
     stream.push(out(5, 5, 5, 5, 5, finish="length"))
     times = [(11.0, 1), (12.0, 3), (13.0, 5)]
-    off, auto = FakeInfo(mtp_enabled=False), FakeInfo(num_draft_tokens="auto")
     start = "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; "
-    assert summary(stream, 3, 10.0, times, off) == start + "no drafts]"
-    assert summary(stream, 3, 10.0, times, auto) == start + "no drafts, depth auto]"
+    for depth, end in ((None, "no drafts]"), ("auto", "no drafts, depth auto]")):
+        assert summary(stream, 3, 10.0, times, depth) == start + end

@@ -1,0 +1,155 @@
+"""The command `mlx-mtp serve`, and what it prints when it is ready."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from mlx_mtp import factories
+from mlx_mtp.backend import BackendInfo
+from mlx_mtp.config import EngineConfig, ServerConfig, from_options
+from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.memory import MemoryPlan
+    from mlx_mtp.engine.stats import EngineInfo
+    from mlx_mtp.models.loaded import LoadedModel
+
+CLOSED_PIPE_STATUS = 141
+"""What a shell reports for a program that SIGPIPE ended."""
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until a signal; then finish the running requests (see `server.serve.Server`)."""
+    check_serve(options)
+    info = factories.prepare(options, options.log_level)
+
+    from mlx_mtp.engine.build import prefix_store
+    from mlx_mtp.server.app import STOP_SECONDS, create_app
+    from mlx_mtp.server.auth import read_keys
+    from mlx_mtp.server.serve import bind, give_up, make_server, run, warn_if_open
+
+    keys = read_keys(options.api_key, options.api_key_file)
+    warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
+    # The port first: the user should not wait for a long load to learn that it is in use.
+    with bind(options.host, options.port) as sock:
+        loaded, tokenizer = factories.load(options, enable_mtp=options.enable_mtp, lazy=True)
+        # What can't fit, or a directory that can't be used, is an error before weights are read.
+        limits = from_options(EngineConfig, options, prefix_cache_size=0)
+        memory = plan_memory(loaded, options, limits)
+        limits = replace(limits, prefix_cache_size=memory.prefix_cache)
+        store = None
+        if options.prefix_cache_dir is not None:
+            size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
+            path = Path(options.prefix_cache_dir).expanduser()
+            store = prefix_store(loaded, limits, options.dtype, path, size)
+        loaded.read()
+        engine = factories.engine(loaded, tokenizer, options, limits, memory=memory, store=store)
+        config = from_options(
+            ServerConfig,
+            options,
+            model_name=options.served_model_name or model_name(options.model),
+            port=sock.getsockname()[1],
+            api_keys=keys,
+        )
+        app = create_app(engine, tokenizer, config, loaded.generation_config)
+        # What is loaded stays: garbage collections, which stop every thread, need not visit it.
+        gc.collect()
+        gc.freeze()
+        text = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
+        server = make_server(
+            app, log_level=options.log_level, on_ready=lambda: _print_or_discard(text)
+        )
+        ended = run(server, sock, lambda: engine.stop(STOP_SECONDS))
+    if not ended:
+        give_up("the engine's thread hangs and can't be ended")
+    return 0
+
+
+def plan_memory(
+    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
+) -> MemoryPlan:
+    """Share the memory out before any weight is read."""
+    from mlx_mtp.engine.build import plan_for
+    from mlx_mtp.machine import memory_limit, wire_memory
+
+    limit, vocab = memory_limit(options.memory_limit), options.mtp_draft_vocab
+    num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
+    plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
+    wire_memory(limit)
+    return plan
+
+
+def model_name(model: str | None) -> str:
+    """The served model's id without --served-model-name: the hub's, or the directory's name."""
+    if model is None:
+        return BUNDLED_NAME
+    # Not resolved: the user chose the name of a link.
+    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
+
+
+def banner(
+    config: ServerConfig,
+    loaded: LoadedModel,
+    engine: EngineInfo,
+    info: BackendInfo,
+    memory: Sequence[str],
+) -> str:
+    """Address, model, backend, memory plan (its lines) and a curl command to try."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+    depth = engine.num_draft_tokens
+    drafts = f"{depth} (follows measured cost and acceptance)"
+    if depth != "auto":
+        drafts = f"{depth} tokens per step"
+    drafts += f", head from {loaded.head_source}"
+    message = {"role": "user", "content": "Tell me a story."}
+    body = json.dumps({"model": config.model_name, "messages": [message]})
+    curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
+    if config.api_keys:
+        # Only the variable's name: this text ends up in logs and on shared screens.
+        curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
+    curl.append(f"-d {shlex.quote(body)}")
+    return (
+        f"\n  address  {address}\n"
+        f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
+        f"  backend  {info}\n"
+        f"  prefixes {_prefixes(engine)}\n"
+        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n"
+        f"  memory   {f'{chr(10)}           '.join(memory)}\n\n" + " \\\n  ".join(curl) + "\n"
+    )
+
+
+def _prefixes(engine: EngineInfo) -> str:
+    if not engine.prefix_cache_size:
+        return "not kept (--prefix-cache-size is 0)"
+    text = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
+    if (bits := engine.kv_cache_quantization) is not None:
+        text += f", in {bits} bits: answers that reuse them may differ slightly"
+    if engine.prefix_cache_dir is not None:
+        text += f"; up to {engine.prefix_cache_dir_size / 1e9:.2f} GB in {engine.prefix_cache_dir}"
+    return text
+
+
+def _print_or_discard(text: str) -> None:
+    """Print; if standard output is closed (`mlx-mtp serve | head`), discard all further output."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        discard(sys.stdout)
+
+
+def discard(*streams: TextIO) -> None:
+    """Redirect streams to nowhere: Python flushes what is left in them at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,106 @@
+"""What the documents say is what the code does, and each test that they name is there."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import flags_doc
+import pytest
+
+from benchmarks.memory_guide import tables
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.options import SERVE_FLAGS
+
+ROOT = Path(__file__).parents[1]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+FLAGS = {flag.name: flag for flag in SERVE_FLAGS}
+README = dict(
+    re.findall(r"^\| `(--[a-z-]+)(?: [^`]*)?` \| [^|]+ \| (.*?) \|$", text_of("README.md"), re.M)
+)
+# Of the other commands.
+OTHERS = {"--mlx-model-path", "--source-model", "--verify", "--force", "--dry-run"}
+OTHERS |= {"--write", "--offline"}
+
+
+def test_the_page_of_flags_is_made_from_the_flags():
+    made = flags_doc.page()
+    assert all(f"| `{name}" in made for name in FLAGS if name.startswith("-"))
+    assert text_of("docs/flags.md") == made, "run: python scripts/flags_doc.py > docs/flags.md"
+
+
+def test_readmes_table_of_flags():
+    assert len(README) >= 6
+    for name, default in README.items():
+        assert default.strip("`") == (FLAGS[name].shown_default or "off")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md", "docs/memory.md"])
+def test_no_page_names_a_flag_that_is_not_there(page):
+    named = set(re.findall(r"`(--[a-z-]+)", text_of(page)))
+    assert named, "a page without any flag is no page to check"
+    assert named <= FLAGS.keys() | OTHERS
+
+
+def test_the_tables_of_memory():
+    shown = text_of("docs/memory.md")
+    for table in tables(bits=4).split("\n\n"):
+        assert table in shown, "run: python -m benchmarks.memory_guide"
+
+
+def test_clients_lists_what_is_accepted_without_effect():
+    section = text_of("docs/clients.md").partition("### Accepted without effect\n")[2]
+    section = section.partition("\n### ")[0]
+    parameters = json.loads(text_of("tests/data/sdk_parameters.json"))
+    ignored = {
+        name
+        for reasons in parameters.values()
+        for reason, names in reasons.items()
+        if not reason.startswith("tests/")
+        for name in names
+    }
+    assert len(ignored) >= 20
+    for name in ignored:
+        path, _, value = name.partition("=")
+        kind = re.search(r"\(([a-z_]+)\)", path) if path.startswith("tools") else None
+        field = kind[1] if kind else re.sub(r"\[\]|\(.*?\)", "", path).rpartition(".")[2]
+        assert re.search(rf"`(?:[a-z_]+\.)*{field}\b", section), f"{field} is missing"
+        if value and value not in ("false", "true"):
+            assert re.search(rf"\b{value}\b", section), f"{value} of {field} is missing"
+
+
+def test_each_promise_has_tests_that_are_there():
+    promises, _, tests = text_of("docs/reliability.md").partition("\n## The test ")
+    rows = re.findall(r"^\| ([A-Z][0-9]+) \| (.+) \|$", tests, re.MULTILINE)
+    names = re.findall(r"^\| ([A-Z][0-9]+) \|", promises, re.MULTILINE)
+    assert len(names) >= 30
+    assert [promise for promise, _ in rows] == names
+    for promise, named in rows:
+        source = ""
+        for name in re.findall(r"`([^`]+)`", named):
+            if name.startswith("tests/"):
+                source = text_of(name)
+            else:
+                assert re.search(rf"^(?:async )?def {name}\(", source, re.MULTILINE), name
+        assert source, f"{promise}: a file comes first"
+
+
+def test_the_bounds_of_security():
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([0-9.]+) \| `([^`]+)` \|$", text_of("SECURITY.md"), re.MULTILINE
+    )
+    assert len(rows) >= 25
+    for what, bound, name in rows:
+        if name.startswith("--"):
+            value = FLAGS[name].default
+        elif name.startswith("config.ServerConfig."):
+            value = getattr(ServerConfig("m"), name.rpartition(".")[2])
+        else:
+            module, _, constant = name.rpartition(".")
+            value = getattr(importlib.import_module(f"mlx_mtp.{module}"), constant)
+        assert value == float(bound), what
