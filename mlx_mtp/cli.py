@@ -90,9 +90,9 @@ def serve(options: argparse.Namespace) -> int:
     factories.read_draft_vocab(options)
     info = backend.prepare()
 
+    from mlx_mtp.server.access import read_keys, warn_if_open
     from mlx_mtp.server.app import STOP_SECONDS, create_app
-    from mlx_mtp.server.auth import read_keys
-    from mlx_mtp.server.serve import bind, give_up, make_server, run, warn_if_open
+    from mlx_mtp.server.serve import bind, give_up, make_server, run
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))

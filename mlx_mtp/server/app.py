@@ -11,10 +11,9 @@ from fastapi import FastAPI
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server import http_errors
+from mlx_mtp.server.access import cors, host_check, key_check, known_names, origin_check
 from mlx_mtp.server.admission import AdmissionMiddleware
-from mlx_mtp.server.auth import key_check
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.hosts import cors, host_check, known_names, origin_check
 from mlx_mtp.server.http_errors import CheckMiddleware
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -22,8 +21,8 @@ from mlx_mtp.server.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
+# How long the engine's thread may take to end; one that hangs must not keep the process alive.
 STOP_SECONDS = 10.0
-"""How long the engine's thread may take to end; one that hangs must not keep the process alive."""
 
 
 def create_app(
@@ -31,11 +30,7 @@ def create_app(
 ) -> FastAPI:
     """Build the application; serving it starts the engine, and ending it stops the engine.
 
-    Args:
-        engine: not yet started.
-        tokenizer: the model's own.
-        config: how to answer.
-        defaults: the model's generation_config.json.
+    `defaults` is the model's generation_config.json.
     """
     context = Context(engine, tokenizer, config, defaults)
 
@@ -65,9 +60,7 @@ def create_app(
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
     names = known_names(config.host, config.allowed_hosts)
-    app.add_middleware(
-        AdmissionMiddleware, limiter=context.limiter, body_seconds=config.body_timeout
-    )
+    app.add_middleware(AdmissionMiddleware, limiter=context.limiter)
     app.add_middleware(CheckMiddleware, check=context.limiter.check)
     if config.api_keys:
         app.add_middleware(CheckMiddleware, check=key_check(config.api_keys))

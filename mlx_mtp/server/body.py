@@ -21,7 +21,12 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
+from mlx_mtp.errors import (
+    BodyTimeoutError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    UnsupportedMediaTypeError,
+)
 from mlx_mtp.server.fields import WireModel
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.text import cut, has_half_character
@@ -30,47 +35,53 @@ Model = TypeVar("Model", bound=WireModel)
 
 LARGE_BODY = 256 << 10
 """Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile."""
-_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 MAX_DEPTH = 256
 """Most objects and lists within each other, the body's own included."""
 MAX_PARTS = 1 << 17
 """Most objects, lists and strings (names included) of one body; those of agents have thousands."""
 MAX_ITEMS = 9 << 17
 """Most values of one body; numbers are cheap, and a prompt may be a million token ids."""
+_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 _SMALL = 64 << 10
 _one_at_a_time = threading.Lock()
 
 
-async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
+async def read_body(
+    request: Request, model: type[Model], max_bytes: int, max_seconds: float
+) -> Model:
     """Read, parse and validate the body.
 
     Raises:
         UnsupportedMediaTypeError: it is compressed, or not JSON by its Content-Type.
-        PayloadTooLargeError: it is longer than `max_bytes`.
+        PayloadTooLargeError, BodyTimeoutError: it is too long, or takes too long to arrive.
         InvalidRequestError, UnsupportedParameterError: it is no JSON object, or not this model's.
     """
     _check_headers(request.headers, max_bytes)
     body = bytearray()
-    # Counted as it comes: a Content-Length may be missing.
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_long(max_bytes)
+    try:
+        async with asyncio.timeout(max_seconds):
+            # Counted as it comes: a Content-Length may be missing.
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_long(max_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"The request's body did not arrive within {max_seconds:g} seconds."
+        ) from None
     if len(body) > LARGE_BODY:
         return await asyncio.to_thread(_validated, bytes(body), model)
     return _validated(bytes(body), model)
 
 
 def _validated(content: bytes, model: type[Model]) -> Model:
-    value = parse_json(content)
     try:
-        return model.model_validate(value)
+        return model.model_validate(parse_json(content))
     except ValidationError as error:
         raise from_validation(error) from None
 
 
 def _check_headers(headers: Headers, max_bytes: int) -> None:
-    """Reject what the headers alone show, before any of the body is read."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaTypeError(
@@ -140,8 +151,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 def _loads(text: str) -> Any:
     if len(text) <= _SMALL:
         return _DECODER.decode(text)
-    # Garbage collection would walk the new lists again and again, which took most of the time. The
-    # lock makes sure that it is on again in the end, and bounds the memory too.
+    # Garbage collections would walk the new lists again and again, which took most of the time.
+    # The lock makes sure that they are on again in the end, and bounds the memory too.
     with _one_at_a_time:
         gc.disable()
         try:
@@ -151,10 +162,7 @@ def _loads(text: str) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """Count what stands outside of strings.
-
-    Only the start of the text up to its first error counts right: the parser comes no further.
-    """
+    # Only the start of the text up to its first error counts right: the parser comes no further.
     # What is escaped ends no string; in valid JSON there are backslashes in strings alone.
     plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     parts = plain.count(b'"') // 2

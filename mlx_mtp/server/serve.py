@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
 import os
+import queue
 import resource
 import socket
 import sys
-import time
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,21 +22,19 @@ import uvicorn
 from fastapi import FastAPI
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.server.background_log import BackgroundLog
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.hosts import ANY, is_loopback
 from mlx_mtp.server.http_protocol import LimitedProtocol
 
 logger = logging.getLogger(__name__)
 
+# How long clients may take to read the error that ended their response.
 FLUSH_SECONDS = 5
-"""How long clients may take to read the error that ended their response."""
+# After this time a thread that builds a step in Python lets the event loop go on, which needs the
+# interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step.
 SWITCH_SECONDS = 0.001
-"""After this time a thread that builds a step in Python lets the event loop go on, which needs the
-interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step."""
 _BACKLOG = 2048
-_SPARE_FILES = 64
-"""Files that are open beside the clients' connections."""
+_SPARE_FILES = 64  # Open beside the clients' connections.
+_LOGGERS = ("", "uvicorn", "uvicorn.access")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,23 +56,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
-    """Log a warning if a server without a key can be used from elsewhere."""
-    if has_key:
-        return
-    if not is_loopback(host):
-        logger.warning(
-            "Everyone who can reach %s on the network can use this server: it has no key. Add "
-            "--api-key or --api-key-file, or leave out --host.",
-            host,
-        )
-    if ANY in cors_origins:
-        logger.warning(
-            "Every web page that a browser on this machine opens can use this server: it has no "
-            "key, and --cors-origin is *. Name the origins, or add --api-key."
-        )
-
-
 class Server(uvicorn.Server):
     """uvicorn, which calls `on_ready` when it takes requests, and drains when it is stopped.
 
@@ -89,18 +72,15 @@ class Server(uvicorn.Server):
         self._dispatcher = context.dispatcher
         self._drain_timeout = context.config.drain_timeout
         self._on_ready = on_ready
-        self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; uvicorn's own handler would raise it again at the end."""
         if self.should_exit:
             self.force_exit = True
-        elif self._drain_until is not None:
+        elif self._limiter.draining:
             self.should_exit = True
         else:
-            self._drain_until = time.monotonic() + self._drain_timeout
-            self._limiter.drain_seconds = self._drain_timeout
-            self._limiter.draining = True
+            self._limiter.drain(self._drain_timeout)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -109,17 +89,12 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether to shut down."""
-        if await super().on_tick(counter):
-            return True
-        if self._drain_until is None:
-            return False
-        limiter = self._limiter
-        limiter.drain_seconds = self._drain_until - time.monotonic()
-        return limiter.drain_seconds <= 0 or (limiter.held == 0 and limiter.num_open == 0)
+        drained = self._limiter.drain_seconds <= 0 or not self.server_state.tasks
+        return await super().on_tick(counter) or (self._limiter.draining and drained)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: open requests end with an error that says why."""
-        self._limiter.draining = True
+        self._limiter.drain(0.0)
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
@@ -139,13 +114,9 @@ def make_server(
     settings = context.config
     # As many as can be held, and some beside them for monitoring.
     wanted = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
+    most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
     # Other implementations than h11's, where they are installed, lack the limits.
-    protocol: Any = partial(
-        LimitedProtocol,
-        settings,
-        context.limiter,
-        min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES),
-    )
+    protocol: Any = partial(LimitedProtocol, settings, context.limiter, most)
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -201,3 +172,49 @@ def _file_limit(wanted: int) -> int:
         logger.warning("The limit of open files stays at %d.", soft)
         return soft
     return aim
+
+
+class BackgroundLog:
+    """A thread that writes log records; more than `capacity` waiting ones are dropped.
+
+    A pipe that nobody empties, or a terminal stopped with ctrl-S, blocks any thread that writes.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def attached(self, names: Iterable[str] = _LOGGERS) -> Iterator[None]:
+        """Within it, the handlers of these loggers write in the background."""
+        before = {name: logging.getLogger(name).handlers for name in names}
+        for name, handlers in before.items():
+            logging.getLogger(name).handlers = [self._queued(each) for each in handlers]
+        try:
+            yield
+        finally:
+            for name, handlers in before.items():
+                logging.getLogger(name).handlers = handlers
+
+    def close(self, seconds: float = 1.0) -> bool:
+        """Write what waits, for so long at most; returns whether all of it was written."""
+        try:
+            self._waiting.put(None, timeout=seconds)
+        except queue.Full:
+            return False
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _write(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            write()
+
+    def _queued(self, handler: logging.Handler) -> logging.Handler:
+        def emit(record: logging.LogRecord) -> None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(partial(handler.handle, record))
+
+        queued = logging.Handler(handler.level)
+        queued.emit = emit  # type: ignore[method-assign]
+        return queued

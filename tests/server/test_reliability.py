@@ -35,8 +35,7 @@ REJECTED = "mlx_mtp:requests_rejected_total"
 class Valve:
     """A script that is silent until it is opened."""
 
-    def __init__(self) -> None:
-        self.is_open = False
+    is_open = False
 
     def __call__(self, _: Request) -> Iterator[Output]:
         while not self.is_open:
@@ -74,8 +73,7 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait(path: str) -> None:
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert refused.json()["error"].get("code", "rate_limit_exceeded") == "rate_limit_exceeded"
         assert len(engine.submitted) == 3
-        for other in ("/health", "/v1/models"):
-            assert client.get(other).status_code == 200
+        assert client.get("/v1/models").status_code == 200
         assert samples(client)[f"{REJECTED}{{reason=queue_full}}"] == 1
         assert samples(client)[HELD] == 3
         valve.is_open = True
@@ -119,7 +117,7 @@ def test_places_come_back_from_requests_that_fail_or_leave(serve: Serve) -> None
     valve = Valve()
     engine = small(valve)
     with serve(engine, max_queue=1) as client:
-        for turn in range(1, 6):
+        for turn in range(1, 4):
             assert post(client, n=2, max_tokens=5000).status_code == 400
             assert post(client, n=2, stop=["x"] * 999).status_code == 400
             leaving = json.dumps(GOOD[CHAT] | {"n": 2}).encode()
@@ -164,10 +162,11 @@ def test_a_request_that_takes_too_long_is_a_504_and_its_rows_are_freed() -> None
                 assert late.json()["error"]["type"] == "timeout_error"
                 assert engine.wait_for(lambda: not engine.running)
         assert samples(client)["mlx_mtp:request_timeouts_total"] == 8
-    assert len(engine.cancelled) == 8
-    # Tokens that keep coming do not put off the end.
-    with in_process(FakeEngine(endless(40)), request_timeout=0.04) as client:
+        # Tokens that keep coming do not put off the end.
+        engine.script = endless(40)
         assert post(client).status_code == 504
+        assert engine.wait_for(lambda: not engine.running)
+    assert len(engine.cancelled) == 9
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_event() -> None:
@@ -204,12 +203,11 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
             assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert refused.headers["connection"] == "close"
             assert "shutting down" in error_of(refused, path)
-        assert post(client, MESSAGES).json()["error"]["type"] == "overloaded_error"
         health = client.get("/health")
         assert health.status_code == 503
         assert health.json()["status"] == "draining"
         assert "2 answers" in health.json()["reason"]
-        assert samples(client)[f"{REJECTED}{{reason=draining}}"] == 6
+        assert samples(client)[f"{REJECTED}{{reason=draining}}"] == 5
         valve.is_open = True
         assert all(job.result().json()["choices"] for job in running)
         wait_until(lambda: is_closed(client))
@@ -278,14 +276,10 @@ def test_a_hang_is_told_and_new_requests_are_refused_until_it_is_over() -> None:
         assert text.endswith("data: [DONE]\n\n")
         assert '"error"' not in text
         assert post(client).status_code == 200
-
-
-def test_an_engine_that_is_dead_for_good_refuses_before_the_body() -> None:
-    engine = FakeEngine(answer([300]))
-    with in_process(engine) as client:
+        # Dead for good: refused before the body is looked at.
         engine.unhealthy_reason = "the engine's thread died: RuntimeError: a bug"
         refused = client.post(CHAT, content=b"{")
         assert refused.status_code == 503
         assert "a bug" in error_of(refused, CHAT)
-        assert samples(client)[f"{REJECTED}{{reason=engine}}"] == 1
+        assert samples(client)[f"{REJECTED}{{reason=engine}}"] == 2
         assert client.get("/health").json()["reason"] == engine.unhealthy_reason
