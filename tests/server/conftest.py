@@ -32,6 +32,9 @@ class Served(httpx.Client):
         return self.base_url.host, self.base_url.port or 0
 
 
+Serve = Callable[..., contextlib.AbstractContextManager[Served]]
+
+
 @cache
 def library_tokenizer() -> Any:
     """The bundled tokenizer as transformers has it."""
@@ -45,9 +48,6 @@ def tokenizer_with(template: str) -> Tokenizer:
     inner = copy.copy(library_tokenizer())
     inner.chat_template = template
     return Tokenizer(inner, "the test's model")
-
-
-Serve = Callable[..., contextlib.AbstractContextManager[Served]]
 
 
 @pytest.fixture(scope="session")
@@ -71,17 +71,17 @@ def serve(tokenizer: Tokenizer) -> Serve:
         app = create_app(engine, tokenizer, config, defaults or {})
         ready = threading.Event()
         server = make_server(app, log_level="critical", on_ready=ready.set)
-        sock = bind("127.0.0.1", 0)
-        port = sock.getsockname()[1]
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            assert ready.wait(30)
-            with Served(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-                client.server = server
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+        with bind("127.0.0.1", 0) as sock:
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+            thread.start()
+            try:
+                assert ready.wait(30)
+                with Served(base_url=url, timeout=30) as client:
+                    client.server = server
+                    yield client
+            finally:
+                server.should_exit = True
+                thread.join()
 
     return serving

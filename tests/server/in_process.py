@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.app import create_app
@@ -21,6 +20,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 HI = [{"role": "user", "content": "hi"}]
+# A good body for each route that takes one.
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": HI},
     TEXT: {"model": MODEL, "prompt": "hi"},
@@ -30,7 +30,6 @@ GOOD: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "hi"},
     DETOKENIZE: {"tokens": [300]},
 }
-"""A good body for each route that takes one."""
 GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
 PATIENCE = 60
 
@@ -38,8 +37,8 @@ PATIENCE = 60
 class _Bridge(httpx.BaseTransport):
     """Runs each request on the application's event loop, which is in another thread."""
 
-    def __init__(self, app: FastAPI, loop: asyncio.AbstractEventLoop) -> None:
-        self._inner = httpx.ASGITransport(app, raise_app_exceptions=False)
+    def __init__(self, inner: httpx.ASGITransport, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner = inner
         self._loop = loop
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -72,8 +71,9 @@ def in_process(
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
     assert ready.wait(PATIENCE)
+    bridge = _Bridge(httpx.ASGITransport(app, raise_app_exceptions=False), loop)
     try:
-        with httpx.Client(transport=_Bridge(app, loop), base_url="http://localhost") as client:
+        with httpx.Client(transport=bridge, base_url="http://localhost") as client:
             yield client
     finally:
         loop.call_soon_threadsafe(done.set)
