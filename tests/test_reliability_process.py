@@ -83,26 +83,20 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log:
 
 
 @pytest.mark.full
-def test_at_the_limit_of_the_drain_streams_end_with_an_error() -> None:
-    with running("--drain-timeout", "0.5") as server:
+@pytest.mark.parametrize(("drain_timeout", "signals"), [("0.5", 1), ("1000", 2)])
+def test_at_the_limit_and_at_a_second_signal_streams_end_with_an_error(
+    drain_timeout: str, signals: int
+) -> None:
+    with running("--drain-timeout", drain_timeout) as server:
         lines = events(server)
         next(lines)
         server.process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            wait_until_unhealthy(server)
+            server.process.send_signal(signal.SIGTERM)
         *_, error, done = lines
         assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
         assert done == "data: [DONE]"
-        assert server.process.wait(60) == 0
-
-
-@pytest.mark.full
-def test_a_second_signal_ends_at_once() -> None:
-    with running("--drain-timeout", "1000") as server:
-        lines = events(server)
-        next(lines)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until_unhealthy(server)
-        server.process.send_signal(signal.SIGTERM)
-        assert "shutting down" in [*lines][-2]
         assert server.process.wait(60) == 0
 
 

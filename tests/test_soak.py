@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -36,10 +36,9 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1},
 )
-Wanted = dict[str, Any]
 
 
-def wanted(number: int) -> Wanted:
+def wanted(number: int) -> dict[str, Any]:
     """One of 18 requests, of 6 to 57 tokens."""
     question = QUESTIONS[number % len(QUESTIONS)]
     sampling = SAMPLING[number // len(QUESTIONS) % len(SAMPLING)]
@@ -47,16 +46,16 @@ def wanted(number: int) -> Wanted:
     return {"model": MODEL, "messages": messages, "max_tokens": 6 + 3 * number, **sampling}
 
 
-async def answer(
-    http: httpx.AsyncClient, body: Wanted, stream: bool = False, stop_after: int | None = None
-) -> str | None:
+async def whole(http: httpx.AsyncClient, number: int) -> str | None:
+    answer = await http.post(CHAT, json=wanted(number))
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def streamed(http: httpx.AsyncClient, number: int, stop_after: int | None) -> str | None:
     """The text; None for a stream that was left after some events."""
-    if not stream:
-        whole = await http.post(CHAT, json=body)
-        assert whole.status_code == 200, whole.text
-        return whole.json()["choices"][0]["message"]["content"]
     text, seen = "", 0
-    async with http.stream("POST", CHAT, json={**body, "stream": True}) as events:
+    async with http.stream("POST", CHAT, json={**wanted(number), "stream": True}) as events:
         assert events.status_code == 200
         async for line in events.aiter_lines():
             if line == "data: [DONE]":
@@ -72,84 +71,80 @@ async def answer(
     raise AssertionError("the stream broke off")
 
 
-@dataclass
-class Load:
-    """Clients, the requests that they make, and what comes of them."""
-
-    server: Server
-    clients: int
-    numbers: range
-    expected: dict[int, str | None] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.clients)
-        return httpx.AsyncClient(base_url=self.server.url, limits=limits, timeout=300)
-
-    async def alone(self) -> dict[int, str | None]:
-        async with self.client() as http:
-            return {number: await answer(http, wanted(number)) for number in self.numbers}
-
-    async def one(self, http: httpx.AsyncClient, choose: random.Random) -> str:
-        """Make a request of a random kind; what came of it."""
-        number, kind = choose.choice(self.numbers), choose.random()
-        body = wanted(number)
-        if kind < 0.05:
-            refused = await http.post(CHAT, json={**body, "temperature": -1})
-            assert refused.status_code == 400
-            return "refused"
-        if kind < 0.25:
-            try:
-                async with asyncio.timeout(choose.uniform(0, 1.5)):
-                    text = await answer(http, body)
-            except TimeoutError:
-                return "left"
-        else:
-            stop_after = choose.randrange(1, 30) if kind < 0.45 else None
-            text = await answer(http, body, kind < 0.7, stop_after)
-        assert text in (None, self.expected[number]), f"request {number}"
-        return "left" if text is None else "completed"
-
-    async def run(self, seconds: float, seed: int) -> None:
-        """All clients, until the time is over; what has begun is finished."""
-        until = time.monotonic() + seconds
-
-        async def client(number: int) -> None:
-            choose = random.Random(1000 * seed + number)
-            while time.monotonic() < until:
-                self.counts[await self.one(http, choose)] += 1
-
-        async with self.client() as http, asyncio.TaskGroup() as group:
-            for number in range(self.clients):
-                group.create_task(client(number))
+async def one(http: httpx.AsyncClient, expected: dict[int, str | None], choose: Any) -> str:
+    """Make a request of a random kind; what came of it."""
+    number, kind = choose.choice([*expected]), choose.random()
+    if kind < 0.05:
+        refused = await http.post(CHAT, json={**wanted(number), "temperature": -1})
+        assert refused.status_code == 400
+        return "refused"
+    try:
+        async with asyncio.timeout(choose.uniform(0, 1.5) if kind < 0.25 else None):
+            if kind < 0.25 or kind > 0.7:
+                text = await whole(http, number)
+            else:
+                text = await streamed(
+                    http, number, choose.randrange(1, 30) if kind < 0.45 else None
+                )
+    except TimeoutError:
+        text = None
+    assert text in (None, expected[number]), f"request {number}"
+    return "left" if text is None else "completed"
 
 
-def soak(load: Load, warm_up: float, seconds: float) -> float:
+async def load(
+    server: Server, clients: int, expected: dict[int, str | None], seconds: float, seed: int
+) -> Counter[str]:
+    """All clients, until the time is over; what has begun is finished. What came of it."""
+    until = time.monotonic() + seconds
+    counts = Counter[str]()
+
+    async def client(number: int) -> None:
+        choose = random.Random(1000 * seed + number)
+        while time.monotonic() < until:
+            counts[await one(http, expected, choose)] += 1
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+    async with (
+        httpx.AsyncClient(base_url=server.url, limits=limits, timeout=300) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(clients):
+            group.create_task(client(number))
+    return counts
+
+
+async def alone(server: Server, numbers: Sequence[int]) -> dict[int, str | None]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
+        return {number: await whole(http, number) for number in numbers}
+
+
+def soak(
+    server: Server, clients: int, numbers: Sequence[int], warm_up: float, seconds: float
+) -> float:
     """How much more memory the server has after it than after the warm-up."""
-    server = load.server
     restarts = server.metric("engine_restarts_total")
-    load.expected = asyncio.run(load.alone())
-    asyncio.run(load.run(warm_up, seed=1))
+    expected = asyncio.run(alone(server, numbers))
+    asyncio.run(load(server, clients, expected, warm_up, seed=1))
     server.wait_until_empty()
     before = server.resident_bytes
-    load.counts.clear()
-    asyncio.run(load.run(seconds, seed=2))
+    counts = asyncio.run(load(server, clients, expected, seconds, seed=2))
     server.wait_until_empty()
     after = server.resident_bytes
     MEASURED.append(
-        f"soak of {seconds:g} s with {load.clients} clients: {dict(load.counts)}; resident "
+        f"soak of {seconds:g} s with {clients} clients: {dict(counts)}; resident "
         f"{before / 2**20:.0f} MiB before, {after / 2**20:.0f} after"
     )
-    assert load.counts["completed"] > 0
-    assert load.counts["left"] > 0
+    assert counts["completed"] > 0
+    assert counts["left"] > 0
     assert server.metric("engine_restarts_total") == restarts
     assert server.http.get("/health").status_code == 200
-    assert asyncio.run(load.alone()) == load.expected
+    assert asyncio.run(alone(server, numbers)) == expected
     return after / before
 
 
 def test_a_short_soak(mtp_server: Server) -> None:
-    soak(Load(mtp_server, clients=16, numbers=range(0, 18, 5)), warm_up=0.0, seconds=1.0)
+    soak(mtp_server, clients=16, numbers=range(0, 18, 5), warm_up=0.0, seconds=1.0)
 
 
 @pytest.mark.full
@@ -157,7 +152,7 @@ def test_a_short_soak(mtp_server: Server) -> None:
 def test_soak() -> None:
     with running("--enable-mtp", "--dtype", "float32") as server:
         seconds = float(os.environ.get("SOAK_SECONDS", "180"))
-        growth = soak(Load(server, clients=64, numbers=range(18)), warm_up=60.0, seconds=seconds)
+        growth = soak(server, clients=64, numbers=range(18), warm_up=60.0, seconds=seconds)
         assert growth <= 1.05
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

@@ -5,9 +5,6 @@ whatever a web page brings. Two checks keep such pages out. The Origin header na
 sent a request; only pages of the server's own address and those of --cors-origin are served. A page
 can make itself "of the server's own address" by letting its own name point to 127.0.0.1 (DNS
 rebinding), so the name in the Host header must be one that the server knows.
-
-A check raises an error for an HTTP request that may not pass; `http_errors.CheckMiddleware`
-answers with it.
 """
 
 from __future__ import annotations
@@ -32,10 +29,11 @@ from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
 
+# Raises an error for an HTTP request that may not pass; for `http_errors.CheckMiddleware`.
 Check = Callable[[Scope], None]
 
+# Agents ask / whether a server is there, and load balancers /health; neither reveals more.
 OPEN_PATHS = frozenset({"/", "/health", "/health/"})
-"""Agents ask / whether a server is there, and load balancers /health; neither reveals more."""
 ANY = "*"
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -48,12 +46,9 @@ def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
         UsageError: the file can't be read, has no key, or has one that no client could send.
     """
     keys = [] if key is None else [key]
-    if file is not None:
-        keys += _keys_in(Path(file).expanduser())
-    return tuple(dict.fromkeys(keys))
-
-
-def _keys_in(path: Path) -> list[str]:
+    if file is None:
+        return tuple(keys)
+    path = Path(file).expanduser()
     try:
         text = path.read_text("utf-8")
         mode = path.stat().st_mode
@@ -63,18 +58,15 @@ def _keys_in(path: Path) -> list[str]:
         raise UsageError(f"--api-key-file {path} is not valid UTF-8.") from None
     if mode & stat.S_IROTH:
         logger.warning("Every user of this machine can read %s; chmod 600 it.", path)
-    keys = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        key = line.strip()
-        if not key or key.startswith("#"):
-            continue
-        fault = key_fault(key)
+    lines = {number: line.strip() for number, line in enumerate(text.split("\n"), start=1)}
+    found = {number: line for number, line in lines.items() if line and not line.startswith("#")}
+    for number, line in found.items():
+        fault = key_fault(line)
         if fault is not None:
             raise UsageError(f"--api-key-file {path}: the key in line {number} {fault}.")
-        keys.append(key)
-    if not keys:
+    if not found:
         raise UsageError(f"--api-key-file {path} has no key: write one per line.")
-    return keys
+    return tuple(dict.fromkeys([*keys, *found.values()]))
 
 
 def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
@@ -120,8 +112,7 @@ def key_check(api_keys: Sequence[str]) -> Check:
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The names that the Host header may have: --host, this machine's own name if other machines
-    reach that address, and `more` (--allowed-host)."""
+    """For the Host header: --host, `more`, and this machine's name if others reach that address."""
     names = {"localhost", host.lower(), *more}
     if not _is_loopback(host):
         full = socket.gethostname().lower()
@@ -130,22 +121,24 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
     return frozenset(names - {""})
 
 
-def host_check(names: frozenset[str]) -> Check:
-    """A ForbiddenError where the Host header names another server.
+def host_check(host: str, more: Iterable[str]) -> Check:
+    """A ForbiddenError where the Host header has none of `known_names`.
 
     Addresses always pass: a browser sends one only if the page itself came from there. So do
     requests without the header, which HTTP/1.0 has; every browser sends it. The status is not 421
     (misdirected request), on which browsers try again by themselves.
     """
 
+    names = known_names(host, more)
+
     def check(scope: Scope) -> None:
-        host = Headers(scope=scope).get("host")
-        if host is None or ANY in names:
+        given = Headers(scope=scope).get("host")
+        if given is None or ANY in names:
             return
-        name, _ = _host_and_port(host, 0) or ("", 0)
+        name, _ = _host_and_port(given, 0) or ("", 0)
         if not name or (name not in names and _address(name) is None):
             raise ForbiddenError(
-                f"This server does not answer to the name {cut(host)!r}. If it is yours, start "
+                f"This server does not answer to the name {cut(given)!r}. If it is yours, start "
                 f"the server with --allowed-host {cut(name or 'NAME')}."
             )
 
@@ -189,11 +182,9 @@ def cors(app: ASGIApp, origins: Iterable[str]) -> CORSMiddleware:
 
 def _is_same(origin: str, host: str | None) -> bool:
     scheme, _, rest = origin.partition("://")
-    default = _DEFAULT_PORTS.get(scheme)
-    if host is None or default is None:
-        return False
-    own = _host_and_port(host, default)
-    return own is not None and own == _host_and_port(rest, default)
+    default = _DEFAULT_PORTS.get(scheme, 0)
+    page = _host_and_port(rest, default)
+    return default > 0 and page is not None and page == _host_and_port(host or "", default)
 
 
 def _host_and_port(host: str, default: int) -> tuple[str, int] | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from mlx_mtp.errors import (
     DrainingError,
@@ -92,12 +92,13 @@ class RequestLimiter:
         self._drain_until = self._clock() + seconds
 
     @property
-    def draining(self) -> bool:
-        return self._drain_until < math.inf
+    def drain_seconds(self) -> float:
+        """What is left of the drain; infinite before it."""
+        return self._drain_until - self._clock()
 
     @property
-    def drain_seconds(self) -> float:
-        return self._drain_until - self._clock()
+    def draining(self) -> bool:
+        return self._drain_until < math.inf
 
     def check(self, scope: Scope) -> None:
         """Raise for an HTTP request that can't be served now, by its method and path."""
@@ -163,17 +164,3 @@ class RequestLimiter:
 
 def _retry(seconds: float) -> int:
     return min(max(math.ceil(seconds), MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-
-
-class AdmissionMiddleware:
-    """Frees the slots of each request at its end."""
-
-    def __init__(self, app: ASGIApp, limiter: RequestLimiter) -> None:
-        self._app = app
-        self._limiter = limiter
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._limiter.release(scope)

@@ -11,8 +11,7 @@ from fastapi import FastAPI
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server import http_errors
-from mlx_mtp.server.access import cors, host_check, key_check, known_names, origin_check
-from mlx_mtp.server.admission import AdmissionMiddleware
+from mlx_mtp.server.access import cors, host_check, key_check, origin_check
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_errors import CheckMiddleware
 from mlx_mtp.server.routes import ROUTES
@@ -59,13 +58,12 @@ def create_app(
     http_errors.install(app)
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
-    names = known_names(config.host, config.allowed_hosts)
-    app.add_middleware(AdmissionMiddleware, limiter=context.limiter)
-    app.add_middleware(CheckMiddleware, check=context.limiter.check)
+    limiter = context.limiter
+    app.add_middleware(CheckMiddleware, check=limiter.check, at_end=limiter.release)
     if config.api_keys:
         app.add_middleware(CheckMiddleware, check=key_check(config.api_keys))
     if config.cors_origins:
         app.add_middleware(cors, origins=config.cors_origins)
     app.add_middleware(CheckMiddleware, check=origin_check(config.cors_origins))
-    app.add_middleware(CheckMiddleware, check=host_check(names))
+    app.add_middleware(CheckMiddleware, check=host_check(config.host, config.allowed_hosts))
     return app

@@ -71,20 +71,32 @@ def error_response(
 
 
 class CheckMiddleware:
-    """Answers with the error that `check` raises; pure ASGI, so that streams pass untouched."""
+    """Answers with the error that `check` raises, and calls `at_end` after each response.
 
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
+    Pure ASGI, so that streams pass untouched.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        check: Callable[[Scope], None],
+        at_end: Callable[[Scope], None] = lambda _: None,
+    ) -> None:
         self._app = app
         self._check = check
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http":
-            try:
+        try:
+            if scope["type"] == "http":
                 self._check(scope)
-            except MlxMtpError as error:
-                app = error_response(error, scope["path"])
-        await app(scope, receive, send)
+        except MlxMtpError as error:
+            app = error_response(error, scope["path"])
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._at_end(scope)
 
 
 def from_validation(error: ValidationError) -> RequestError:
@@ -110,10 +122,9 @@ def install(app: FastAPI) -> None:
 
 
 def _shown(error: Exception) -> MlxMtpError:
-    """What a client is shown: the text of an unexpected error belongs in the log alone."""
-    return (
-        error if isinstance(error, MlxMtpError) else MlxMtpError("The server failed; see its log.")
-    )
+    if isinstance(error, MlxMtpError):
+        return error
+    return MlxMtpError("The server failed; see its log.")  # What it is, is for the log alone.
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -97,7 +97,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._become_idle()
+        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._close_idle_one():
             self.app = self._reject
 
@@ -124,7 +124,7 @@ class LimitedProtocol(H11Protocol):
             self._answer_and_close(InvalidRequestError("The request ended before it was complete."))
 
     def on_response_complete(self) -> None:
-        self._become_idle()
+        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         # This may begin the next request, if it has arrived already.
         super().on_response_complete()
         self._update_busy()
@@ -167,9 +167,6 @@ class LimitedProtocol(H11Protocol):
     def _update_busy(self) -> None:
         if self._busy:
             self._stop_timer("idle")
-
-    def _become_idle(self) -> None:
-        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
 
     def _end_idle(self) -> None:
         """Close: there is no head or not all of it, an unread body, or an untaken response."""
