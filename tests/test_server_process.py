@@ -1,64 +1,26 @@
-"""A real server process on the bundled model: depths, prefixes, enforced calls, reasoning."""
+"""A real server process on the bundled model: depths, prefixes, enforced calls, reasoning.
+
+That many requests at once equal one at a time: tests/test_soak.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.process import CHAT, MODEL, STORY, Server
 
 DATA = Path(__file__).parent / "data" / "demo_prompts.json"
 WEATHER = json.loads(DATA.read_text())["weather_tool"]
-QUESTIONS = (STORY, "What is the capital of France?", "Sort these words: pear, apple, fig.")
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
-SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
-NUCLEUS: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 6, "max_tokens": 60}
 
 
 def chat(server: Server, text: str, **fields: Any) -> Any:
     messages = [{"role": "user", "content": text}]
     fields = {"max_tokens": 200, "temperature": 0} | fields
     return server.client.chat.completions.create(model=MODEL, messages=messages, **fields)
-
-
-def whole(server: Server, text: str, **fields: Any) -> str:
-    return chat(server, text, **fields).choices[0].message.content
-
-
-def streamed(server: Server, text: str, **fields: Any) -> str:
-    chunks = chat(server, text, stream=True, **fields)
-    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-
-
-@pytest.mark.parametrize(
-    "sampling", [(GREEDY, SEEDED), pytest.param((NUCLEUS,), marks=pytest.mark.full)]
-)
-def test_many_at_once_equal_one_at_a_time_without_drafts(
-    mtp_server: Server, sampling: tuple[dict[str, Any], ...]
-) -> None:
-    """Whole and streamed, at a depth of the server's choice, without drafts, and at a fixed one.
-
-    What a server without MTP answers: tests/test_reliability_process.py.
-    """
-    wanted = [(text, options) for text in QUESTIONS for options in sampling]
-    extra = {"mtp": {"num_draft_tokens": 0}, "cache_salt": "alone"}
-    alone = [whole(mtp_server, text, extra_body=extra, **options) for text, options in wanted]
-    assert "Anna" in alone[0]
-    depths = (None, 0, 4)
-    jobs = []
-    with ThreadPoolExecutor(24) as pool:
-        for number, ((text, options), depth) in enumerate(itertools.product(wanted, depths)):
-            extra = {} if depth is None else {"mtp": {"num_draft_tokens": depth}}
-            way = (whole, streamed)[number % 2]
-            jobs.append(pool.submit(way, mtp_server, text, extra_body=extra, **options))
-    assert [job.result() for job in jobs] == [text for text in alone for _ in depths]
-    assert mtp_server.metric("spec_decode_num_accepted_tokens_total") > 0
 
 
 def test_a_request_chooses_its_own_depth(mtp_server: Server) -> None:

@@ -1,5 +1,8 @@
 """Many clients at once, some of whom leave: nothing is left over, nothing differs, nothing leaks.
 
+Each request has a depth of the server's choice or a fixed one, and is streamed or whole; its answer
+is that of plain decoding. What a server without MTP answers: tests/test_reliability_process.py.
+
 The full form has 64 clients and takes `SOAK_SECONDS` from the environment, 180 by default; 1800 is
 the promise of docs/reliability.md.
 """
@@ -36,26 +39,33 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1},
 )
+DEPTHS: tuple[dict[str, Any], ...] = (
+    {},
+    {"mtp": {"num_draft_tokens": 0}},
+    {"mtp": {"num_draft_tokens": 4}},
+)
 
 
-def wanted(number: int) -> dict[str, Any]:
+def wanted(number: int, **fields: Any) -> dict[str, Any]:
     """One of 18 requests, of 6 to 57 tokens."""
     question = QUESTIONS[number % len(QUESTIONS)]
     sampling = SAMPLING[number // len(QUESTIONS) % len(SAMPLING)]
-    messages = [{"role": "user", "content": question}]
-    return {"model": MODEL, "messages": messages, "max_tokens": 6 + 3 * number, **sampling}
+    fields["messages"] = [{"role": "user", "content": question}]
+    return {"model": MODEL, "max_tokens": 6 + 3 * number, **sampling, **fields}
 
 
-async def whole(http: httpx.AsyncClient, number: int) -> str | None:
-    answer = await http.post(CHAT, json=wanted(number))
+async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+    answer = await http.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
 
 
-async def streamed(http: httpx.AsyncClient, number: int, stop_after: int | None) -> str | None:
+async def streamed(
+    http: httpx.AsyncClient, body: dict[str, Any], stop_after: int | None
+) -> str | None:
     """The text; None for a stream that was left after some events."""
     text, seen = "", 0
-    async with http.stream("POST", CHAT, json={**wanted(number), "stream": True}) as events:
+    async with http.stream("POST", CHAT, json={**body, "stream": True}) as events:
         assert events.status_code == 200
         async for line in events.aiter_lines():
             if line == "data: [DONE]":
@@ -78,14 +88,14 @@ async def one(http: httpx.AsyncClient, expected: dict[int, str | None], choose: 
         refused = await http.post(CHAT, json={**wanted(number), "temperature": -1})
         assert refused.status_code == 400
         return "refused"
+    body = wanted(number, **choose.choice(DEPTHS))
+    stop_after = choose.randrange(1, 30) if kind < 0.45 else None
     try:
         async with asyncio.timeout(choose.uniform(0, 1.5) if kind < 0.25 else None):
-            if kind < 0.25 or kind > 0.7:
-                text = await whole(http, number)
+            if 0.25 <= kind < 0.7:
+                text = await streamed(http, body, stop_after)
             else:
-                text = await streamed(
-                    http, number, choose.randrange(1, 30) if kind < 0.45 else None
-                )
+                text = await whole(http, body)
     except TimeoutError:
         text = None
     assert text in (None, expected[number]), f"request {number}"
@@ -116,7 +126,8 @@ async def load(
 
 async def alone(server: Server, numbers: Sequence[int]) -> dict[int, str | None]:
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
-        return {number: await whole(http, number) for number in numbers}
+        own = {**DEPTHS[1], "cache_salt": "alone"}
+        return {number: await whole(http, wanted(number, **own)) for number in numbers}
 
 
 def soak(
@@ -138,6 +149,7 @@ def soak(
     assert counts["completed"] > 0
     assert counts["left"] > 0
     assert server.metric("engine_restarts_total") == restarts
+    assert server.metric("spec_decode_num_accepted_tokens_total") > 0
     assert server.http.get("/health").status_code == 200
     assert asyncio.run(alone(server, numbers)) == expected
     return after / before

@@ -33,16 +33,15 @@ from mlx_mtp.server.text import cut, has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
 
+# Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile.
 LARGE_BODY = 256 << 10
-"""Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile."""
-MAX_DEPTH = 256
-"""Most objects and lists within each other, the body's own included."""
-MAX_PARTS = 1 << 17
-"""Most objects, lists and strings (names included) of one body; those of agents have thousands."""
-MAX_ITEMS = 9 << 17
-"""Most values of one body; numbers are cheap, and a prompt may be a million token ids."""
+MAX_DEPTH = 256  # Most objects and lists within each other, the body's own included.
+MAX_PARTS = 1 << 17  # Most objects, lists and strings (names included); agents send thousands.
+MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a million token ids.
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 _SMALL = 64 << 10
+_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # 1 more than what they change.
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _one_at_a_time = threading.Lock()
 
 
@@ -92,14 +91,13 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     if given is not None:
         kind = Message()
         kind["content-type"] = given
-        name = kind.get_content_type()
+        name, charset = kind.get_content_type(), kind.get_param("charset", "utf-8")
         if name != "application/json" and not name.endswith("+json"):
             raise UnsupportedMediaTypeError(
                 f"Content-Type {cut(given)!r}: the body must be JSON, with the header "
                 "`Content-Type: application/json`."
             )
-        charset = kind.get_param("charset", "utf-8")
-        if not isinstance(charset, str) or charset.lower() not in _CHARSETS:
+        if str(charset).lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
     if length and "transfer-encoding" in headers:
@@ -129,7 +127,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         value = _loads(text)
-        half = has_half_character(text, value)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
     except RecursionError:
@@ -141,7 +138,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(
             "The body's JSON has an integer of too many digits; no field takes more than 19."
         ) from None
-    if half:
+    if has_half_character(text, value):
         raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
@@ -171,10 +168,13 @@ def _check_size(body: bytes) -> None:
     opened = outside.count(b"[") + outside.count(b"{")
     _check_count(parts + opened, MAX_PARTS, "objects, lists and strings")
     _check_count(outside.count(b","), MAX_ITEMS, "values")
-    if opened > MAX_DEPTH and _depth(outside) > MAX_DEPTH:
-        raise InvalidRequestError(
-            f"The body's JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed."
-        )
+    if opened > MAX_DEPTH:
+        # As many are closed as are opened; what is closed beyond that is an error.
+        brackets = outside.translate(_STEPS, _OTHERS)[: 2 * MAX_PARTS]
+        if max(accumulate(step - 1 for step in brackets)) > MAX_DEPTH:
+            raise InvalidRequestError(
+                f"The body's JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed."
+            )
 
 
 def _check_count(count: int, limit: int, what: str) -> None:
@@ -184,20 +184,9 @@ def _check_count(count: int, limit: int, what: str) -> None:
         )
 
 
-_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")
-_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-def _depth(outside: bytes) -> int:
-    brackets = outside.translate(_STEPS, _OTHERS)
-    # As many are closed as are opened; what is closed beyond that is an error.
-    return max(accumulate(step - 1 for step in brackets[: 2 * MAX_PARTS]), default=0)
-
-
 def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Other programs would read the first of two values, or the last.
     value = dict(pairs)
-    if len(value) < len(pairs):
+    if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise InvalidRequestError(
             f"The body's JSON has the name {cut(twice)!r} twice in one object."

@@ -35,6 +35,7 @@ SWITCH_SECONDS = 0.001
 _BACKLOG = 2048
 _SPARE_FILES = 64  # Open beside the clients' connections.
 _LOGGERS = ("", "uvicorn", "uvicorn.access")
+_Waiting = queue.Queue[Callable[[], object] | None]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -181,7 +182,7 @@ class BackgroundLog:
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
-        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
+        self._waiting: _Waiting = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
         self._thread.start()
 
@@ -190,7 +191,8 @@ class BackgroundLog:
         """Within it, the handlers of these loggers write in the background."""
         before = {name: logging.getLogger(name).handlers for name in names}
         for name, handlers in before.items():
-            logging.getLogger(name).handlers = [self._queued(each) for each in handlers]
+            queued: list[logging.Handler] = [_Queued(each, self._waiting) for each in handlers]
+            logging.getLogger(name).handlers = queued
         try:
             yield
         finally:
@@ -210,11 +212,13 @@ class BackgroundLog:
         while (write := self._waiting.get()) is not None:
             write()
 
-    def _queued(self, handler: logging.Handler) -> logging.Handler:
-        def emit(record: logging.LogRecord) -> None:
-            with contextlib.suppress(queue.Full):
-                self._waiting.put_nowait(partial(handler.handle, record))
 
-        queued = logging.Handler(handler.level)
-        queued.emit = emit  # type: ignore[method-assign]
-        return queued
+class _Queued(logging.Handler):
+    def __init__(self, handler: logging.Handler, waiting: _Waiting) -> None:
+        super().__init__(handler.level)
+        self._handler = handler
+        self._waiting = waiting
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(partial(self._handler.handle, record))
