@@ -62,8 +62,9 @@ def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
         return Answer(incoming(sock), method if method in ("HEAD", "CONNECT") else "POST")
 
 
-def error_of(answer: Any, path: str) -> str:
+def error_of(answer: Any, path: str, status: int | None = None) -> str:
     """The message of an error in the shape of the API that was called; all of it is checked."""
+    assert status in (None, getattr(answer, "status_code", None)), (path, answer)
     body = answer.json()
     error = body.pop("error")
     assert isinstance(error["type"], str)

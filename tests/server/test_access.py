@@ -65,8 +65,7 @@ def test_cve_2024_28224_ollama_foreign_names_are_refused(client: httpx.Client) -
     for path in ("/health", "/v1/messages"):
         for host in FOREIGN_HOSTS:
             refused = client.get(path, headers={"Host": host})
-            assert refused.status_code == 403, host
-            assert "--allowed-host" in error_of(refused, path)
+            assert "--allowed-host" in error_of(refused, path, 403)
     for host in OWN_HOSTS:
         assert client.get("/v1/models", headers={"Host": host}).status_code == 200, host
 
@@ -86,8 +85,7 @@ def test_foreign_pages_are_refused_and_own_ones_pass(client: httpx.Client) -> No
             headers = {"Host": "localhost:8123", "Origin": page}
             headers["Access-Control-Request-Method"] = "POST"
             refused = client.request(method, path, headers=headers)
-            assert refused.status_code == 403, page
-            assert "--cors-origin" in error_of(refused, path)
+            assert "--cors-origin" in error_of(refused, path, 403)
             assert "access-control-allow-origin" not in refused.headers
     for page, host in OWN_PAGES:
         own = client.get("/v1/models", headers={"Host": host, "Origin": page})
@@ -161,10 +159,9 @@ def test_without_a_valid_key_nothing_opens_but_health(
         for given in headers:
             for method in ("GET", "POST"):
                 response = locked.request(method, path, headers=given)
-                assert response.status_code == 401, (path, given)
                 assert KEY not in response.text
                 assert response.headers["www-authenticate"] == "Bearer"
-                error_of(response, path)
+                error_of(response, path, 401)
                 assert response.json()["error"]["type"] == "authentication_error"
     for path, status in {**OPEN, **dict.fromkeys(CLOSED, 401)}.items():
         url = httpx.URL("http://localhost", raw_path=path.encode())

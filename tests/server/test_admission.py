@@ -1,4 +1,4 @@
-"""Slots: taken whole or not at all, freed once, and the wait for one. Which client is which."""
+"""Slots: taken whole or not at all, freed once, and the wait for one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from mlx_mtp.server.admission import (
     MIN_RETRY_SECONDS,
     UNKNOWN_RETRY_SECONDS,
     RequestLimiter,
-    client_of,
-    named,
 )
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 
@@ -41,10 +39,8 @@ def limiter(rows: int = 2, queue: int = 3, clock: Clock | None = None) -> Reques
     return RequestLimiter(engine, queue, clock or Clock())
 
 
-def scope(path: str = "/v1/messages", method: str = "POST", **headers: str) -> Scope:
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    client = ("10.0.0.7", 1234)
-    return {"type": "http", "method": method, "path": path, "headers": raw, "client": client}
+def scope(path: str = "/v1/messages", method: str = "POST") -> Scope:
+    return {"method": method, "path": path}
 
 
 def reserved(limits: RequestLimiter, count: int) -> Scope:
@@ -138,21 +134,3 @@ def test_what_is_open_while_it_drains_or_hangs() -> None:
     clock.now = 7.7
     check(DrainingError, "shutting down", 13)
     assert limits.rejected == {"engine": 6, "draining": 10}
-
-
-def test_a_client_is_known_by_address_first_and_by_what_it_says_second() -> None:
-    plain = client_of(scope())
-    assert plain == ("@10.0.0.7", "")
-    agent, other = client_of(scope(user_agent="opencode/1")), client_of(scope(user_agent="curl/8"))
-    assert agent[0] == other[0] == plain[0]
-    assert len({plain[1], agent[1], other[1]}) == 3
-    keyed = client_of(scope(authorization="Bearer secret"))
-    assert keyed[0].endswith("@10.0.0.7")
-    assert keyed[0] != plain[0]
-    assert "secret" not in str(keyed)
-    assert client_of(scope(x_api_key="secret")) == keyed
-    assert client_of(scope(x_api_key="secret2")) != keyed
-    assert named(agent, None) == agent
-    assert named(agent, "anna")[0] == agent[0]
-    assert named(agent, "anna") == named(other, "anna") != named(agent, "ben")
-    assert len(named(agent, "x" * 10**6)[1]) < 40

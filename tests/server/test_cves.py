@@ -129,8 +129,7 @@ def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(client: http
     for name in sorted(names | {"messages", "self", "raise_exception", "__class__", "range"}):
         for path, body in ((CHAT, GOOD[CHAT]), (TOKENIZE, {"messages": HI})):
             response = client.post(path, json=body | {"chat_template_kwargs": {name: True}})
-            assert response.status_code == 400, name
-            assert name in error_of(response, path)
+            assert name in error_of(response, path, 400)
 
 
 TEMPLATES = [
@@ -144,8 +143,7 @@ TEMPLATES = [
 def test_a_models_template_stays_in_its_box(template: str) -> None:
     with in_process(tokenizer=tokenizer_with(template)) as client:
         response = client.post(CHAT, json=GOOD[CHAT])
-        assert response.status_code == 400
-        assert "template" in error_of(response, CHAT)
+        assert "template" in error_of(response, CHAT, 400)
         assert "root:" not in response.text
 
 
@@ -255,8 +253,7 @@ def test_cve_2024_37032_ollama_no_name_of_a_client_is_opened(client: httpx.Clien
         for name in TRAVERSALS:
             for path, good in GOOD.items():
                 refused = client.post(path, json={**good, "model": name})
-                assert refused.status_code == 404
-                error_of(refused, path)
+                error_of(refused, path, 404)
             for field in ("adapters", "adapter_path", "lora", "draft_model", "path", "file_id"):
                 assert client.post(CHAT, json=GOOD[CHAT] | {field: name}).status_code == 400
             content = [{"type": "image_url", "image_url": {"url": name}}]
