@@ -16,7 +16,7 @@ import logging
 import re
 import socket
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -28,9 +28,6 @@ from mlx_mtp.flags import key_fault
 from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
-
-# Raises an error for an HTTP request that may not pass; for `http_errors.CheckMiddleware`.
-Check = Callable[[Scope], None]
 
 # Agents ask / whether a server is there, and load balancers /health; neither reveals more.
 OPEN_PATHS = frozenset({"/", "/health", "/health/"})
@@ -86,29 +83,27 @@ def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> 
         )
 
 
-def key_check(api_keys: Sequence[str]) -> Check:
-    """An AuthenticationError without one of these keys, on all routes but `OPEN_PATHS`."""
-    # All digests have one length: a comparison does not reveal the keys' lengths either.
-    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+def digest_of(key: bytes) -> bytes:
+    """All digests have one length: to compare them does not reveal the keys' lengths either."""
+    return hashlib.sha256(key).digest()
 
-    def check(scope: Scope) -> None:
-        if scope["path"] in OPEN_PATHS:
-            return
-        headers = Headers(scope=scope)
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        allowed = False
-        # Every given key with every valid one: the time must not reveal which came close.
-        for given in (headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""):
-            digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
-            for known in digests:
-                allowed |= hmac.compare_digest(digest, known)
-        if not allowed:
-            raise AuthenticationError(
-                "This server requires its API key, as the header `Authorization: Bearer KEY` or "
-                "`x-api-key: KEY`."
-            )
 
-    return check
+def check_key(digests: Collection[bytes], scope: Scope) -> None:
+    """Raise AuthenticationError without one of the keys, on all routes but `OPEN_PATHS`."""
+    if scope["path"] in OPEN_PATHS:
+        return
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    allowed = False
+    # Every given key with every valid one: the time must not reveal which came close.
+    for given in (headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""):
+        for known in digests:
+            allowed |= hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known)
+    if not allowed:
+        raise AuthenticationError(
+            "This server requires its API key, as the header `Authorization: Bearer KEY` or "
+            "`x-api-key: KEY`."
+        )
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
@@ -121,52 +116,42 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
     return frozenset(names - {""})
 
 
-def host_check(host: str, more: Iterable[str]) -> Check:
-    """A ForbiddenError where the Host header has none of `known_names`.
+def check_host(names: frozenset[str], scope: Scope) -> None:
+    """Raise ForbiddenError where the Host header has none of these names.
 
     Addresses always pass: a browser sends one only if the page itself came from there. So do
     requests without the header, which HTTP/1.0 has; every browser sends it. The status is not 421
     (misdirected request), on which browsers try again by themselves.
     """
-
-    names = known_names(host, more)
-
-    def check(scope: Scope) -> None:
-        given = Headers(scope=scope).get("host")
-        if given is None or ANY in names:
-            return
-        name, _ = _host_and_port(given, 0) or ("", 0)
-        if not name or (name not in names and _address(name) is None):
-            raise ForbiddenError(
-                f"This server does not answer to the name {cut(given)!r}. If it is yours, start "
-                f"the server with --allowed-host {cut(name or 'NAME')}."
-            )
-
-    return check
+    host = Headers(scope=scope).get("host")
+    if host is None or ANY in names:
+        return
+    name, _ = _host_and_port(host, 0) or ("", 0)
+    if not name or (name not in names and _address(name) is None):
+        raise ForbiddenError(
+            f"This server does not answer to the name {cut(host)!r}. If it is yours, start "
+            f"the server with --allowed-host {cut(name or 'NAME')}."
+        )
 
 
-def origin_check(origins: Collection[str]) -> Check:
-    """A ForbiddenError for web pages that are neither ours nor in `origins`.
+def check_origin(origins: Collection[str], scope: Scope) -> None:
+    """Raise ForbiddenError for web pages that are neither ours nor in `origins`.
 
     Requests without an Origin are those of programs (SDKs, curl). A page's is compared by host and
     port alone: behind a proxy that speaks TLS the server does not know its own scheme.
     """
-
-    def check(scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        given = headers.getlist("origin")
-        if not given or ANY in origins:
-            return
-        origin = given[0].lower()
-        if len(given) == 1 and (origin in origins or _is_same(origin, headers.get("host"))):
-            return
-        shown = cut(given[0])
-        raise ForbiddenError(
-            f"Web pages of the origin {shown!r} may not call this server. If they should, "
-            f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."
-        )
-
-    return check
+    headers = Headers(scope=scope)
+    given = headers.getlist("origin")
+    if not given or ANY in origins:
+        return
+    origin = given[0].lower()
+    if len(given) == 1 and (origin in origins or _is_same(origin, headers.get("host", ""))):
+        return
+    shown = cut(given[0])
+    raise ForbiddenError(
+        f"Web pages of the origin {shown!r} may not call this server. If they should, "
+        f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."
+    )
 
 
 def cors(app: ASGIApp, origins: Iterable[str]) -> CORSMiddleware:
@@ -180,11 +165,11 @@ def cors(app: ASGIApp, origins: Iterable[str]) -> CORSMiddleware:
     )
 
 
-def _is_same(origin: str, host: str | None) -> bool:
+def _is_same(origin: str, host: str) -> bool:
     scheme, _, rest = origin.partition("://")
     default = _DEFAULT_PORTS.get(scheme, 0)
     page = _host_and_port(rest, default)
-    return default > 0 and page is not None and page == _host_and_port(host or "", default)
+    return default > 0 and page is not None and page == _host_and_port(host, default)
 
 
 def _host_and_port(host: str, default: int) -> tuple[str, int] | None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server import http_errors
-from mlx_mtp.server.access import cors, host_check, key_check, origin_check
+from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.http_errors import CheckMiddleware
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -58,12 +57,14 @@ def create_app(
     http_errors.install(app)
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
-    limiter = context.limiter
-    app.add_middleware(CheckMiddleware, check=limiter.check, at_end=limiter.release)
+    limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
+    app.add_middleware(check, check=limiter.check, at_end=limiter.release)
     if config.api_keys:
-        app.add_middleware(CheckMiddleware, check=key_check(config.api_keys))
-    if config.cors_origins:
-        app.add_middleware(cors, origins=config.cors_origins)
-    app.add_middleware(CheckMiddleware, check=origin_check(config.cors_origins))
-    app.add_middleware(CheckMiddleware, check=host_check(config.host, config.allowed_hosts))
+        digests = [access.digest_of(key.encode()) for key in config.api_keys]
+        app.add_middleware(check, check=partial(access.check_key, digests))
+    if origins:
+        app.add_middleware(access.cors, origins=origins)
+    app.add_middleware(check, check=partial(access.check_origin, origins))
+    names = access.known_names(config.host, config.allowed_hosts)
+    app.add_middleware(check, check=partial(access.check_host, names))
     return app

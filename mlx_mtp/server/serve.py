@@ -69,9 +69,8 @@ class Server(uvicorn.Server):
         self, config: uvicorn.Config, context: Context, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
+        self._context = context
         self._limiter = context.limiter
-        self._dispatcher = context.dispatcher
-        self._drain_timeout = context.config.drain_timeout
         self._on_ready = on_ready
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -81,7 +80,7 @@ class Server(uvicorn.Server):
         elif self._limiter.draining:
             self.should_exit = True
         else:
-            self._limiter.drain(self._drain_timeout)
+            self._limiter.drain(self._context.config.drain_timeout)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -103,7 +102,7 @@ class Server(uvicorn.Server):
     async def _end_requests(self) -> None:
         # Again and again: some may be about to be submitted.
         while True:
-            self._dispatcher.end_all()
+            self._context.dispatcher.end_all()
             await asyncio.sleep(0.05)
 
 
