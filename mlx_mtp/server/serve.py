@@ -1,4 +1,4 @@
-"""Run the application with uvicorn, on a socket that was bound before the model was loaded."""
+"""The HTTP application, run with uvicorn on a socket that was bound before the model was loaded."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 
+from mlx_mtp import __version__
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import UsageError
+from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
+from mlx_mtp.server.routes import ROUTES
+from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+# How long the engine's thread may take to end; one that hangs must not keep the process alive.
+STOP_SECONDS = 10.0
 # How long clients may take to read the error that ended their response.
 FLUSH_SECONDS = 5
 # After this time a thread that builds a step in Python lets the event loop go on, which needs the
@@ -36,6 +46,53 @@ _BACKLOG = 2048
 _SPARE_FILES = 64  # Open beside the clients' connections.
 _LOGGERS = ("", "uvicorn", "uvicorn.access")
 _Waiting = queue.Queue[Callable[[], object] | None]
+
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
+) -> FastAPI:
+    """Build the application; serving it starts the engine, and ending it stops the engine.
+
+    `defaults` is the model's generation_config.json.
+    """
+    context = Context(engine, tokenizer, config, defaults)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        context.dispatcher.start()
+        try:
+            yield
+        finally:
+            await context.dispatcher.stop(STOP_SECONDS)
+            context.grammars.close()
+
+    app = FastAPI(
+        title="mlx-mtp",
+        version=__version__,
+        lifespan=lifespan,
+        # The bodies are read by hand, so FastAPI could not describe them.
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for route in ROUTES:
+        # With and without a slash at the end: a redirect would lose some clients' bodies.
+        for path in {route.path, route.path.rstrip("/") + "/"}:
+            app.add_api_route(path, route.load(), methods=route.methods.split())
+    http_errors.install(app)
+    # The last one added runs first: unknown host names are rejected before all else, and CORS comes
+    # before the key, as a browser's preflight has none.
+    limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
+    app.add_middleware(check, check=limiter.check, at_end=limiter.release)
+    if config.api_keys:
+        digests = [access.digest_of(key.encode()) for key in config.api_keys]
+        app.add_middleware(check, check=partial(access.check_key, digests))
+    if origins:
+        app.add_middleware(access.cors, origins=origins)
+    app.add_middleware(check, check=partial(access.check_origin, origins))
+    names = access.known_names(config.host, config.allowed_hosts)
+    app.add_middleware(check, check=partial(access.check_host, names))
+    return app
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -134,7 +191,7 @@ def make_server(
     return Server(config, context, on_ready)
 
 
-def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) -> bool:
+def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
     """Serve until a signal, then stop the engine; returns whether that has ended.
 
     If nobody reads the log, the process ends here, as lines that can't be written would block it.
@@ -146,7 +203,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) ->
             server.run(sockets=[sock])
         finally:
             # Leaving by force, uvicorn doesn't stop the engine.
-            ended = stop_engine()
+            ended = stop_engine(STOP_SECONDS)
     if not log.close():
         os._exit(0 if ended else 1)
     return ended

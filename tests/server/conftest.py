@@ -14,8 +14,7 @@ import pytest
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.app import create_app
-from mlx_mtp.server.serve import Server, bind, make_server
+from mlx_mtp.server.serve import Server, bind, create_app, make_server
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.app import create_app
+from mlx_mtp.server.serve import create_app
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
 from tests.server.fake_engine import FakeEngine, answer
