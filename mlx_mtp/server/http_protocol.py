@@ -180,13 +180,13 @@ class LimitedProtocol(H11Protocol):
     def _close_idle_one(self) -> bool:
         """Close the connection that has been idle for longest, if there is one but this."""
         idle = [
-            (other._timers["idle"].when(), other.transport)
+            other
             for other in self.connections
             if isinstance(other, LimitedProtocol) and other is not self
             if "idle" in other._timers and not other.transport.is_closing()
         ]
         if idle:
-            min(idle, key=lambda found: found[0])[1].abort()
+            min(idle, key=lambda other: other._timers["idle"].when()).transport.abort()
         return bool(idle)
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
