@@ -33,9 +33,8 @@ def serve(options: argparse.Namespace) -> int:
     info = factories.prepare(options, options.log_level)
 
     from mlx_mtp.engine.build import prefix_store
-    from mlx_mtp.server.app import STOP_SECONDS, create_app
-    from mlx_mtp.server.auth import read_keys
-    from mlx_mtp.server.serve import bind, give_up, make_server, run, warn_if_open
+    from mlx_mtp.server.access import read_keys, warn_if_open
+    from mlx_mtp.server.serve import bind, create_app, give_up, make_server, run
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
@@ -68,7 +67,7 @@ def serve(options: argparse.Namespace) -> int:
         server = make_server(
             app, log_level=options.log_level, on_ready=lambda: _print_or_discard(text)
         )
-        ended = run(server, sock, lambda: engine.stop(STOP_SECONDS))
+        ended = run(server, sock, engine.stop)
     if not ended:
         give_up("the engine's thread hangs and can't be ended")
     return 0

@@ -1,5 +1,7 @@
 """Real server processes on the bundled model."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -7,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,37 +62,36 @@ class Server:
         return 1024 * int(shown.stdout)
 
 
-def start(*flags: str, code: str | None = None) -> Server:
-    """Start a server and wait until it takes requests; `code` runs before, to break something."""
+@contextlib.contextmanager
+def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Server]:
+    """A server that takes requests, and is killed in the end if it still lives.
+
+    Args:
+        flags: of `mlx-mtp serve`.
+        code: Python that is run in the process before it, to break something.
+        read_log: a pipe that nobody reads is full after some 800 lines of the access log.
+    """
     arguments = ["serve", "--port", "0", *flags]
-    program = ["-m", "mlx_mtp", *arguments]
-    if code is not None:
-        run = f"{code}\nimport sys\nfrom mlx_mtp.cli import main\nsys.exit(main({arguments!r}))"
-        program = ["-c", run]
+    run = f"{code}\nimport sys\nfrom mlx_mtp.cli import main\nsys.exit(main({arguments!r}))"
     kept = "MLX_MTP_CACHE_DIR"
     environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
-    argv = [sys.executable, *program]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
-    for line in process.stdout:
-        address = re.search(r"address\s+(http://\S+)", line)
-        if address:
-            return Server(address[1], process)
-    raise AssertionError(f"the server ended with status {process.wait()}")
-
-
-@contextlib.contextmanager
-def running(*flags: str, code: str | None = None, read_log: bool = True) -> Iterator[Server]:
-    """A server that is killed in the end, if it still lives."""
-    server = start(*flags, code=code)
-    with server.process as process:  # Waits, and closes its pipe.
-        # A pipe that nobody reads is full after some 800 lines of the access log.
-        reader = threading.Thread(target=deque, args=(process.stdout, 0), daemon=True)
+    argv = [sys.executable, *(["-c", run] if code else ["-m", "mlx_mtp", *arguments])]
+    with (
+        subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        assert process.stdout is not None
+        reader = threading.Thread(target=process.stdout.read, daemon=True)
+        stack.callback(lambda: reader.is_alive() and reader.join())
+        stack.callback(process.kill)
+        for line in process.stdout:
+            address = re.search(r"address\s+(http://\S+)", line)
+            if address:
+                break
+        else:
+            raise AssertionError(f"the server ended with status {process.wait()}")
         if read_log:
             reader.start()
-        try:
-            with server.client, server.http:
-                yield server
-        finally:
-            process.kill()
-            if read_log:
-                reader.join()
+        server = Server(address[1], process)
+        with server.client, server.http:
+            yield server

@@ -1,5 +1,7 @@
 """Signals, death and restart of a real server process on the bundled model."""
 
+from __future__ import annotations
+
 import json
 import signal
 import time
@@ -51,7 +53,7 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
     ("sig", "read_log"),
     [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.full)],
 )
-def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool):
+def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool) -> None:
     """Two rows run and two requests wait: all four are answered in full; the next is refused.
 
     A stream beside them, which the test leaves when it has seen enough, keeps the server from
@@ -81,11 +83,17 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log:
 
 
 @pytest.mark.full
-def test_at_the_limit_of_the_drain_streams_end_with_an_error():
-    with running("--drain-timeout", "0.5") as server:
+@pytest.mark.parametrize(("drain_timeout", "signals"), [("0.5", 1), ("1000", 2)])
+def test_at_the_limit_and_at_a_second_signal_streams_end_with_an_error(
+    drain_timeout: str, signals: int
+) -> None:
+    with running("--drain-timeout", drain_timeout) as server:
         lines = events(server)
         next(lines)
         server.process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            wait_until_unhealthy(server)
+            server.process.send_signal(signal.SIGTERM)
         *_, error, done = lines
         assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
         assert done == "data: [DONE]"
@@ -93,19 +101,7 @@ def test_at_the_limit_of_the_drain_streams_end_with_an_error():
 
 
 @pytest.mark.full
-def test_a_second_signal_ends_at_once():
-    with running("--drain-timeout", "1000") as server:
-        lines = events(server)
-        next(lines)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until_unhealthy(server)
-        server.process.send_signal(signal.SIGTERM)
-        assert "shutting down" in [*lines][-2]
-        assert server.process.wait(60) == 0
-
-
-@pytest.mark.full
-def test_killed_and_started_again_it_gives_the_same_answer():
+def test_killed_and_started_again_it_gives_the_same_answer() -> None:
     with running() as server:
         expected = ask(server, 40).json()["choices"]
         port = server.url.rsplit(":", 1)[1]
@@ -135,7 +131,7 @@ ModelRunner.run = hanging
 
 
 @pytest.mark.full
-def test_health_tells_a_hang_while_it_lasts_and_recovers():
+def test_health_tells_a_hang_while_it_lasts_and_recovers() -> None:
     """A step of a known kind takes 7 s."""
     with running("--calibration-seconds", "0", code=HANG) as server:
         for _ in range(3):
@@ -163,7 +159,7 @@ Scheduler.schedule = dying
 """
 
 
-def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server):
+def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
     with running("--dtype", "float32", code=DEATH) as server:
         expected = ask(server, 20).json()["choices"]
         # It has no MTP, and the same answer.

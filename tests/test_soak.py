@@ -1,8 +1,13 @@
 """Many clients at once, some of whom leave: nothing is left over, nothing differs, nothing leaks.
 
+Each request has a depth of the server's choice or a fixed one, and is streamed or whole; its answer
+is that of plain decoding. What a server without MTP answers: tests/test_reliability_process.py.
+
 The full form has 64 clients and takes `SOAK_SECONDS` from the environment, 180 by default; 1800 is
 the promise of docs/reliability.md.
 """
+
+from __future__ import annotations
 
 import asyncio
 import json
@@ -11,6 +16,8 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -27,27 +34,36 @@ QUESTIONS = (
     "List three uses of a rope on a boat, with a sentence about each.",
     f"{_LONG} Tell the story of chapter 7.",
 )
-SAMPLING = (
+SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1},
 )
+DEPTHS: tuple[dict[str, Any], ...] = (
+    {},
+    {"mtp": {"num_draft_tokens": 0}},
+    {"mtp": {"num_draft_tokens": 4}},
+)
 
 
-def wanted(number: int) -> dict[str, object]:
+def wanted(number: int, **fields: Any) -> dict[str, Any]:
     """One of 18 requests, of 6 to 57 tokens."""
     question = QUESTIONS[number % len(QUESTIONS)]
     sampling = SAMPLING[number // len(QUESTIONS) % len(SAMPLING)]
-    messages = [{"role": "user", "content": question}]
-    return {"model": MODEL, "messages": messages, "max_tokens": 6 + 3 * number, **sampling}
+    fields["messages"] = [{"role": "user", "content": question}]
+    return {"model": MODEL, "max_tokens": 6 + 3 * number, **sampling, **fields}
 
 
-async def answer(http: httpx.AsyncClient, body, stream=False, stop_after=None) -> str | None:
+async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+    answer = await http.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def streamed(
+    http: httpx.AsyncClient, body: dict[str, Any], stop_after: int | None
+) -> str | None:
     """The text; None for a stream that was left after some events."""
-    if not stream:
-        whole = await http.post(CHAT, json=body)
-        assert whole.status_code == 200, whole.text
-        return whole.json()["choices"][0]["message"]["content"]
     text, seen = "", 0
     async with http.stream("POST", CHAT, json={**body, "stream": True}) as events:
         assert events.status_code == 200
@@ -65,54 +81,58 @@ async def answer(http: httpx.AsyncClient, body, stream=False, stop_after=None) -
     raise AssertionError("the stream broke off")
 
 
-def client(server: Server) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=server.url, limits=limits, timeout=300)
-
-
-async def alone(server: Server, numbers: range) -> dict[int, str | None]:
-    async with client(server) as http:
-        return {number: await answer(http, wanted(number)) for number in numbers}
-
-
-async def one(http: httpx.AsyncClient, choose: random.Random, expected) -> str:
+async def one(http: httpx.AsyncClient, expected: dict[int, str | None], choose: Any) -> str:
     """Make a request of a random kind; what came of it."""
     number, kind = choose.choice([*expected]), choose.random()
-    body = wanted(number)
     if kind < 0.05:
-        refused = await http.post(CHAT, json={**body, "temperature": -1})
+        refused = await http.post(CHAT, json={**wanted(number), "temperature": -1})
         assert refused.status_code == 400
         return "refused"
-    if kind < 0.25:
-        try:
-            async with asyncio.timeout(choose.uniform(0, 1.5)):
-                text = await answer(http, body)
-        except TimeoutError:
-            return "left"
-    else:
-        stop_after = choose.randrange(1, 30) if kind < 0.45 else None
-        text = await answer(http, body, kind < 0.7, stop_after)
+    body = wanted(number, **choose.choice(DEPTHS))
+    stop_after = choose.randrange(1, 30) if kind < 0.45 else None
+    try:
+        async with asyncio.timeout(choose.uniform(0, 1.5) if kind < 0.25 else None):
+            if 0.25 <= kind < 0.7:
+                text = await streamed(http, body, stop_after)
+            else:
+                text = await whole(http, body)
+    except TimeoutError:
+        text = None
     assert text in (None, expected[number]), f"request {number}"
     return "left" if text is None else "completed"
 
 
-async def load(server: Server, clients: int, expected, seconds: float, seed: int) -> Counter[str]:
-    """All clients, until the time is over; what has begun is finished."""
+async def load(
+    server: Server, clients: int, expected: dict[int, str | None], seconds: float, seed: int
+) -> Counter[str]:
+    """All clients, until the time is over; what has begun is finished. What came of it."""
     until = time.monotonic() + seconds
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
 
-    async def ask(number: int) -> None:
+    async def client(number: int) -> None:
         choose = random.Random(1000 * seed + number)
         while time.monotonic() < until:
-            counts[await one(http, choose, expected)] += 1
+            counts[await one(http, expected, choose)] += 1
 
-    async with client(server) as http, asyncio.TaskGroup() as group:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+    async with (
+        httpx.AsyncClient(base_url=server.url, limits=limits, timeout=300) as http,
+        asyncio.TaskGroup() as group,
+    ):
         for number in range(clients):
-            group.create_task(ask(number))
+            group.create_task(client(number))
     return counts
 
 
-def soak(server: Server, clients: int, numbers: range, warm_up: float, seconds: float) -> float:
+async def alone(server: Server, numbers: Sequence[int]) -> dict[int, str | None]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
+        own = {**DEPTHS[1], "cache_salt": "alone"}
+        return {number: await whole(http, wanted(number, **own)) for number in numbers}
+
+
+def soak(
+    server: Server, clients: int, numbers: Sequence[int], warm_up: float, seconds: float
+) -> float:
     """How much more memory the server has after it than after the warm-up."""
     restarts = server.metric("engine_restarts_total")
     expected = asyncio.run(alone(server, numbers))
@@ -126,20 +146,22 @@ def soak(server: Server, clients: int, numbers: range, warm_up: float, seconds: 
         f"soak of {seconds:g} s with {clients} clients: {dict(counts)}; resident "
         f"{before / 2**20:.0f} MiB before, {after / 2**20:.0f} after"
     )
-    assert counts["completed"] > 0 and counts["left"] > 0
+    assert counts["completed"] > 0
+    assert counts["left"] > 0
     assert server.metric("engine_restarts_total") == restarts
+    assert server.metric("spec_decode_num_accepted_tokens_total") > 0
     assert server.http.get("/health").status_code == 200
     assert asyncio.run(alone(server, numbers)) == expected
     return after / before
 
 
-def test_a_short_soak(mtp_server):
+def test_a_short_soak(mtp_server: Server) -> None:
     soak(mtp_server, clients=16, numbers=range(0, 18, 5), warm_up=0.0, seconds=1.0)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_soak():
+def test_soak() -> None:
     with running("--enable-mtp", "--dtype", "float32") as server:
         seconds = float(os.environ.get("SOAK_SECONDS", "180"))
         growth = soak(server, clients=64, numbers=range(18), warm_up=60.0, seconds=seconds)

@@ -6,7 +6,6 @@ all HTTP requests from their check to their end. So no request is rejected while
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import time
@@ -15,10 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from mlx_mtp.errors import (
-    BodyTimeoutError,
     DrainingError,
     EngineHungError,
     EngineStoppedError,
@@ -32,19 +30,14 @@ if TYPE_CHECKING:
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
-UNKNOWN_RETRY_SECONDS = 2
-"""`Retry-After` before enough has ended to estimate it."""
+UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
 _NUM_REMEMBERED = 64
-
+# Why requests are rejected before they are read; labels of the metric.
 REASONS = ("queue_full", "draining", "engine", "connections")
-"""Why requests are rejected before they are read; labels of the metric."""
-
+# What a client can't choose freely (API key and address), and what it says of itself (its agent).
+# Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
+# so agents on one machine are distinguished, and inventing names gains nothing.
 Client = tuple[str, str]
-"""What a client can't choose freely (API key and address), and what it says of itself (its agent).
-
-Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`): so
-agents on one machine are distinguished, and inventing names gains nothing.
-"""
 
 _MONITORING = frozenset({"/health", "/metrics"})
 _SLOTS = "mlx_mtp.slots"
@@ -79,9 +72,6 @@ class RequestLimiter:
     Attributes:
         capacity: most sequences that may be held.
         held: sequences of all open requests.
-        num_open: HTTP requests that have been admitted and not ended.
-        draining: the server is shutting down.
-        drain_seconds: how long that may still take.
         rejected: requests rejected, by `REASONS`.
     """
 
@@ -89,14 +79,26 @@ class RequestLimiter:
         self, engine: Engine, max_queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.capacity = engine.info.max_num_seqs + max_queue
-        self.held = self.num_open = 0
-        self.draining = False
-        self.drain_seconds = 0.0
+        self.held = 0
         self.rejected: Counter[str] = Counter()
+        self._drain_until = math.inf
         self._engine = engine
         self._max_queue = max_queue
         self._clock = clock
         self._ends: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def drain(self, seconds: float) -> None:
+        """Reject new requests from now on; those that are open have so long to end."""
+        self._drain_until = self._clock() + seconds
+
+    @property
+    def drain_seconds(self) -> float:
+        """What is left of the drain; infinite before it."""
+        return self._drain_until - self._clock()
+
+    @property
+    def draining(self) -> bool:
+        return self._drain_until < math.inf
 
     def check(self, scope: Scope) -> None:
         """Raise for an HTTP request that can't be served now, by its method and path."""
@@ -120,19 +122,14 @@ class RequestLimiter:
         if self.held >= self.capacity:
             raise self._queue_full(1)
 
-    def enter(self, scope: Scope) -> None:
-        """Count an open HTTP request; `leave` must follow."""
-        scope[_SLOTS] = 0
-        self.num_open += 1
-
     def reserve(self, scope: Scope, count: int) -> None:
-        """Take a slot for each of a request's sequences until it ends, or none of them.
+        """Take a slot for each of a request's sequences, or none; `release` must follow.
 
         Raises:
             QueueFullError: too few are free.
             InvalidRequestError: there are fewer in all.
         """
-        assert not scope[_SLOTS], "a request reserves once"
+        assert _SLOTS not in scope, "a request reserves once"
         if count > self.capacity:
             raise InvalidRequestError(
                 f"The request is for {count} answers (prompts times n), but this server holds "
@@ -143,72 +140,27 @@ class RequestLimiter:
         self.held += count
         scope[_SLOTS] = count
 
-    def leave(self, scope: Scope) -> None:
-        """The HTTP request has ended: free its slots."""
-        self.num_open -= 1
-        if scope[_SLOTS]:
-            self.held -= scope[_SLOTS]
-            self._ends.append((self._clock(), scope[_SLOTS]))
-
-    def retry_after(self, count: int) -> int:
-        """Whole seconds until so many slots will be free, at the rate of the latest ends."""
-        if len(self._ends) < 2:
-            return UNKNOWN_RETRY_SECONDS
-        missing = self.held + count - self.capacity
-        # The first end only starts the clock; the time since the last counts, should nothing end.
-        ended = sum(size for _, size in list(self._ends)[1:])
-        return _retry(missing * (self._clock() - self._ends[0][0]) / ended)
+    def release(self, scope: Scope) -> None:
+        """Free the slots of an HTTP request that has ended, if it had any."""
+        count = scope.pop(_SLOTS, 0)
+        if count:
+            self.held -= count
+            self._ends.append((self._clock(), count))
 
     def _queue_full(self, count: int) -> QueueFullError:
         self.rejected["queue_full"] += 1
+        retry_after = UNKNOWN_RETRY_SECONDS
+        if len(self._ends) > 1:
+            missing = self.held + count - self.capacity
+            # The first end only starts the clock; the time since the last counts too.
+            ended = sum(size for _, size in self._ends) - self._ends[0][1]
+            retry_after = _retry(missing * (self._clock() - self._ends[0][0]) / ended)
         return QueueFullError(
             f"The server is busy: {self.held} answers are running or waiting, and no more than "
             f"{self._max_queue} may wait (--max-queue). Try again later.",
-            retry_after=self.retry_after(count),
+            retry_after=retry_after,
         )
 
 
 def _retry(seconds: float) -> int:
     return min(max(math.ceil(seconds), MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-
-
-class AdmissionMiddleware:
-    """Counts open requests in the limiter, and bounds how long a body may take to arrive."""
-
-    def __init__(self, app: ASGIApp, limiter: RequestLimiter, body_seconds: float) -> None:
-        self._app = app
-        self._limiter = limiter
-        self._body_seconds = body_seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        self._limiter.enter(scope)
-        try:
-            await self._app(scope, self._timed(receive), send)
-        finally:
-            self._limiter.leave(scope)
-
-    def _timed(self, receive: Receive) -> Receive:
-        """`receive` with a deadline for the body; afterwards it only waits for a disconnect."""
-        deadline = asyncio.get_running_loop().time() + self._body_seconds
-        complete = False
-
-        async def timed() -> Message:
-            nonlocal complete
-            if complete:
-                return await receive()
-            try:
-                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes
-                # with the message.
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise BodyTimeoutError(
-                    f"The request's body did not arrive within {self._body_seconds:g} seconds."
-                ) from None
-            complete = not message.get("more_body", False)
-            return message
-
-        return timed

@@ -21,56 +21,66 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from mlx_mtp.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
+from mlx_mtp.errors import (
+    BodyTimeoutError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    UnsupportedMediaTypeError,
+)
 from mlx_mtp.server.fields import WireModel
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.text import cut, has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
 
+# Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile.
 LARGE_BODY = 256 << 10
-"""Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile."""
+MAX_DEPTH = 256  # Most objects and lists within each other, the body's own included.
+MAX_PARTS = 1 << 17  # Most objects, lists and strings (names included); agents send thousands.
+MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a million token ids.
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
-MAX_DEPTH = 256
-"""Most objects and lists within each other, the body's own included."""
-MAX_PARTS = 1 << 17
-"""Most objects, lists and strings (names included) of one body; those of agents have thousands."""
-MAX_ITEMS = 9 << 17
-"""Most values of one body; numbers are cheap, and a prompt may be a million token ids."""
 _SMALL = 64 << 10
+_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # 1 more than what they change.
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _one_at_a_time = threading.Lock()
 
 
-async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
+async def read_body(
+    request: Request, model: type[Model], max_bytes: int, max_seconds: float
+) -> Model:
     """Read, parse and validate the body.
 
     Raises:
         UnsupportedMediaTypeError: it is compressed, or not JSON by its Content-Type.
-        PayloadTooLargeError: it is longer than `max_bytes`.
+        PayloadTooLargeError, BodyTimeoutError: it is too long, or takes too long to arrive.
         InvalidRequestError, UnsupportedParameterError: it is no JSON object, or not this model's.
     """
     _check_headers(request.headers, max_bytes)
     body = bytearray()
-    # Counted as it comes: a Content-Length may be missing.
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_long(max_bytes)
+    try:
+        async with asyncio.timeout(max_seconds):
+            # Counted as it comes: a Content-Length may be missing.
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_long(max_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"The request's body did not arrive within {max_seconds:g} seconds."
+        ) from None
     if len(body) > LARGE_BODY:
         return await asyncio.to_thread(_validated, bytes(body), model)
     return _validated(bytes(body), model)
 
 
 def _validated(content: bytes, model: type[Model]) -> Model:
-    value = parse_json(content)
     try:
-        return model.model_validate(value)
+        return model.model_validate(parse_json(content))
     except ValidationError as error:
         raise from_validation(error) from None
 
 
 def _check_headers(headers: Headers, max_bytes: int) -> None:
-    """Reject what the headers alone show, before any of the body is read."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaTypeError(
@@ -81,14 +91,13 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     if given is not None:
         kind = Message()
         kind["content-type"] = given
-        name = kind.get_content_type()
+        name, charset = kind.get_content_type(), kind.get_param("charset", "utf-8")
         if name != "application/json" and not name.endswith("+json"):
             raise UnsupportedMediaTypeError(
                 f"Content-Type {cut(given)!r}: the body must be JSON, with the header "
                 "`Content-Type: application/json`."
             )
-        charset = kind.get_param("charset", "utf-8")
-        if not isinstance(charset, str) or charset.lower() not in _CHARSETS:
+        if str(charset).lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
     if length and "transfer-encoding" in headers:
@@ -118,7 +127,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         value = _loads(text)
-        half = has_half_character(text, value)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
     except RecursionError:
@@ -130,7 +138,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(
             "The body's JSON has an integer of too many digits; no field takes more than 19."
         ) from None
-    if half:
+    if has_half_character(text, value):
         raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
@@ -140,8 +148,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 def _loads(text: str) -> Any:
     if len(text) <= _SMALL:
         return _DECODER.decode(text)
-    # Garbage collection would walk the new lists again and again, which took most of the time. The
-    # lock makes sure that it is on again in the end, and bounds the memory too.
+    # Garbage collections would walk the new lists again and again, which took most of the time.
+    # The lock makes sure that they are on again in the end, and bounds the memory too.
     with _one_at_a_time:
         gc.disable()
         try:
@@ -151,10 +159,7 @@ def _loads(text: str) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    """Count what stands outside of strings.
-
-    Only the start of the text up to its first error counts right: the parser comes no further.
-    """
+    # Only the start of the text up to its first error counts right: the parser comes no further.
     # What is escaped ends no string; in valid JSON there are backslashes in strings alone.
     plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     parts = plain.count(b'"') // 2
@@ -163,10 +168,13 @@ def _check_size(body: bytes) -> None:
     opened = outside.count(b"[") + outside.count(b"{")
     _check_count(parts + opened, MAX_PARTS, "objects, lists and strings")
     _check_count(outside.count(b","), MAX_ITEMS, "values")
-    if opened > MAX_DEPTH and _depth(outside) > MAX_DEPTH:
-        raise InvalidRequestError(
-            f"The body's JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed."
-        )
+    if opened > MAX_DEPTH:
+        # As many are closed as are opened; what is closed beyond that is an error.
+        brackets = outside.translate(_STEPS, _OTHERS)[: 2 * MAX_PARTS]
+        if max(accumulate(step - 1 for step in brackets)) > MAX_DEPTH:
+            raise InvalidRequestError(
+                f"The body's JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed."
+            )
 
 
 def _check_count(count: int, limit: int, what: str) -> None:
@@ -176,20 +184,9 @@ def _check_count(count: int, limit: int, what: str) -> None:
         )
 
 
-_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")
-_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-def _depth(outside: bytes) -> int:
-    brackets = outside.translate(_STEPS, _OTHERS)
-    # As many are closed as are opened; what is closed beyond that is an error.
-    return max(accumulate(step - 1 for step in brackets[: 2 * MAX_PARTS]), default=0)
-
-
 def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Other programs would read the first of two values, or the last.
     value = dict(pairs)
-    if len(value) < len(pairs):
+    if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise InvalidRequestError(
             f"The body's JSON has the name {cut(twice)!r} twice in one object."

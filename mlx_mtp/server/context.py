@@ -109,4 +109,5 @@ def context_of(request: Request) -> Context:
 async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """The application's parts and the request's body; raises RequestError for a wrong one."""
     context = context_of(request)
-    return context, await read_body(request, model, context.config.max_body_bytes)
+    limits = context.config.max_body_bytes, context.config.body_timeout
+    return context, await read_body(request, model, *limits)

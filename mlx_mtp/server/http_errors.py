@@ -28,7 +28,15 @@ from mlx_mtp.server.fields import FORM, UNSUPPORTED
 from mlx_mtp.server.routes import error_style
 from mlx_mtp.server.text import cut
 
-_CLOSING = (BodyTimeoutError, DrainingError, ConnectionLimitError)
+_CLOSE = {"Connection": "close"}
+_HEADERS: dict[type[Exception], dict[str, str]] = {
+    AuthenticationError: {"WWW-Authenticate": "Bearer"},
+    BodyTimeoutError: _CLOSE,
+    ConnectionLimitError: _CLOSE,
+    DrainingError: _CLOSE,
+    # OpenAI's and Anthropic's libraries would send it again, and wait as long once more.
+    RequestTimeoutError: {"x-should-retry": "false"},
+}
 # Where Anthropic's types differ from OpenAI's.
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
@@ -52,36 +60,43 @@ def error_response(
 ) -> JSONResponse:
     """The HTTP response to an error on this path."""
     shown = _shown(error)
-    more = dict(headers or {})
+    more = {**_HEADERS.get(type(shown), {}), **(headers or {})}
     if shown.retry_after is not None:
         more["Retry-After"] = str(shown.retry_after)
-    if isinstance(shown, RequestTimeoutError):
-        # OpenAI's and Anthropic's libraries would send it again, and wait as long once more.
-        more["x-should-retry"] = "false"
-    # An unexpected error is raised again for the log, and uvicorn then closes the connection.
-    if shown is not error or isinstance(error, _CLOSING):
-        more["Connection"] = "close"
-    if isinstance(shown, AuthenticationError):
-        more["WWW-Authenticate"] = "Bearer"
+    if shown is not error:
+        # An unexpected error is raised again for the log, and uvicorn then closes the connection.
+        more |= _CLOSE
     body = (anthropic_error_body if error_style(path) == "anthropic" else error_body)(shown)
     return JSONResponse(body, status_code=shown.status, headers=more)
 
 
 class CheckMiddleware:
-    """Answers with the error that `check` raises; pure ASGI, so that streams pass untouched."""
+    """Answers with the error that `check` raises, and calls `at_end` after each response.
 
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
+    Pure ASGI, so that streams pass untouched.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        check: Callable[[Scope], None],
+        at_end: Callable[[Scope], None] = lambda _: None,
+    ) -> None:
         self._app = app
         self._check = check
+        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http":
-            try:
+        try:
+            if scope["type"] == "http":
                 self._check(scope)
-            except MlxMtpError as error:
-                app = error_response(error, scope["path"])
-        await app(scope, receive, send)
+        except MlxMtpError as error:
+            app = error_response(error, scope["path"])
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._at_end(scope)
 
 
 def from_validation(error: ValidationError) -> RequestError:
@@ -95,42 +110,33 @@ def from_validation(error: ValidationError) -> RequestError:
         return UnsupportedParameterError(f"{param} is not a parameter of this server.", param=param)
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required.", param=param)
-    message = f"{param or 'The body'}: {first['msg']}."
-    if first["type"] in (UNSUPPORTED, "literal_error"):
-        return UnsupportedParameterError(message, param=param)
-    return InvalidRequestError(message, param=param)
+    unsupported = first["type"] in (UNSUPPORTED, "literal_error")
+    kind = UnsupportedParameterError if unsupported else InvalidRequestError
+    return kind(f"{param or 'The body'}: {first['msg']}.", param=param)
 
 
 def install(app: FastAPI) -> None:
     """Answer every error of `app` in this module's way."""
-    app.add_exception_handler(MlxMtpError, _on_error)
-    app.add_exception_handler(Exception, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _on_error)
 
 
 def _shown(error: Exception) -> MlxMtpError:
-    """What a client is shown: the text of an unexpected error belongs in the log alone."""
-    return (
-        error if isinstance(error, MlxMtpError) else MlxMtpError("The server failed; see its log.")
-    )
+    if isinstance(error, MlxMtpError):
+        return error
+    return MlxMtpError("The server failed; see its log.")  # What it is, is for the log alone.
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.url.path)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    route = cut(f"{request.method} {path}")
-    if error.status_code == NotFoundError.status:
-        return error_response(NotFoundError(f"There is no route {route}."), path)
-    refused = RequestError(f"{error.detail}: {route}.")
-    refused.status = error.status_code
-    return error_response(refused, path, error.headers)
-
-
-async def _on_disconnect(_: Request, __: Exception) -> Response:
-    # nginx's status for this; only the access log shows it.
-    return Response(status_code=499)
+    path, headers = request.url.path, None
+    if isinstance(error, ClientDisconnect):
+        # nginx's status for this; only the access log shows it.
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        route = cut(f"{request.method} {path}")
+        status, text, headers = error.status_code, error.detail, error.headers
+        error = NotFoundError(f"There is no route {route}.")
+        if status != NotFoundError.status:
+            error = RequestError(f"{text}: {route}.")
+            error.status = status
+    return error_response(error, path, headers)

@@ -10,7 +10,6 @@ text, and are lost when the connection is reset under a client that still sends.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -30,34 +29,29 @@ from mlx_mtp.errors import (
     RequestError,
 )
 from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
-from mlx_mtp.server.http_errors import error_body, error_response
+from mlx_mtp.server.http_errors import error_response
 
-MAX_HEADER_BYTES = 16 << 10
-"""Longest request line and headers together; node.js and h11 have the same bound."""
+MAX_HEADER_BYTES = 16 << 10  # Request line and headers; node.js and h11 have the same bound.
 MAX_HEADERS = 100
+# Chunks of a body that may be of any size; further ones must hold `CHUNK_BYTES` on average.
 FREE_CHUNKS = 1024
-"""Chunks of a body that may be of any size; further ones must hold `CHUNK_BYTES` on average."""
 CHUNK_BYTES = 256
+# How long, and how much of, the rest of a rejected request is read, so that its client gets to
+# read the response.
 LINGER_SECONDS = 2.0
-"""How long the rest of a rejected request is read, so that its client gets to read the response."""
 LINGER_BYTES = 16 << 20
 _PIECE = 16 << 10
-_TOO_MANY_HEADERS = (
-    f"The request line and headers are too large: at most {MAX_HEADER_BYTES} bytes and "
-    f"{MAX_HEADERS} headers are allowed."
-)
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class BoundedConnection(h11.Connection):
-    """h11's state machine, with limits that are checked before it parses."""
+    """h11's state machine; headers and chunks beyond the limits are a RemoteProtocolError."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self._chunks = self._bytes = 0
 
     def next_event(self) -> Any:
-        """See `h11.Connection`; headers and chunks beyond the limits are a RemoteProtocolError."""
         if self.their_state is h11.IDLE:
             self._chunks = self._bytes = 0
             self._check_head()
@@ -82,12 +76,6 @@ class LimitedProtocol(H11Protocol):
 
     When there are too many connections, the one that has been idle for longest is closed; when all
     are busy, the new one's request gets a 503.
-
-    Args:
-        settings: `head_timeout` and `stall_timeout`.
-        limiter: counts the rejected connections.
-        max_connections: most at once.
-        of_uvicorn: uvicorn's own arguments.
     """
 
     def __init__(
@@ -102,14 +90,14 @@ class LimitedProtocol(H11Protocol):
         self._settings = settings
         self._limiter = limiter
         self._max_connections = max_connections
+        # "idle" runs while the connection is idle, "stall" while its client reads nothing.
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._idle_since: float | None = None
         # Bytes read after the last response, which closes the connection; None before it.
         self._dropped: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._become_idle()
+        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._close_idle_one():
             self.app = self._reject
 
@@ -136,7 +124,7 @@ class LimitedProtocol(H11Protocol):
             self._answer_and_close(InvalidRequestError("The request ended before it was complete."))
 
     def on_response_complete(self) -> None:
-        self._become_idle()
+        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         # This may begin the next request, if it has arrived already.
         super().on_response_complete()
         self._update_busy()
@@ -159,7 +147,10 @@ class LimitedProtocol(H11Protocol):
             what = str(cause).partition(": bytearray")[0]
             error = InvalidRequestError(f"This is not valid HTTP: {what}.")
             if cause.error_status_hint == HeadersTooLargeError.status:
-                error = HeadersTooLargeError(_TOO_MANY_HEADERS)
+                error = HeadersTooLargeError(
+                    "The request line and headers are too large: at most "
+                    f"{MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed."
+                )
         self._answer_and_close(error)
 
     def _should_upgrade(self) -> bool:
@@ -175,12 +166,7 @@ class LimitedProtocol(H11Protocol):
 
     def _update_busy(self) -> None:
         if self._busy:
-            self._idle_since = None
             self._stop_timer("idle")
-
-    def _become_idle(self) -> None:
-        self._idle_since = self.loop.time()
-        self._start_timer("idle", self._settings.head_timeout, self._end_idle)
 
     def _end_idle(self) -> None:
         """Close: there is no head or not all of it, an unread body, or an untaken response."""
@@ -194,13 +180,13 @@ class LimitedProtocol(H11Protocol):
     def _close_idle_one(self) -> bool:
         """Close the connection that has been idle for longest, if there is one but this."""
         idle = [
-            (other._idle_since, other.transport)
+            other
             for other in self.connections
             if isinstance(other, LimitedProtocol) and other is not self
-            if other._idle_since is not None and not other.transport.is_closing()
+            if "idle" in other._timers and not other.transport.is_closing()
         ]
         if idle:
-            min(idle, key=lambda found: found[0])[1].abort()
+            min(idle, key=lambda other: other._timers["idle"].when()).transport.abort()
         return bool(idle)
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,16 +198,11 @@ class LimitedProtocol(H11Protocol):
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _answer_and_close(self, error: RequestError) -> None:
-        body = json.dumps(error_body(error)).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        answer = error_response(error, "", {"Connection": "close"})
         reason = HTTPStatus(error.status).phrase.encode()
-        response = h11.Response(status_code=error.status, headers=headers, reason=reason)
+        head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
         try:
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
             # A response had begun, and what follows would be taken for a part of it.
@@ -241,6 +222,5 @@ class LimitedProtocol(H11Protocol):
         self._timers[name] = self.loop.call_later(seconds, act)
 
     def _stop_timer(self, name: str) -> None:
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
+        if name in self._timers:
+            self._timers.pop(name).cancel()

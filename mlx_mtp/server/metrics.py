@@ -27,35 +27,27 @@ class Metrics(Collector):
         self._limiter = limiter
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._timeouts = Counter(
-            PREFIX + "request_timeouts",
-            "Requests that took longer than --request-timeout.",
-            registry=self._registry,
-        )
-        self._first_token = Histogram(
-            PREFIX + "time_to_first_token_seconds",
-            "From a request's arrival in the engine to its first token.",
-            buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self._registry,
-        )
-        self._between_tokens = Histogram(
-            PREFIX + "inter_token_latency_seconds",
-            "Time per token after the first; the tokens of one step share its time.",
-            buckets=_TOKEN_BUCKETS,
-            registry=self._registry,
-        )
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+
+        text = "Requests that took longer than --request-timeout."
+        self._timeouts = Counter(PREFIX + "request_timeouts", text, registry=self._registry)
+        text = "From a request's arrival in the engine to its first token."
+        self._first = histogram("time_to_first_token_seconds", text, _FIRST_TOKEN_BUCKETS)
+        text = "Time per token after the first; the tokens of one step share its time."
+        self._between = histogram("inter_token_latency_seconds", text, _TOKEN_BUCKETS)
 
     def first_token(self, seconds: float) -> None:
         """A sequence's first token came after this time."""
-        self._first_token.observe(seconds)
+        self._first.observe(seconds)
 
     def more_tokens(self, seconds: float, count: int) -> None:
         """So many more tokens of a sequence came in one step, after this time."""
         for _ in range(count):
-            self._between_tokens.observe(seconds / count)
+            self._between.observe(seconds / count)
 
     def timed_out(self) -> None:
-        """A request has taken too long."""
         self._timeouts.inc()
 
     def render(self) -> bytes:
@@ -64,19 +56,15 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The engine's statistics, read at each scrape so that nothing is counted twice."""
-        stats, held = self._engine.stats(), self._limiter.held
+        stats, limiter = self._engine.stats(), self._limiter
         prefixes = stats.prefix_cache
         dropped = "Prefixes not written: the disk is slow or full, or they are too large."
         gauges = [
             ("num_requests_running", "Requests in a batch.", stats.num_requests_running),
             ("num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting),
-            ("num_requests_held", "Sequences running, waiting or being prepared.", held),
+            ("num_requests_held", "Sequences running, waiting or being prepared.", limiter.held),
             ("prefix_cache_bytes", "Memory of the prefix cache.", prefixes.nbytes),
-            (
-                "prefix_cache_entries",
-                "Prefixes that a prompt can go on from.",
-                prefixes.num_entries,
-            ),
+            ("prefix_cache_entries", "Prefixes a prompt can go on from.", prefixes.num_entries),
             ("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files),
             ("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes),
         ]
@@ -96,22 +84,28 @@ class Metrics(Collector):
             parked = "1: the last step was planned without drafts."
             gauges.append(("spec_decode_parked", parked, stats.parked))
             text = "Drafts per step chosen last for this batch size."
-            depths = GaugeMetricFamily(PREFIX + "spec_decode_depth", text, labels=["batch_size"])
-            yield _labelled(depths, stats.depths)
+            yield _by_label(
+                GaugeMetricFamily, "spec_decode_depth", text, "batch_size", stats.depths
+            )
         yield from (GaugeMetricFamily(PREFIX + name, *rest) for name, *rest in gauges)
         yield from (CounterMetricFamily(PREFIX + name, *rest) for name, *rest in counters)
         text = "Requests rejected before any work was done for them."
-        rejected = CounterMetricFamily(PREFIX + "requests_rejected", text, labels=["reason"])
-        yield _labelled(rejected, ((reason, self._limiter.rejected[reason]) for reason in REASONS))
-        name = PREFIX + "spec_decode_num_accepted_tokens_per_pos"
+        rejected = [(reason, limiter.rejected[reason]) for reason in REASONS]
+        yield _by_label(CounterMetricFamily, "requests_rejected", text, "reason", rejected)
+        name = "spec_decode_num_accepted_tokens_per_pos"
         text = "Drafts accepted, by position in the window."
-        accepted = CounterMetricFamily(name, text, labels=["position"])
-        yield _labelled(accepted, enumerate(stats.num_accepted_tokens_per_pos))
+        accepted = enumerate(stats.num_accepted_tokens_per_pos)
+        yield _by_label(CounterMetricFamily, name, text, "position", accepted)
 
 
-def _labelled(
-    family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[object, int]]
+def _by_label(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Iterable[tuple[object, int]],
 ) -> Metric:
-    for label, value in values:
-        family.add_metric([str(label)], value)
+    family = kind(PREFIX + name, text, labels=[label])
+    for key, value in values:
+        family.add_metric([str(key)], value)
     return family

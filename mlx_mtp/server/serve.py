@@ -1,40 +1,98 @@
-"""Run the application with uvicorn, on a socket that was bound before the model was loaded."""
+"""The HTTP application, run with uvicorn on a socket that was bound before the model was loaded."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
 import os
+import queue
 import resource
 import socket
 import sys
-import time
-from collections.abc import Callable, Collection
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 
+from mlx_mtp import __version__
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import UsageError
-from mlx_mtp.server.background_log import BackgroundLog
+from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.hosts import ANY, is_loopback
 from mlx_mtp.server.http_protocol import LimitedProtocol
+from mlx_mtp.server.routes import ROUTES
+from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+# How long the engine's thread may take to end; one that hangs must not keep the process alive.
+STOP_SECONDS = 10.0
+# How long clients may take to read the error that ended their response.
 FLUSH_SECONDS = 5
-"""How long clients may take to read the error that ended their response."""
+# After this time a thread that builds a step in Python lets the event loop go on, which needs the
+# interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step.
 SWITCH_SECONDS = 0.001
-"""After this time a thread that builds a step in Python lets the event loop go on, which needs the
-interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step."""
 _BACKLOG = 2048
-_SPARE_FILES = 64
-"""Files that are open beside the clients' connections."""
+_SPARE_FILES = 64  # Open beside the clients' connections.
+_LOGGERS = ("", "uvicorn", "uvicorn.access")
+_Waiting = queue.Queue[Callable[[], object] | None]
+
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
+) -> FastAPI:
+    """Build the application; serving it starts the engine, and ending it stops the engine.
+
+    `defaults` is the model's generation_config.json.
+    """
+    context = Context(engine, tokenizer, config, defaults)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        context.dispatcher.start()
+        try:
+            yield
+        finally:
+            await context.dispatcher.stop(STOP_SECONDS)
+            context.grammars.close()
+
+    app = FastAPI(
+        title="mlx-mtp",
+        version=__version__,
+        lifespan=lifespan,
+        # The bodies are read by hand, so FastAPI could not describe them.
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    for route in ROUTES:
+        # With and without a slash at the end: a redirect would lose some clients' bodies.
+        for path in {route.path, route.path.rstrip("/") + "/"}:
+            app.add_api_route(path, route.load(), methods=route.methods.split())
+    http_errors.install(app)
+    # The last one added runs first: unknown host names are rejected before all else, and CORS comes
+    # before the key, as a browser's preflight has none.
+    limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
+    app.add_middleware(check, check=limiter.check, at_end=limiter.release)
+    if config.api_keys:
+        digests = [access.digest_of(key.encode()) for key in config.api_keys]
+        app.add_middleware(check, check=partial(access.check_key, digests))
+    if origins:
+        app.add_middleware(access.cors, origins=origins)
+    app.add_middleware(check, check=partial(access.check_origin, origins))
+    names = access.known_names(config.host, config.allowed_hosts)
+    app.add_middleware(check, check=partial(access.check_host, names))
+    return app
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -56,23 +114,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
-    """Log a warning if a server without a key can be used from elsewhere."""
-    if has_key:
-        return
-    if not is_loopback(host):
-        logger.warning(
-            "Everyone who can reach %s on the network can use this server: it has no key. Add "
-            "--api-key or --api-key-file, or leave out --host.",
-            host,
-        )
-    if ANY in cors_origins:
-        logger.warning(
-            "Every web page that a browser on this machine opens can use this server: it has no "
-            "key, and --cors-origin is *. Name the origins, or add --api-key."
-        )
-
-
 class Server(uvicorn.Server):
     """uvicorn, which calls `on_ready` when it takes requests, and drains when it is stopped.
 
@@ -85,22 +126,18 @@ class Server(uvicorn.Server):
         self, config: uvicorn.Config, context: Context, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
+        self._context = context
         self._limiter = context.limiter
-        self._dispatcher = context.dispatcher
-        self._drain_timeout = context.config.drain_timeout
         self._on_ready = on_ready
-        self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal; uvicorn's own handler would raise it again at the end."""
         if self.should_exit:
             self.force_exit = True
-        elif self._drain_until is not None:
+        elif self._limiter.draining:
             self.should_exit = True
         else:
-            self._drain_until = time.monotonic() + self._drain_timeout
-            self._limiter.drain_seconds = self._drain_timeout
-            self._limiter.draining = True
+            self._limiter.drain(self._context.config.drain_timeout)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -109,17 +146,12 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether to shut down."""
-        if await super().on_tick(counter):
-            return True
-        if self._drain_until is None:
-            return False
-        limiter = self._limiter
-        limiter.drain_seconds = self._drain_until - time.monotonic()
-        return limiter.drain_seconds <= 0 or (limiter.held == 0 and limiter.num_open == 0)
+        drained = self._limiter.drain_seconds <= 0 or not self.server_state.tasks
+        return await super().on_tick(counter) or (self._limiter.draining and drained)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop: open requests end with an error that says why."""
-        self._limiter.draining = True
+        self._limiter.drain(0.0)
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
@@ -127,7 +159,7 @@ class Server(uvicorn.Server):
     async def _end_requests(self) -> None:
         # Again and again: some may be about to be submitted.
         while True:
-            self._dispatcher.end_all()
+            self._context.dispatcher.end_all()
             await asyncio.sleep(0.05)
 
 
@@ -139,13 +171,9 @@ def make_server(
     settings = context.config
     # As many as can be held, and some beside them for monitoring.
     wanted = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
+    most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
     # Other implementations than h11's, where they are installed, lack the limits.
-    protocol: Any = partial(
-        LimitedProtocol,
-        settings,
-        context.limiter,
-        min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES),
-    )
+    protocol: Any = partial(LimitedProtocol, settings, context.limiter, most)
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -163,7 +191,7 @@ def make_server(
     return Server(config, context, on_ready)
 
 
-def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) -> bool:
+def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
     """Serve until a signal, then stop the engine; returns whether that has ended.
 
     If nobody reads the log, the process ends here, as lines that can't be written would block it.
@@ -175,7 +203,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[], bool]) ->
             server.run(sockets=[sock])
         finally:
             # Leaving by force, uvicorn doesn't stop the engine.
-            ended = stop_engine()
+            ended = stop_engine(STOP_SECONDS)
     if not log.close():
         os._exit(0 if ended else 1)
     return ended
@@ -201,3 +229,52 @@ def _file_limit(wanted: int) -> int:
         logger.warning("The limit of open files stays at %d.", soft)
         return soft
     return aim
+
+
+class BackgroundLog:
+    """A thread that writes log records; more than `capacity` waiting ones are dropped.
+
+    A pipe that nobody empties, or a terminal stopped with ctrl-S, blocks any thread that writes.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._waiting: _Waiting = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def attached(self, names: Iterable[str] = _LOGGERS) -> Iterator[None]:
+        """Within it, the handlers of these loggers write in the background."""
+        before = {name: logging.getLogger(name).handlers for name in names}
+        for name, handlers in before.items():
+            queued: list[logging.Handler] = [_Queued(each, self._waiting) for each in handlers]
+            logging.getLogger(name).handlers = queued
+        try:
+            yield
+        finally:
+            for name, handlers in before.items():
+                logging.getLogger(name).handlers = handlers
+
+    def close(self, seconds: float = 1.0) -> bool:
+        """Write what waits, for so long at most; returns whether all of it was written."""
+        try:
+            self._waiting.put(None, timeout=seconds)
+        except queue.Full:
+            return False
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _write(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            write()
+
+
+class _Queued(logging.Handler):
+    def __init__(self, handler: logging.Handler, waiting: _Waiting) -> None:
+        super().__init__(handler.level)
+        self._handler = handler
+        self._waiting = waiting
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(partial(self._handler.handle, record))

@@ -14,8 +14,7 @@ import pytest
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.app import create_app
-from mlx_mtp.server.serve import Server, bind, make_server
+from mlx_mtp.server.serve import Server, bind, create_app, make_server
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
@@ -32,6 +31,9 @@ class Served(httpx.Client):
         return self.base_url.host, self.base_url.port or 0
 
 
+Serve = Callable[..., contextlib.AbstractContextManager[Served]]
+
+
 @cache
 def library_tokenizer() -> Any:
     """The bundled tokenizer as transformers has it."""
@@ -45,9 +47,6 @@ def tokenizer_with(template: str) -> Tokenizer:
     inner = copy.copy(library_tokenizer())
     inner.chat_template = template
     return Tokenizer(inner, "the test's model")
-
-
-Serve = Callable[..., contextlib.AbstractContextManager[Served]]
 
 
 @pytest.fixture(scope="session")
@@ -71,17 +70,17 @@ def serve(tokenizer: Tokenizer) -> Serve:
         app = create_app(engine, tokenizer, config, defaults or {})
         ready = threading.Event()
         server = make_server(app, log_level="critical", on_ready=ready.set)
-        sock = bind("127.0.0.1", 0)
-        port = sock.getsockname()[1]
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            assert ready.wait(30)
-            with Served(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-                client.server = server
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+        with bind("127.0.0.1", 0) as sock:
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+            thread.start()
+            try:
+                assert ready.wait(30)
+                with Served(base_url=url, timeout=30) as client:
+                    client.server = server
+                    yield client
+            finally:
+                server.should_exit = True
+                thread.join()
 
     return serving

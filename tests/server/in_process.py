@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.app import create_app
+from mlx_mtp.server.serve import create_app
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
 from tests.server.fake_engine import FakeEngine, answer
@@ -21,6 +20,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 HI = [{"role": "user", "content": "hi"}]
+# A good body for each route that takes one.
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": HI},
     TEXT: {"model": MODEL, "prompt": "hi"},
@@ -30,22 +30,19 @@ GOOD: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "hi"},
     DETOKENIZE: {"tokens": [300]},
 }
-"""A good body for each route that takes one."""
 GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
-PATIENCE = 60
 
 
 class _Bridge(httpx.BaseTransport):
     """Runs each request on the application's event loop, which is in another thread."""
 
-    def __init__(self, app: FastAPI, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
         self._inner = httpx.ASGITransport(app, raise_app_exceptions=False)
-        self._loop = loop
+        self._portal = portal
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.read()
-        job = asyncio.run_coroutine_threadsafe(self._handle(request), self._loop)
-        return job.result(PATIENCE)
+        return self._portal.call(self._handle, request)
 
     async def _handle(self, request: httpx.Request) -> httpx.Response:
         response = await self._inner.handle_async_request(request)
@@ -62,20 +59,9 @@ def in_process(
     tokenizer = tokenizer or Tokenizer(library_tokenizer(), "the test's model")
     config = ServerConfig(**({"model_name": MODEL, "seed": 1} | settings))
     app = create_app(engine, tokenizer, config, {})
-    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-
-    async def main() -> None:
-        async with app.router.lifespan_context(app):
-            ready.set()
-            await done.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
-    thread.start()
-    assert ready.wait(PATIENCE)
-    try:
-        with httpx.Client(transport=_Bridge(app, loop), base_url="http://localhost") as client:
-            yield client
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join()
-        loop.close()
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(app.router.lifespan_context(app)),
+        httpx.Client(transport=_Bridge(app, portal), base_url="http://localhost") as client,
+    ):
+        yield client

@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.server.conftest import Served
 
-ANTHROPIC = "/v1/messages"
-
 
 def request_bytes(
     method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b""
@@ -64,18 +62,18 @@ def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
         return Answer(incoming(sock), method if method in ("HEAD", "CONNECT") else "POST")
 
 
-def error_of(answer: Any, path: str) -> str:
+def error_of(answer: Any, path: str, status: int | None = None) -> str:
     """The message of an error in the shape of the API that was called; all of it is checked."""
+    assert status in (None, getattr(answer, "status_code", None)), (path, answer)
     body = answer.json()
-    error = body["error"]
-    if path.startswith(ANTHROPIC):
-        assert (set(body), body["type"]) == ({"type", "error"}, "error")
+    error = body.pop("error")
+    assert isinstance(error["type"], str)
+    assert 0 < len(error["message"]) < 1000
+    if path.startswith("/v1/messages"):
+        assert body == {"type": "error"}
         assert set(error) == {"type", "message"}
     else:
-        assert set(body) == {"error"}
+        assert body == {}
         assert set(error) == {"message", "type", "param", "code"}
         assert all(isinstance(error[name], str | None) for name in ("param", "code"))
-    assert isinstance(error["type"], str)
-    assert isinstance(error["message"], str)
-    assert 0 < len(error["message"]) < 1000
     return error["message"]

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 import types
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.responses.wire import ResponsesRequest
-from mlx_mtp.server.token_routes import DetokenizeRequest, TokenizeRequest
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
@@ -50,19 +48,12 @@ WIRE: dict[str, type[BaseModel]] = {
     MESSAGES: MessagesRequest,
     COUNT: CountRequest,
     RESPONSES: ResponsesRequest,
-    TOKENIZE: TokenizeRequest,
-    DETOKENIZE: DetokenizeRequest,
 }
 
 
 @pytest.fixture(scope="module")
-def engine() -> FakeEngine:
-    return FakeEngine(answer([300]))
-
-
-@pytest.fixture(scope="module")
-def client(engine: FakeEngine) -> Iterator[httpx.Client]:
-    with in_process(engine) as client:
+def client() -> Iterator[httpx.Client]:
+    with in_process() as client:
         yield client
 
 
@@ -85,27 +76,27 @@ def edit(file: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_cve_2026_5843_mlx_lm_code_named_by_a_configuration(model: Path) -> None:
+def test_cve_2026_5843_mlx_lm_code_named_by_a_configuration(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """config.json's `model_file` was imported and run by whoever loaded the model."""
     for fields in ({"text_config": {"model_file": "evil.py"}}, {"model_file": "evil.py"}):
         edit(model / "config.json", **fields)
         with pytest.raises(UnsupportedModelError, match="runs no code"):
             load_model(model, enable_mtp=False, lazy=True)
-    assert not (model.parent / "ran").exists()
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_cve_2026_5843_code_that_transformers_would_run(
-    model: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Code that transformers would run.
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks whether to run it"))
     classes = {"AutoTokenizer": ["evil.Evil"] * 2}
     classes |= dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
-    edit(model / name, auto_map=classes)
-    if name == "tokenizer_config.json":
-        edit(model / name, tokenizer_class="Evil")
-    with contextlib.suppress(ModelError):
-        assert Tokenizer.load(model).encode("hi")
+    for name, fields in (
+        ("config.json", {}),
+        ("tokenizer_config.json", {"tokenizer_class": "Evil"}),
+    ):
+        before = (model / name).read_text()
+        edit(model / name, auto_map=classes, **fields)
+        with contextlib.suppress(ModelError):
+            assert Tokenizer.load(model).encode("hi")
+        (model / name).write_text(before)
     assert not (model.parent / "ran").exists()
 
 
@@ -138,8 +129,7 @@ def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(client: http
     for name in sorted(names | {"messages", "self", "raise_exception", "__class__", "range"}):
         for path, body in ((CHAT, GOOD[CHAT]), (TOKENIZE, {"messages": HI})):
             response = client.post(path, json=body | {"chat_template_kwargs": {name: True}})
-            assert response.status_code == 400, name
-            assert name in error_of(response, path)
+            assert name in error_of(response, path, 400)
 
 
 TEMPLATES = [
@@ -153,8 +143,7 @@ TEMPLATES = [
 def test_a_models_template_stays_in_its_box(template: str) -> None:
     with in_process(tokenizer=tokenizer_with(template)) as client:
         response = client.post(CHAT, json=GOOD[CHAT])
-        assert response.status_code == 400
-        assert "template" in error_of(response, CHAT)
+        assert "template" in error_of(response, CHAT, 400)
         assert "root:" not in response.text
 
 
@@ -194,56 +183,51 @@ def test_cve_2025_48944_vllm_malformed_tool_schemas(client: httpx.Client) -> Non
 
 
 def integer_fields(
-    model: type[BaseModel], prefix: tuple[str, ...] = ()
+    schema: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
     """Paths of all fields that may be an integer, those of objects within among them."""
-    for name, info in model.model_fields.items():
-        path = (*prefix, info.alias or name)
-        for kind in kinds(info.annotation):
-            if kind is int:
-                yield path
-            elif inspect.isclass(kind) and issubclass(kind, BaseModel):
-                yield from integer_fields(kind, path)
-
-
-def kinds(annotation: Any) -> set[Any]:
-    """The alternatives of an annotation, as they are without validators."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return kinds(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        return set().union(*map(kinds, typing.get_args(annotation)))
-    return {annotation}
+    schema = schema | definitions.get(schema.get("$ref", "").rpartition("/")[2], {})
+    if schema.get("type") == "integer":
+        yield path
+    for form in schema.get("anyOf", []):
+        yield from integer_fields(form, definitions, path)
+    for name, field in schema.get("properties", {}).items():
+        yield from integer_fields(field, definitions, (*path, name))
 
 
 # What the fields within an object need beside them.
 BESIDE = {"thinking": {"type": "enabled"}, "stream_options": {"include_usage": True}}
-INTEGERS = [(path, field) for path, model in WIRE.items() for field in integer_fields(model)]
+SCHEMAS = {path: model.model_json_schema() for path, model in WIRE.items()}
+INTEGERS = [
+    (path, field)
+    for path, schema in SCHEMAS.items()
+    for field in dict.fromkeys(integer_fields(schema, schema.get("$defs", {})))
+]
 EXTREMES = [-1, -(1 << 31), -(1 << 63), 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30]
 
 
-@pytest.mark.parametrize(("path", "field"), INTEGERS, ids=str)
-def test_cve_2026_21869_llama_cpp_integers_that_nobody_clamped(
-    client: httpx.Client, engine: FakeEngine, path: str, field: tuple[str, ...]
-) -> None:
+def test_cve_2026_21869_llama_cpp_integers_that_nobody_clamped() -> None:
     """A negative `n_discard` became an index, and wrote outside of its array."""
+    engine = FakeEngine(answer([300]))
     assert len(INTEGERS) > 20
-    for value in [*EXTREMES, 1.5, 1e300, True, "1", [1], {}]:
-        inner: Any = value
-        for name in reversed(field[1:]):
-            inner = {**BESIDE.get(field[0], {}), name: inner}
-        before = len(engine.submitted)
-        response = client.post(path, json={**GOOD[path], field[0]: inner})
-        assert response.status_code in (200, 400), response.text
-        if response.status_code == 400:
-            error_of(response, path)
-            assert len(engine.submitted) == before
-        else:
-            assert type(value) is int, "nothing else passes for an integer"
-        for request in engine.submitted[before:]:
-            request.sampling.validate(engine.info.vocab_size)
-            longest = engine.info.max_model_len
-            assert 1 <= request.sampling.max_tokens <= longest - len(request.prompt_token_ids)
+    with in_process(engine) as client:
+        for path, field in INTEGERS:
+            for value in [*EXTREMES, 1.5, 1e300, True, "1", [1], {}]:
+                inner: Any = value
+                for name in reversed(field[1:]):
+                    inner = {**BESIDE.get(field[0], {}), name: inner}
+                engine.submitted.clear()
+                response = client.post(path, json={**GOOD[path], field[0]: inner})
+                assert response.status_code in (200, 400), response.text
+                if response.status_code == 400:
+                    error_of(response, path)
+                    assert not engine.submitted
+                else:
+                    assert type(value) is int, "nothing else passes for an integer"
+                for request in engine.submitted:
+                    request.sampling.validate(engine.info.vocab_size)
+                    longest = engine.info.max_model_len - len(request.prompt_token_ids)
+                    assert 1 <= request.sampling.max_tokens <= longest
 
 
 TRAVERSALS = [
@@ -269,8 +253,7 @@ def test_cve_2024_37032_ollama_no_name_of_a_client_is_opened(client: httpx.Clien
         for name in TRAVERSALS:
             for path, good in GOOD.items():
                 refused = client.post(path, json={**good, "model": name})
-                assert refused.status_code == 404
-                error_of(refused, path)
+                error_of(refused, path, 404)
             for field in ("adapters", "adapter_path", "lora", "draft_model", "path", "file_id"):
                 assert client.post(CHAT, json=GOOD[CHAT] | {field: name}).status_code == 400
             content = [{"type": "image_url", "image_url": {"url": name}}]
@@ -288,16 +271,8 @@ def test_cve_2024_37032_names_of_repositories_and_files_lead_nowhere_else(
         pytest.fail("asked the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    for name in (
-        "../x/y",
-        "a/..",
-        "a/.b",
-        "./a/b/../c",
-        "http://a/b",
-        "a/b\0",
-        "a%2f..",
-        "a\\..\\b",
-    ):
+    names = ["../x/y", "a/..", "a/.b", "./a/b/../c", "http://a/b", "a/b\0", "a%2f..", "a\\..\\b"]
+    for name in names:
         with pytest.raises((ModelError, ValueError)):
             resolve_model(name)
     for etag in ("../../x", "/etc/passwd", "a/b", "..", "", "a\0", None):

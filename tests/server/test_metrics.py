@@ -65,21 +65,19 @@ PROMISED = {
 
 
 def test_the_engines_counters_under_their_promised_names() -> None:
-    engine = FakeEngine(answer([300]))
-    engine.reported = EngineStats(**STATS, prefix_cache=PrefixCacheStats(**PREFIXES))
-    with in_process(engine) as client:
-        found = samples(client)
-        told = {n: v for n, v in found.items() if "seconds" not in n and "created" not in n}
-        assert told == {f"mlx_mtp:{name}": value for name, value in PROMISED.items()}
-        engine.reported = EngineStats(prompt_tokens=30)
-        assert samples(client)["mlx_mtp:prompt_tokens_total"] == 30
-
-
-def test_without_mtp_there_is_no_depth() -> None:
-    engine = FakeEngine(answer([300]), FakeInfo(num_draft_tokens=0, mtp_enabled=False))
-    engine.reported = EngineStats(depths=((1, 0),), parked=True)
-    with in_process(engine) as client:
-        assert not [name for name in samples(client) if "depth" in name or "parked" in name]
+    for info in (FakeInfo(), FakeInfo(num_draft_tokens=0, mtp_enabled=False)):
+        engine = FakeEngine(answer([300]), info)
+        engine.reported = EngineStats(**STATS, prefix_cache=PrefixCacheStats(**PREFIXES))
+        with in_process(engine) as client:
+            found = samples(client)
+            found = {n: v for n, v in found.items() if "seconds" not in n and "created" not in n}
+            assert found == {
+                f"mlx_mtp:{name}": value
+                for name, value in PROMISED.items()
+                if info.mtp_enabled or ("depth" not in name and "parked" not in name)
+            }
+            engine.reported = EngineStats(prompt_tokens=30)
+            assert samples(client)["mlx_mtp:prompt_tokens_total"] == 30
 
 
 def test_latencies_count_each_sequence_once_and_each_later_token_once() -> None:

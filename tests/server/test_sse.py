@@ -178,5 +178,5 @@ def test_a_server_has_its_threads_take_turns_more_often() -> None:
             seen.append(sys.getswitchinterval())
 
     with bind("127.0.0.1", 0) as sock:
-        assert run(cast(Server, Stub()), sock, lambda: True)
+        assert run(cast(Server, Stub()), sock, lambda _: True)
     assert seen == [pytest.approx(SWITCH_SECONDS)]
