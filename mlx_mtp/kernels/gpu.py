@@ -8,7 +8,7 @@ that Metal compiles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 Backend = Literal["metal", "cuda"]
 
 LANES = 32
+_WARPS = 4  # of a threadgroup, along y
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
 _TOLERANCE = 1e-4
 
@@ -52,11 +53,6 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
-def source(body: str, where: Backend) -> str:
-    """A kernel's function body for a backend."""
-    return _PROLOGUES[where] + body
-
-
 @dataclass
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
@@ -71,13 +67,13 @@ class Kernel:
     outputs: list[str]
     body: str
     _built: dict[Backend, Any] = field(default_factory=dict)
+    _works: dict[Hashable, bool] = field(default_factory=dict)
 
     def __call__(
         self,
         inputs: list[mx.array],
         template: list[tuple[str, Any]],  # constants and types by name
         grid: tuple[int, int, int],  # warps in x, y and z
-        warps: int,  # of a threadgroup, along y
         outputs: list[tuple[Sequence[int], mx.Dtype]],  # shape and type of each
     ) -> list[mx.array]:
         """Launch."""
@@ -90,7 +86,7 @@ class Kernel:
                 input_names=self.inputs,
                 output_names=self.outputs,
                 header=_HEADERS[where],
-                source=source(self.body, where),
+                source=_PROLOGUES[where] + self.body,
                 ensure_row_contiguous=False,
             )
         x, y, z = grid
@@ -98,26 +94,35 @@ class Kernel:
             inputs=inputs,
             template=template,
             grid=(LANES * x, y, z),
-            threadgroup=(LANES, min(warps, y), 1),
+            threadgroup=(LANES, min(_WARPS, y), 1),
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
         return launched
 
+    def works(self, variant: Hashable, check: Callable[[], float]) -> bool:
+        """Whether a variant can be used here; a warning says why not.
 
-def works(name: str, where: Backend, check: Callable[[], float]) -> bool:
-    """Whether a kernel can be used here; a warning says why not.
+        Before its first use `check` runs it and the portable code, and returns the largest
+        difference.
+        """
+        where = backend()
+        if where is None:
+            return False
+        if (where, variant) not in self._works:
+            self._works[where, variant] = self._passes(check, where)
+        return self._works[where, variant]
 
-    `check` runs the kernel and the portable code, and returns the largest difference.
-    """
-    try:
-        error = check()
-    except Exception as problem:
-        logger.warning(
-            "The %s kernel does not run on %s, slower code is used: %s", name, where, problem
-        )
-        return False
-    if not error < _TOLERANCE:
-        logger.warning("The %s kernel is off by %.1e on %s: not used", name, error, where)
-        return False
-    return True
+    def _passes(self, check: Callable[[], float], where: Backend) -> bool:
+        name = self.name.replace("_", " ")
+        try:
+            error = check()
+        except Exception as problem:
+            logger.warning(
+                "The %s kernel does not run on %s, slower code is used: %s", name, where, problem
+            )
+            return False
+        if not error < _TOLERANCE:
+            logger.warning("The %s kernel is off by %.1e on %s: not used", name, error, where)
+            return False
+        return True

@@ -17,7 +17,7 @@ from mlx_mtp.bench.report import write_json
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import EngineError
-from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
+from mlx_mtp.kernels.window import QWEN3_NEXT_80B
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.selftest.kernels import check_kernels, shapes_of

@@ -8,17 +8,9 @@ import pytest
 
 from benchmarks import kernel_checks, kernel_timings
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import (
-    chunkwise,
-    gated_delta,
-    gated_delta_kernel,
-    inputs,
-    inputs_kernel,
-    portable_inputs,
-    self_check,
-)
-from mlx_mtp.kernels.cases import Cases, Shape
-from mlx_mtp.kernels.window import Pending, Projected
+from mlx_mtp.kernels import gated_delta, inputs, portable, self_check
+from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
 
 SMALL = Shape(2, 32, 4, 32)
@@ -64,21 +56,21 @@ def test_windows_in_a_row(emulated, shape, dtype):
     rows = 3
     state = true_state = cases.state(rows)
     pending = true_pending = kept = None
-    assert gated_delta_kernel.fits(cases.window(1, 1)[1]), "the check before first use"
+    assert gated_delta.fits(cases.window(1, 1)[1]), "the check before first use"
     for length in (1, 4, 2, 9, 1):
         q, window = cases.window(rows, length)
-        y, state, pending = gated_delta.fold_and_verify(q, window, state, pending, kept)
+        y, state, pending = gated_delta.run(q, window, state, pending, kept)
         if true_pending is not None:
-            true_state = chunkwise.fold(true_pending, kept, true_state)
-        true_y, _, true_pending = chunkwise.run(q, window, true_state, advance=False)
+            true_state = portable.fold(true_pending, kept, true_state)
+        true_y, _, true_pending = portable.run(q, window, true_state, advance=False)
         close([y, state, pending.delta], [true_y, true_state, true_pending.delta])
         kept = cases.counts(rows, length)
     lengths = cases.counts(rows, 6)
     q, window = cases.window(rows, 6)
-    y, after = gated_delta.fold_and_advance(q, window, state, pending, kept, lengths)
+    y, after, _ = gated_delta.run(q, window, state, pending, kept, lengths)
     folded = gated_delta.fold(pending, kept, state)
-    true_state = chunkwise.fold(true_pending, kept, true_state)
-    true_y, true_after, _ = chunkwise.run(q, window.cut(lengths), true_state)
+    true_state = portable.fold(true_pending, kept, true_state)
+    true_y, true_after, _ = portable.run(q, window.cut(lengths), true_state)
     close([folded, after], [true_state, true_after])
     kept_rows = np.arange(6) < np.array(lengths)[:, None]
     y, true_y = (np.array(a.astype(mx.float32)) for a in (y, true_y))
@@ -105,11 +97,11 @@ def test_inputs_of_windows_in_a_row(emulated, shape, dtype):
     convolution = cases.convolution()
     history = true_history = cases.history(rows, 0)
     kept = None
-    assert inputs_kernel.fits(cases.projected(1, 1), convolution)
+    assert inputs.fits(cases.projected(1, 1), convolution)
     for length in (1, 3, 9, 2):
         projected = cases.projected(rows, length)
         q, window, history = inputs.prepare(projected, convolution, history, kept)
-        true_q, true_window, true_history = portable_inputs.prepare(
+        true_q, true_window, true_history = portable.prepare(
             projected, convolution, true_history, kept
         )
         close([q, *window], [true_q, *true_window])
@@ -121,18 +113,18 @@ def test_inputs_may_be_slices(emulated):
     cases = Cases(4, SMALL, F32)
     q, window = cases.window(2, 3)
     state, kept = cases.state(2), mx.array([1, 3])
-    _, _, pending = chunkwise.run(q, window, state)
-    expected = gated_delta_kernel.run(q, window, state, pending, kept)
+    _, _, pending = portable.run(q, window, state)
+    expected = gated_delta.launch(q, window, state, pending, kept)
     projected, convolution, history = cases.projected(2, 3), cases.convolution(), None
     history = cases.history(2, 0)
-    true_q, true_window, _ = inputs_kernel.prepare(projected, convolution, history, None)
+    true_q, true_window, _ = inputs.launch(projected, convolution, history, None)
     for axis in (0, 1, 2):
         sliced = window._replace(k=spread(window.k, axis), v=spread(window.v, axis))
         before = Pending(spread(pending.k, axis), pending.delta, pending.g)
-        found = gated_delta_kernel.run(spread(q, axis), sliced, state, before, kept)
+        found = gated_delta.launch(spread(q, axis), sliced, state, before, kept)
         assert all(map(mx.array_equal, found, expected))
         parts = Projected(*(spread(a, axis) for a in projected))
-        again, found, _ = inputs_kernel.prepare(parts, convolution, history, None)
+        again, found, _ = inputs.launch(parts, convolution, history, None)
         assert all(map(mx.array_equal, (again, *found), (true_q, *true_window)))
 
 
@@ -143,17 +135,17 @@ def test_inputs_may_be_slices(emulated):
     ("module", "right", "wrong"),
     [
         # The previous window is not forgotten at its own rate.
-        (gated_delta_kernel, "fma(key[i], d, s[r][i] * decay)", "fma(key[i], d, s[r][i])"),
-        (inputs_kernel, "+ num_kept[b]) * C", ") * C"),
+        (gated_delta, "fma(key[i], d, s[r][i] * decay)", "fma(key[i], d, s[r][i])"),
+        (inputs, "+ num_kept[b]) * C", ") * C"),
         *with_full(
             [],
             [
-                (gated_delta_kernel, "t < num_kept[b]", "t < num_kept[b] - 1"),
-                (gated_delta_kernel, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-                (gated_delta_kernel, "int other = 16; other > 0", "int other = 16; other > 1"),
-                (gated_delta_kernel, "if (t >= valid) {", "if (false) {"),
-                (inputs_kernel, "is_value ? own % (Hv / Hk) : 0;", "0;"),
-                (inputs_kernel, "log(w) * u / (w - 1.0f)", "0.0f"),
+                (gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
+                (gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
+                (gated_delta, "int other = 16; other > 0", "int other = 16; other > 1"),
+                (gated_delta, "if (t >= valid) {", "if (false) {"),
+                (inputs, "is_value ? own % (Hv / Hk) : 0;", "0;"),
+                (inputs, "log(w) * u / (w - 1.0f)", "0.0f"),
             ],
         ),
     ],
@@ -163,7 +155,7 @@ def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, modul
     assert right in body
     monkeypatch.setattr(module._KERNEL, "body", body.replace(right, wrong, 1))
     cases = Cases(0, SMALL, F32)
-    if module is gated_delta_kernel:
+    if module is gated_delta:
         assert not module.fits(cases.window(1, 1)[1])
     else:
         assert not module.fits(cases.projected(1, 1), cases.convolution())
@@ -171,11 +163,11 @@ def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, modul
 
 
 def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog):
-    monkeypatch.setattr(gated_delta_kernel._KERNEL, "body", "nonsense;")
+    monkeypatch.setattr(gated_delta._KERNEL, "body", "nonsense;")
     q, window = Cases(0, SMALL, F32).window(2, 2)
-    assert not gated_delta_kernel.fits(window)
+    assert not gated_delta.fits(window)
     assert "does not compile" in caplog.text and "slower code is used" in caplog.text
-    y, _, _ = gated_delta.fold_and_verify(q, window, Cases(1, SMALL, F32).state(2), None, None)
+    y, _, _ = gated_delta.run(q, window, Cases(1, SMALL, F32).state(2), None, None)
     assert y.shape == (2, 2, 4, 32)
     first = check_kernels({"small": SMALL})[0]
     assert not first.ok and first.difference is None
@@ -187,19 +179,19 @@ def test_the_check_measures_what_it_says(emulated):
 
     def run(q, window, state, previous, num_kept, lengths=None):
         if previous is not None:
-            state = chunkwise.fold(previous, num_kept, state)
+            state = portable.fold(previous, num_kept, state)
         if lengths is not None:
-            return (*chunkwise.run(q, window.cut(lengths), state)[:2], None)
-        y, _, pending = chunkwise.run(q, window, state, advance=False)
+            return (*portable.run(q, window.cut(lengths), state)[:2], None)
+        y, _, pending = portable.run(q, window, state, advance=False)
         return y, state, pending.delta
 
-    assert self_check.gated_delta(run, SMALL[:4], F32) < 1e-6
+    assert self_check.gated_delta(run, SMALL, F32) < 1e-6
 
     def broken(*given):
         y, state, delta = run(*given)
         return y, state, None if delta is None else delta * mx.nan
 
-    assert not self_check.gated_delta(broken, SMALL[:4], F32) < 1
+    assert not self_check.gated_delta(broken, SMALL, F32) < 1
 
 
 def test_the_grid_of_the_benchmark_finds_a_wrong_kernel(emulated, monkeypatch):
@@ -210,7 +202,7 @@ def test_the_grid_of_the_benchmark_finds_a_wrong_kernel(emulated, monkeypatch):
     found = check_recurrence(variant)
     assert found.ok and found.cases == 9 and found.worst > 0
     assert check_inputs(variant).ok
-    kernel = gated_delta_kernel._KERNEL
+    kernel = gated_delta._KERNEL
     wrong = kernel.body.replace("* strength", "", 1)
     assert wrong != kernel.body
     monkeypatch.setattr(kernel, "body", wrong)

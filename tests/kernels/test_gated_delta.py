@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.kernels import chunkwise, reference
-from mlx_mtp.kernels.gated_delta import fold, fold_and_advance, fold_and_verify
+from mlx_mtp.kernels import portable
+from mlx_mtp.kernels.gated_delta import fold, run
 from mlx_mtp.kernels.window import Window
 
 TOLERANCE = 1e-5
@@ -57,8 +57,8 @@ def written_out(q, window: Window, state, lengths=None):
 def replay(q, window: Window, state, previous: Window | None, num_kept):
     """The accepted prefix of the window before under a mask, then the window on top of it."""
     if previous is not None:
-        _, state = reference.gated_delta(previous.k, previous, state, num_kept)
-    return reference.gated_delta(q, window, state)[0], state
+        _, state = portable.loop(previous.k, previous, state, num_kept)
+    return portable.loop(q, window, state)[0], state
 
 
 def close(ours, true, tolerance=TOLERANCE):
@@ -72,7 +72,7 @@ def test_all_forms_equal_the_rule_written_out(length, hk, hv):
     q, window = random_window(random, 2, length, hk, hv)
     state = random_state(random, 2, hv)
     expected, expected_state = written_out(q, window, state)
-    for form in (reference.gated_delta, chunkwise.run):
+    for form in (portable.loop, portable.run):
         outputs, after, *_ = form(q, window, state)
         close(outputs, expected)
         close(after, expected_state)
@@ -91,9 +91,7 @@ def test_prefill_of_ragged_lengths(seed, length, batch, decay):
     q, window = random_window(random, batch, length, 2, 4, decay=decay)
     state = random_state(random, batch, 4)
     lengths = random.integers(0, length + 1, batch)
-    outputs, after = fold_and_advance(
-        q, window, state, None, None, mx.array(lengths.astype(np.int32))
-    )
+    outputs, after, _ = run(q, window, state, None, None, mx.array(lengths.astype(np.int32)))
     expected, expected_state = written_out(q, window, state, lengths)
     assert np.isfinite(np.array(outputs)).all()
     close(after, expected_state, 1e-4)
@@ -109,7 +107,7 @@ def test_decays_that_underflow_and_keys_that_repeat():
     g = mx.where(mx.arange(128)[:, None] % 7 == 0, 0.0, window.g)
     harsh = window._replace(k=same, g=g, beta=mx.ones_like(window.beta))
     state = random_state(random, 1, 2)
-    outputs, after, _ = chunkwise.run(q, harsh, state)
+    outputs, after, _ = portable.run(q, harsh, state)
     expected, expected_state = written_out(q, harsh, state)
     close(outputs, expected, 1e-4)
     close(after, expected_state, 1e-4)
@@ -131,7 +129,7 @@ def test_windows_with_rejected_tails_equal_the_replay_and_token_by_token(seed, l
     previous, pending, kept = None, None, None
     for length in lengths:
         q, window = random_window(random, batch, length, 2, 4)
-        outputs, state, pending = fold_and_verify(q, window, state, pending, kept)
+        outputs, state, pending = run(q, window, state, pending, kept)
         true, replayed = replay(q, window, replayed, previous, kept)
         close(outputs, true)
         close(state, replayed)

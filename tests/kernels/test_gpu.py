@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import gated_delta_kernel, gpu, inputs_kernel
-from mlx_mtp.kernels.cases import Cases
+from mlx_mtp.kernels import gated_delta, gpu, inputs
+from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.selftest.kernels import check_kernels
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +35,8 @@ def test_the_inputs_equal_the_portable_code(variant):
 
 def test_the_kernels_are_used():
     cases = Cases(0, VARIANTS[0].shape, mx.float32)
-    assert gated_delta_kernel.fits(cases.window(1, 1)[1])
-    assert inputs_kernel.fits(cases.projected(1, 1), cases.convolution())
+    assert gated_delta.fits(cases.window(1, 1)[1])
+    assert inputs.fits(cases.projected(1, 1), cases.convolution())
 
 
 def test_the_self_test_finds_nothing():

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp.kernels import gated_delta_kernel, gpu
-from mlx_mtp.kernels.cases import Cases, Shape
-from mlx_mtp.kernels.window import Pending
+from mlx_mtp.kernels import gated_delta, gpu
+from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels.window import Pending, Shape
 from tests.kernels.conftest import KERNELS
 
 SMALL = Shape(2, 32, 4, 8)
@@ -37,27 +37,28 @@ def launches(module):
     """How a module launches its kernel: what mlx is given, for each way to call it."""
     found = []
 
-    def record(kernel, inputs, template, grid, warps, outputs):
-        found.append((kernel, inputs, template, grid, warps, outputs))
+    def record(kernel, inputs, template, grid, outputs):
+        found.append((kernel, inputs, template, grid, outputs))
         return [mx.zeros(shape, dtype=kind) for shape, kind in outputs]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gpu.Kernel, "__call__", record)
+        patched.setattr(gpu.Kernel, "works", lambda *_: True)
         cases = Cases(0, SMALL, mx.float32)
         rows, length = 2, 3
-        if module is gated_delta_kernel:
+        if module is gated_delta:
             q, window = cases.window(rows, length)
             kept = cases.counts(rows, length)
             state = cases.state(rows)
-            _, _, delta = module.run(q, window, state, None, None)
+            _, _, delta = module.launch(q, window, state, None, None)
             pending = Pending(window.k, delta, window.g)
-            module.run(q, window, state, pending, kept)
-            module.run(q, window, state, pending, kept, kept)
+            module.launch(q, window, state, pending, kept)
+            module.launch(q, window, state, pending, kept, kept)
             module.fold(pending, kept, state)
         else:
             args = cases.projected(rows, length), cases.convolution()
-            module.prepare(*args, cases.history(rows, 0), None)
-            module.prepare(*args, cases.history(rows, 2), cases.counts(rows, 2))
+            module.launch(*args, cases.history(rows, 0), None)
+            module.launch(*args, cases.history(rows, 2), cases.counts(rows, 2))
     return found
 
 
@@ -69,7 +70,7 @@ def without_comments(source):
 def test_the_body_is_common_c_of_both_backends(module):
     body = without_comments(module._KERNEL.body)
     for where in ("metal", "cuda"):
-        source = gpu.source(module._KERNEL.body, where)
+        source = gpu._PROLOGUES[where] + module._KERNEL.body
         assert source.endswith(module._KERNEL.body) and source.count("grid_y =") == 1
     assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
     called = set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body)) - SYNTAX
@@ -99,7 +100,7 @@ def test_launches_give_what_the_body_takes(module):
     body = without_comments(module._KERNEL.body)
     local = set(re.findall(r"\b(?:int|float|bool|auto)\s+([A-Z]\w*)\b", body))
     constants = set(re.findall(r"\b([A-Z]\w*)\b", body)) - local - COMMON_CALLS
-    for kernel, given, template, (x, y, z), warps, outputs in launches(module):
+    for kernel, given, template, (x, y, z), outputs in launches(module):
         names = [name for name, _ in template]
         assert set(names) == constants and len(names) == len(constants)
         # What mlx takes: a type, a truth value or an int.
@@ -107,7 +108,7 @@ def test_launches_give_what_the_body_takes(module):
         assert len(outputs) == len(kernel.outputs)
         assert min(x, y, z) >= 1
         # The x of a group is one warp, which the body takes for granted.
-        assert gpu.LANES * min(warps, y) <= 1024
+        assert gpu.LANES * min(gpu._WARPS, y) <= 1024
         arrays = dict(zip(kernel.inputs, given, strict=True))
         mx.eval(given)
         for name, array in arrays.items():

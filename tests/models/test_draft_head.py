@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp.errors import ModelError
-from mlx_mtp.models.draft_head import DraftHead, row_nbytes
-from mlx_mtp.models.family import output_layer
+from mlx_mtp.models.loaded import DraftHead
 from mlx_mtp.models.loader import load_model
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
@@ -29,7 +28,7 @@ def stored_as(model, how: str) -> None:
     """Change lm_head, or the embedding it is tied to, in place."""
     tied = model.causal_lm.args.tie_word_embeddings
     if how == "bfloat16":
-        layer = output_layer(model.causal_lm)
+        layer = model.output_layer
         layer.weight = layer.weight.astype(mx.bfloat16)
     elif FORMATS[how]:
         wanted = "embed_tokens" if tied else "lm_head"
@@ -45,10 +44,10 @@ def test_reduced_logits_are_rows_of_the_full_ones(tmp_path, family, tied, how):
     write_checkpoint(tmp_path, Layout(family, tied=tied))
     model = load_model(tmp_path, enable_mtp=True)
     stored_as(model, how)
-    before = {k: v.shape for k, v in output_layer(model.causal_lm).parameters().items()}
+    before = {k: v.shape for k, v in model.output_layer.parameters().items()}
     head = DraftHead(model, IDS)
     assert head.ids.tolist() == sorted(IDS)
-    layer = output_layer(model.causal_lm)
+    layer = model.output_layer
     assert {k: v.shape for k, v in layer.parameters().items()} == before
     for name, value in head.layer.parameters().items():
         assert mx.array_equal(value, layer[name][head.ids])
@@ -63,9 +62,9 @@ def test_reduced_logits_are_rows_of_the_full_ones(tmp_path, family, tied, how):
         atol=tolerance,
         rtol=0.01 if how == "bfloat16" else 1e-5,
     )
-    assert head.nbytes == len(IDS) * row_nbytes(model)
+    assert head.nbytes == len(IDS) * model.row_nbytes()
     size = {"float32": 256, "bfloat16": 128, "4 bit": 48, "8 bit": 72, "mxfp4": 34}
-    assert row_nbytes(model) == size[how]
+    assert model.row_nbytes() == size[how]
 
 
 def test_a_bias_goes_with_its_row(tmp_path):

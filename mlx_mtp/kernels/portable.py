@@ -1,7 +1,8 @@
-"""The gated delta rule in matrix products, a chunk of positions at a time.
+"""The gated delta rule and its inputs in mlx operations.
 
-Within a chunk let c_t be the product of the decays up to t, D_ti = c_t / c_i for i <= t, and
-delta_t what position t writes along its key. Unrolled from the state S before the chunk,
+`run` computes the rule in matrix products, a chunk of positions at a time. Within a chunk let c_t
+be the product of the decays up to t, D_ti = c_t / c_i for i <= t, and delta_t what position t
+writes along its key. Unrolled from the state S before the chunk,
 
     delta_t = beta_t (v_t - c_t S k_t - sum_{i<t} D_ti (k_t . k_i) delta_i)
     y_t     = c_t S q_t + sum_{i<=t} D_ti (q_t . k_i) delta_i
@@ -16,11 +17,16 @@ Networks", 2024, section 3.3). A verify window is one short chunk.
 
 from __future__ import annotations
 
-import mlx.core as mx
+import functools
 
-from mlx_mtp.kernels.window import Pending, Window
+import mlx.core as mx
+from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
+
+from mlx_mtp.kernels.window import Convolution, Pending, Projected, Window
 
 CHUNK = 64
+# Of the l2 norm of q and k, added to their sum of squares.
+EPS = 1e-6
 
 
 def run(
@@ -49,7 +55,7 @@ def run(
     total = decay[..., :1] * g[..., :1, :]
     alike = keys @ keys.swapaxes(-1, -2)
     # A power series in A would need no LAPACK, but overflows where keys resemble each other.
-    mixing = mx.where(_below(size, 0), beta * decay * alike, mx.eye(size))
+    mixing = mx.where(_lower(size, -1), beta * decay * alike, mx.eye(size))
     solve = mx.linalg.tri_inv(mixing, stream=mx.cpu)
     written = solve @ (beta * values)
     erased = solve @ (beta * total * keys)
@@ -96,6 +102,19 @@ def fold(pending: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
     return folded.reshape(state.shape)
 
 
+def loop(
+    q: mx.array, window: Window, state: mx.array, lengths: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's loop over positions: the slow reference.
+
+    Returns:
+        As `run`, without the window; positions from `lengths[b]` (int32 [B]) on are not run.
+    """
+    mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
+    q = q * q.shape[-1] ** -0.5
+    return gated_delta_ops(q, window.k, window.v, window.g, window.beta, state, mask)
+
+
 def _chunks(x: mx.array, key_heads: int, size: int, fill: float) -> mx.array:
     """[B, T, H, D] or [B, T, H] to float32 [B, Hk, H/Hk, N, C, D], padded at the end."""
     batch, length, heads = x.shape[:3]
@@ -114,11 +133,65 @@ def _decay(g: mx.array) -> mx.array:
     exponential of a sum of logarithms is slow on a CPU.
     """
     size = g.shape[-1]
-    later = mx.where(_below(size, 0), g[..., None], 1)
-    return mx.where(_below(size, 1), mx.cumprod(later, axis=-2), 0)
+    later = mx.where(_lower(size, -1), g[..., None], 1)
+    return mx.where(_lower(size, 0), mx.cumprod(later, axis=-2), 0)
 
 
-def _below(size: int, diagonals: int) -> mx.array:
-    """bool [C, C], true for i < t + `diagonals`."""
-    at = mx.arange(size)
-    return at < at[:, None] + diagonals
+def _lower(size: int, diagonal: int) -> mx.array:
+    return mx.tri(size, k=diagonal, dtype=mx.bool_)
+
+
+def prepare(
+    projected: Projected, convolution: Convolution, history: mx.array, num_kept: mx.array | None
+) -> tuple[mx.array, Window, mx.array]:
+    """As `inputs.prepare`."""
+    batch, length, key_heads, key_dim = projected.q.shape
+    per_head = (batch, length, projected.v.shape[2] * projected.v.shape[3])
+    flat = [t.reshape(batch, length, -1) for t in projected[:3]]
+    before = conv_tail(history, num_kept, convolution.size - 1)
+    conv_input = mx.concatenate([before, mx.concatenate(flat, axis=-1)], axis=1)
+    taps = range(convolution.size)
+    shifted = [conv_input[:, i : i + length] for i in taps]
+    mixed = _silu_of_sum(*shifted, *(convolution.weight[:, i, 0] for i in taps))
+
+    keyed = mixed[..., : 2 * key_heads * key_dim].reshape(batch, length, 2 * key_heads, key_dim)
+    # x / sqrt(sum x^2 + eps), by a kernel that takes the mean.
+    unit = mx.fast.rms_norm(keyed, _scale(key_dim, keyed.dtype), EPS / key_dim)
+    v = mixed[..., 2 * key_heads * key_dim :].reshape(*per_head, -1)
+    by_key_head = projected.a.shape[2:]
+    log_decay, dt_bias = (w.reshape(by_key_head) for w in convolution[1:])
+    g, beta = _gates(projected.a, projected.b, log_decay, dt_bias)
+    window = Window(unit[:, :, key_heads:], v, g.reshape(per_head), beta.reshape(per_head))
+    return unit[:, :, :key_heads], window, conv_input
+
+
+def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.array:
+    """The last `tail` (K-1) inputs that each row keeps of `prepare`'s history: [B, tail, C]."""
+    if num_kept is None:
+        return history
+    where = num_kept[:, None] + mx.arange(tail)
+    return mx.take_along_axis(history, where[..., None], axis=1)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _silu_of_sum(*inputs: mx.array) -> mx.array:
+    """silu(x0 w0 + x1 w1 + ..) of all x, then all w; summed in float32."""
+    half = len(inputs) // 2
+    total = inputs[0].astype(mx.float32) * inputs[half].astype(mx.float32)
+    for x, w in zip(inputs[1:half], inputs[half + 1 :], strict=True):
+        total = total + x.astype(mx.float32) * w.astype(mx.float32)
+    return (total * mx.sigmoid(total)).astype(inputs[0].dtype)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _gates(
+    a: mx.array, b: mx.array, log_decay: mx.array, dt_bias: mx.array
+) -> tuple[mx.array, mx.array]:
+    return compute_g(log_decay, a, dt_bias), mx.sigmoid(b)
+
+
+@functools.cache
+def _scale(dim: int, dtype: mx.Dtype) -> mx.array:
+    scale = mx.full((dim,), dim**-0.5, dtype=dtype)
+    mx.eval(scale)
+    return scale
