@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,28 @@ _MAX_ITEMS_ELSE = 2000
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A bound of what a sequence may write before a certain text."""
+    """A bound of what a sequence may write before a certain text, and how far it is used up."""
 
-    max_tokens: int  # before the end is forced, 0 or more
-    end: tuple[int, ...]  # the text's token ids, which are then forced one after the other
+    max_tokens: int = 0  # before the end is forced
+    end: tuple[int, ...] = ()  # the text's token ids, then forced one by one; none: no bound
+    used: int = 0  # tokens so far, those of the forced end included
+    matched: int = 0  # how much of the end the last tokens were
+
+    @property
+    def over(self) -> bool:
+        return self.matched == len(self.end)
+
+    @property
+    def forced(self) -> int | None:
+        """The one token that may come next; None: any."""
+        return None if self.over or self.used < self.max_tokens else self.end[self.matched]
+
+    def after(self, token: int) -> Budget:
+        if self.over:
+            return self
+        going_on = token == self.end[self.matched]
+        matched = self.matched + 1 if going_on else int(token == self.end[0])
+        return replace(self, used=self.used + 1, matched=matched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +78,15 @@ class Grammar:
 
     spec: GrammarSpec
     matcher: LLMatcher | None  # at its beginning, never moved; None: only the budget restricts
-    budget: Budget | None
+    budget: Budget
     num_words: int  # 32-bit words of a mask
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer.
+    """Compiles grammars for one tokenizer.json; ends of sequence are allowed where they accept.
 
     Building it takes up to a second, during which it holds the GIL; compiling releases the GIL.
-
-    Args:
-        tokenizer_json: as in tokenizer.json.
-        eos_token_ids: allowed where a grammar accepts, and nowhere else; at least one.
-
-    Raises:
-        ValueError: llguidance can't use the tokenizer.
+    Raises ValueError if llguidance can't use the tokenizer.
     """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
@@ -91,7 +103,7 @@ class GrammarCompiler:
             GrammarError: llguidance's own words on what is wrong with it.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
-        budget = None
+        budget = Budget()
         if spec.free_until is not None and spec.free_tokens is not None:
             end = self._tokenizer.tokenize_str(spec.free_until, parse_special=True)
             budget = Budget(spec.free_tokens, tuple(end))

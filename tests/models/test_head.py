@@ -24,10 +24,10 @@ class RecordingSampler(Sampler):
         self.seen: list[np.ndarray] = []
         self.positions: list[int] = []
 
-    def draw(self, logits, positions, window, *, ids=None) -> mx.array:
+    def draw(self, logits, positions, window, ids=None) -> mx.array:
         self.seen.append(np.array(logits[0, 0]))
         self.positions.append(int(positions[0, 0].item()))
-        return super().draw(logits, positions, window, ids=ids)
+        return super().draw(logits, positions, window, ids)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["experts-one-by-one", "experts-stacked"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.sampling.grammar import Budget
-from mlx_mtp.sampling.grammar_masks import BudgetState, Constraint, DraftSampler, GrammarMasks
+from mlx_mtp.sampling.grammar_masks import Constraint, DraftSampler, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, mask_out
 from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids
@@ -242,7 +242,7 @@ def test_a_budget_before_a_grammar():
 def test_a_budgets_end_always_comes_in_time(data, limit, length):
     """Whatever is said before it, its tokens are forced after `limit` tokens at the latest."""
     end = tuple(range(length))
-    state, said = BudgetState(Budget(limit, end)), []
+    state, said = Budget(limit, end), []
     while not state.over:
         token = state.forced
         token = data.draw(st.integers(0, 3)) if token is None else token

@@ -159,7 +159,7 @@ def test_selecting_and_joining_rows_keeps_their_counts(penalised):
     np.testing.assert_array_equal(
         np.array(selected.scores(logits[:2], args[0][:2], args[1][:2])), expected[[2, 0]]
     )
-    assert (selected.output_counts is None) == (penalised == 1)
+    assert (selected.counts is None) == (penalised == 1)
 
 
 # TokenSampler from some tokens alone.
