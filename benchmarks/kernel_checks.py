@@ -108,8 +108,7 @@ def check_recurrence(variant: Variant) -> Check:
         if previous:
             first_q, first = cases.window(ROWS, previous)
             kept = cases.counts(ROWS, previous)
-            _, _, delta = gated_delta.launch(first_q, first, state, None, None)
-            pending = Pending(first.k, delta, first.g)
+            _, _, pending = gated_delta.launch(first_q, first, state, None, None)
             mx.eval(pending)
             with mx.stream(mx.cpu):
                 _, _, true_pending = portable.run(first_q, first, state)
@@ -117,15 +116,16 @@ def check_recurrence(variant: Variant) -> Check:
         else:
             true_state = state
         given = (q, window, state, pending, kept)
-        y, folded, delta = gated_delta.launch(*given)
+        y, folded, after = gated_delta.launch(*given)
+        assert after is not None
         advanced_y, advanced, _ = gated_delta.launch(*given, lengths)
-        mx.eval(y, folded, delta, advanced_y, advanced)
+        mx.eval(y, folded, after, advanced_y, advanced)
         with mx.stream(mx.cpu):
             true_y, _, true_after = portable.run(q, window, true_state)
             _, true_advanced, _ = portable.run(q, window.cut(lengths), true_state)
             valid = (mx.arange(length) < lengths[:, None])[..., None, None]
             true_cut = mx.where(valid, true_y, mx.zeros_like(true_y))
-        ours = [y, folded, delta, advanced_y, advanced]
+        ours = [y, folded, after.delta, advanced_y, advanced]
         true = [true_y, true_state, true_after.delta, true_cut, true_advanced]
         if pending is not None and kept is not None:
             ours.append(gated_delta.fold(pending, kept, state))

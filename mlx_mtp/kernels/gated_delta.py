@@ -163,17 +163,8 @@ def run(
         fold, to keep until the new window is committed, else that after each row's last position.
         And without `lengths` the new window, to be folded then.
     """
-    if fits(window):
-        outputs, state, delta = launch(q, window, state, previous, num_kept, lengths)
-        return outputs, state, Pending(window.k, delta, window.g) if lengths is None else None
-    state = fold(previous, num_kept, state)
-    if lengths is None:
-        outputs, _, pending = portable.run(q, window, state, advance=False)
-        return outputs, state, pending
-    if window.length == 1:
-        return *portable.loop(q, window, state, lengths), None
-    outputs, state, _ = portable.run(q, window.cut(lengths), state)
-    return outputs, state, None
+    step = launch if fits(window) else portable.step
+    return step(q, window, state, previous, num_kept, lengths)
 
 
 def fold(previous: Pending | None, num_kept: mx.array | None, state: mx.array) -> mx.array:
@@ -196,34 +187,35 @@ def launch(
     previous: Pending | None,
     num_kept: mx.array | None,
     lengths: mx.array | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """`run` by the kernel; in place of the window it returns its deltas, float32 [B, T, Hv, Dv]."""
-    batch, _, key_heads, key_dim = q.shape
-    _, length, heads, value_dim = window.v.shape
+) -> tuple[mx.array, mx.array, Pending | None]:
+    """`run` by the kernel."""
+    batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
         previous, num_kept = Pending(*window[:3]), mx.zeros(batch, dtype=mx.int32)
     # More rows a warp hide the shuffles' latency; fewer fill the GPU.
     rows = next(rows for rows in (4, 2, 1) if value_dim % rows == 0)
-    sizes = [("Hk", key_heads), ("Hv", heads), ("Dk", key_dim), ("Dv", value_dim), ("R", rows)]
     advance = lengths is not None
-    by_value = (batch, length, heads, value_dim)
-    y, after, delta = _KERNEL(
+    outputs, after, delta = _KERNEL(
         [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
-        [("InT", q.dtype), ("ADVANCE", advance), *sizes],
+        [("InT", q.dtype), ("ADVANCE", advance), *_shape(window).sizes(), ("R", rows)],
         (1, value_dim // rows, batch * heads),
         [
-            (by_value, q.dtype),
+            (window.v.shape, q.dtype),
             (state.shape, mx.float32),
-            ((1,) if advance else by_value, mx.float32),
+            ((1,) if advance else window.v.shape, mx.float32),
         ],
     )
-    return y, after, delta
+    return outputs, after, None if advance else Pending(window.k, delta, window.g)
 
 
 def fits(window: Window | Pending) -> bool:
     """Whether the kernel runs windows of these shapes and types here."""
-    # A window's values and a pending window's deltas have one shape.
-    shape, dtype = Shape(*window.k.shape[2:], *window[1].shape[2:]), window.k.dtype
+    shape, dtype = _shape(window), window.k.dtype
     aligned = shape.key_dim % gpu.LANES == 0
     check = functools.partial(self_check.gated_delta, launch, shape, dtype)
     return aligned and _KERNEL.works((shape, dtype), check)
+
+
+def _shape(window: Window | Pending) -> Shape:
+    # A window's values and a pending window's deltas have one shape.
+    return Shape(*window.k.shape[2:], *window[1].shape[2:])

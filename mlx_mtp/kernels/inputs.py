@@ -118,26 +118,22 @@ def launch(
     projected: Projected, convolution: Convolution, history: mx.array, num_kept: mx.array | None
 ) -> tuple[mx.array, Window, mx.array]:
     """`prepare` by the kernel."""
-    batch, length, key_heads, key_dim = projected.q.shape
-    heads, value_dim = key_heads * projected.v.shape[3], projected.v.shape[4]
+    shape, dtype = _shape(projected, convolution), projected.q.dtype
+    batch, length = projected.q.shape[:2]
     if num_kept is None:
         num_kept = mx.zeros(batch, dtype=mx.int32)
-    dtype = projected.q.dtype
-    sizes = [("Hk", key_heads), ("Hv", heads), ("Dk", key_dim), ("Dv", value_dim)]
-    by_key, by_head = (batch, length, key_heads, key_dim), (batch, length, heads)
-    inputs_shape = (batch, convolution.size - 1 + length, convolution.weight.shape[0])
+    by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
+    history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     q, k, v, g, beta, conv_input = _KERNEL(
         [*projected, *convolution, history, num_kept],
         [
-            ("InT", dtype),
-            ("SIZE", convolution.size),
-            ("INVERSE_EPS", round(1 / portable.EPS)),
-            *sizes,
+            *(("InT", dtype), ("SIZE", shape.conv_size)),
+            *(("INVERSE_EPS", round(1 / portable.EPS)), *shape.sizes()),
         ],
-        (batch * length, 2 * key_heads + heads, 1),
+        (batch * length, 2 * shape.key_heads + shape.value_heads, 1),
         [
-            *((by_key, dtype), (by_key, dtype), ((*by_head, value_dim), dtype)),
-            *((by_head, mx.float32), (by_head, dtype), (inputs_shape, dtype)),
+            *((by_key, dtype), (by_key, dtype), ((*by_head, shape.value_dim), dtype)),
+            *((by_head, mx.float32), (by_head, dtype), (history_shape, dtype)),
         ],
     )
     return q, Window(k, v, g, beta), conv_input
@@ -145,9 +141,12 @@ def launch(
 
 def fits(projected: Projected, convolution: Convolution) -> bool:
     """Whether the kernel runs layers of these shapes and types here."""
-    _, _, key_heads, key_dim = projected.q.shape
-    ratio, value_dim = projected.v.shape[3:]
-    shape = Shape(key_heads, key_dim, key_heads * ratio, value_dim, convolution.size)
-    aligned = key_dim % gpu.LANES == value_dim % gpu.LANES == 0
-    check = functools.partial(self_check.inputs, launch, shape, projected.q.dtype)
-    return aligned and _KERNEL.works((shape, projected.q.dtype), check)
+    shape, dtype = _shape(projected, convolution), projected.q.dtype
+    aligned = shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0
+    check = functools.partial(self_check.inputs, launch, shape, dtype)
+    return aligned and _KERNEL.works((shape, dtype), check)
+
+
+def _shape(projected: Projected, convolution: Convolution) -> Shape:
+    _, _, heads, ratio, value_dim = projected.v.shape
+    return Shape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)

@@ -29,6 +29,25 @@ CHUNK = 64
 EPS = 1e-6
 
 
+def step(
+    q: mx.array,
+    window: Window,
+    state: mx.array,
+    previous: Pending | None,
+    num_kept: mx.array | None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array, Pending | None]:
+    """As `gated_delta.run`."""
+    if previous is not None and num_kept is not None:
+        state = fold(previous, num_kept, state)
+    if lengths is None:
+        outputs, _, pending = run(q, window, state, advance=False)
+        return outputs, state, pending
+    if window.length == 1:
+        return *loop(q, window, state, lengths), None
+    return *run(q, window.cut(lengths), state)[:2], None
+
+
 def run(
     q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
     window: Window,

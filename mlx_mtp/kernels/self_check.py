@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.kernels import portable
-from mlx_mtp.kernels.window import Convolution, Pending, Projected, Shape, Window
+from mlx_mtp.kernels.window import Convolution, Projected, Shape, Window
 
-Prepare = Callable[..., tuple[mx.array, Window, mx.array]]
+Step = Callable[..., tuple[Any, Any, Any]]
 # Half a unit in the last place of results near 1, over that of float32.
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
 
@@ -73,57 +74,49 @@ class Cases:
         return x / mx.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def gated_delta(
-    launch: Callable[..., tuple[mx.array, mx.array, mx.array]], shape: Shape, dtype: mx.Dtype
-) -> float:
-    """Run two windows by `gated_delta.launch`, the second on top of a part of the first.
+def gated_delta(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
+    """Run windows by `gated_delta.launch`, some on top of a part of another.
 
     Returns the largest difference, in float32's measure.
     """
     cases = Cases(0, shape, dtype)
-    (first_q, first), (q, second) = cases.window(2, 2), cases.window(2, 3)
-    state = cases.state(2)
+    first, second, state = cases.window(2, 2), cases.window(2, 3), cases.state(2)
     kept = mx.array([1, 2], dtype=mx.int32)
-    mx.eval(first_q, first, q, second, state, kept)
+    mx.eval(first, second, state, kept)
 
-    _, folded, delta = launch(first_q, first, state, None, None)
-    pending = Pending(first.k, delta, first.g)
-    y, folded, delta = launch(q, second, folded, pending, kept)
-    _, advanced, _ = launch(q, second, state, pending, kept, kept)
-    mx.eval(y, folded, delta, advanced)
-    with mx.stream(mx.cpu):
-        _, _, true_pending = portable.run(first_q, first, state)
-        true_folded = portable.fold(true_pending, kept, state)
-        true_y, _, true_after = portable.run(q, second, true_folded)
-        _, true_advanced, _ = portable.run(q, second.cut(kept), true_folded)
-    true = [true_y, true_folded, true_after.delta, true_advanced]
-    return _difference([y, folded, delta, advanced], true)
+    def windows(step: Step) -> list[mx.array]:
+        _, folded, pending = step(*first, state, None, None)
+        y, folded, after = step(*second, folded, pending, kept)
+        _, advanced, _ = step(*second, state, pending, kept, kept)
+        return [y, folded, after.delta, advanced]
+
+    return _difference(windows, launch, portable.step)
 
 
-def inputs(launch: Prepare, shape: Shape, dtype: mx.Dtype) -> float:
+def inputs(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
     """As `gated_delta`, for `inputs.launch`."""
     cases = Cases(0, shape, dtype)
-    convolution = cases.convolution()
+    convolution, history = cases.convolution(), cases.history(2, 0)
     first, second = cases.projected(2, 2), cases.projected(2, 3)
-    history = cases.history(2, 0)
     kept = mx.array([1, 2], dtype=mx.int32)
     mx.eval(convolution, first, second, history, kept)
 
-    def both(prepare: Prepare) -> list[mx.array]:
+    def windows(prepare: Step) -> list[mx.array]:
         _, _, conv_input = prepare(first, convolution, history, None)
         q, window, conv_input = prepare(second, convolution, conv_input, kept)
         return [q, *window, conv_input]
 
-    ours = both(launch)
-    mx.eval(ours)
+    return _difference(windows, launch, portable.prepare)
+
+
+def _difference(windows: Callable[[Step], list[mx.array]], ours: Step, theirs: Step) -> float:
+    found = windows(ours)
+    mx.eval(found)
     with mx.stream(mx.cpu):
-        return _difference(ours, both(portable.prepare))
-
-
-def _difference(ours: Sequence[mx.array], true: Sequence[mx.array]) -> float:
-    # A few units in the last place of a coarse type are no error. NumPy's maximum keeps a NaN.
-    found = [
-        float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()) / _COARSER[a.dtype]
-        for a, b in zip(ours, true, strict=True)
-    ]
-    return float(np.max(found))
+        true = windows(theirs)
+        # A few units in the last place of a coarse type are no error.
+        largest = [
+            float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()) / _COARSER[a.dtype]
+            for a, b in zip(found, true, strict=True)
+        ]
+    return float(np.max(largest))  # Python's maximum would lose a NaN.

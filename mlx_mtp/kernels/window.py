@@ -20,6 +20,10 @@ class Shape(NamedTuple):
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def sizes(self) -> list[tuple[str, int]]:
+        """A kernel's constants."""
+        return list(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
+
 
 QWEN3_NEXT_80B = Shape(16, 128, 32, 128)
 
