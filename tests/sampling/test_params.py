@@ -11,59 +11,42 @@ VOCAB = 100
 
 
 @pytest.mark.parametrize(
-    "field",
+    ("field", "wrong", "limits"),
     [
-        {"max_tokens": 0},
-        {"max_tokens": 2**40},
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -1},
-        {"min_p": -0.1},
-        {"min_p": 1.5},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": 1e-45},
-        {"presence_penalty": 2.5},
-        {"frequency_penalty": -2.5},
-        {"seed": 2**63},
-        {"seed": -(2**63) - 1},
-        {"top_logprobs": 21},
-        {"top_logprobs": -1},
-        {"logit_bias": ((100, 1.0),)},
-        {"logit_bias": ((-1, 1.0),)},
-        {"logit_bias": ((2**40, 1.0),)},
-        {"logit_bias": ((1, 101.0),)},
-        {"logit_bias": ((1, float("nan")),)},
-        {"logit_bias": tuple((i, 0.0) for i in range(2000))},
-        {"stop_token_ids": (100,)},
-        {"stop_token_ids": tuple(range(65))},
-        {"ignore_eos": True, "grammar": GrammarSpec("json_object")},
+        ("max_tokens", (0, 2**40), (1,)),
+        ("temperature", (-0.1, float("nan"), float("inf")), (0.0,)),
+        ("top_p", (0.0, 1.1), (1.0,)),
+        ("top_k", (-1,), (0,)),
+        ("min_p", (-0.1, 1.5), (0.0, 1.0)),
+        ("repetition_penalty", (0.0, 1e-45), (0.01,)),
+        ("presence_penalty", (2.5,), (-2.0, 2.0)),
+        ("frequency_penalty", (-2.5,), (-2.0, 2.0)),
+        ("seed", (2**63, -(2**63) - 1), (2**63 - 1, -(2**63))),
+        ("top_logprobs", (21, -1), (0, 20)),
+        ("logit_bias", (((100, 1.0),), ((-1, 1.0),), ((2**40, 1.0),)), (((99, -100.0),),)),
+        ("logit_bias", (((1, 101.0),), ((1, float("nan")),), ((1, 0.0),) * 2000), (((1, 100.0),),)),
+        ("stop_token_ids", ((100,), tuple(range(65))), ((0, 99),)),
     ],
-    ids=str,
 )
-def test_out_of_range_names_the_field(field):
-    with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(**{"max_tokens": 5, **field}).validate(VOCAB)
-    assert caught.value.param == next(iter(field))
+def test_out_of_range_names_the_field(field, wrong, limits):
+    for value in wrong:
+        with pytest.raises(InvalidRequestError) as caught:
+            SamplingParams(**{"max_tokens": 5, field: value}).validate(VOCAB)
+        assert caught.value.param == field
+    for value in limits:
+        SamplingParams(**{"max_tokens": 5, field: value}).validate(VOCAB)
 
 
-def test_the_limits_themselves_are_allowed():
-    SamplingParams(
-        max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0, seed=-(2**63),
-        logit_bias=((99, -100.0),), stop_token_ids=(0,), top_logprobs=20,
-    ).validate(VOCAB)  # fmt: skip
-    budget = GrammarSpec("free", free_until="</think>", free_tokens=0)
-    SamplingParams(max_tokens=1, ignore_eos=True, grammar=budget).validate(VOCAB)
-    SamplingParams(max_tokens=1, seed=2**63 - 1).validate(VOCAB)
+def test_what_goes_with_a_grammar():
+    def check(kind: str, tokens: int | None, **fields: bool) -> None:
+        grammar = GrammarSpec(kind, free_until="</think>", free_tokens=tokens)
+        SamplingParams(max_tokens=1, grammar=grammar, **fields).validate(VOCAB)
 
-
-def test_a_budget_has_a_range():
-    budget = GrammarSpec("free", free_until="</think>", free_tokens=-1)
-    with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(max_tokens=1, grammar=budget).validate(VOCAB)
-    assert caught.value.param == "thinking_budget"
+    check("free", 0, ignore_eos=True)
+    with pytest.raises(InvalidRequestError, match="thinking_budget"):
+        check("free", -1)
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        check("json_object", None, ignore_eos=True)
 
 
 def test_choices_and_seeds_have_noise_of_their_own():
