@@ -15,8 +15,6 @@ matrix products (`portable.py`).
 
 from __future__ import annotations
 
-import functools
-
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
@@ -144,6 +142,8 @@ _KERNEL = gpu.Kernel(
     ],
     ["y", "state_out", "delta"],
     _BODY,
+    self_check.gated_delta,
+    ["key_dim"],
 )
 
 
@@ -210,10 +210,7 @@ def launch(
 
 def fits(window: Window | Pending) -> bool:
     """Whether the kernel runs windows of these shapes and types here."""
-    shape, dtype = _shape(window), window.k.dtype
-    aligned = shape.key_dim % gpu.LANES == 0
-    check = functools.partial(self_check.gated_delta, launch, shape, dtype)
-    return aligned and _KERNEL.works((shape, dtype), check)
+    return _KERNEL.works(launch, _shape(window), window.k.dtype)
 
 
 def _shape(window: Window | Pending) -> Shape:

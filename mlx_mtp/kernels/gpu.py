@@ -8,15 +8,18 @@ that Metal compiles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_mtp.kernels.window import Shape
+
 logger = logging.getLogger(__name__)
 
 Backend = Literal["metal", "cuda"]
+Launch = Callable[..., tuple[Any, Any, Any]]
 
 LANES = 32
 _WARPS = 4  # of a threadgroup, along y
@@ -66,8 +69,11 @@ class Kernel:
     inputs: list[str]
     outputs: list[str]
     body: str
+    # Runs what launches the kernel, and the portable code; returns the largest difference.
+    check: Callable[[Launch, Shape, mx.Dtype], float]
+    aligned: list[str]  # sizes of a `Shape` that must be multiples of a warp
     _built: dict[Backend, Any] = field(default_factory=dict)
-    _works: dict[Hashable, bool] = field(default_factory=dict)
+    _works: dict[tuple[Backend, Shape, mx.Dtype], bool] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -76,7 +82,6 @@ class Kernel:
         grid: tuple[int, int, int],  # warps in x, y and z
         outputs: list[tuple[Sequence[int], mx.Dtype]],  # shape and type of each
     ) -> list[mx.array]:
-        """Launch."""
         where = backend()
         assert where is not None
         if where not in self._built:
@@ -100,23 +105,19 @@ class Kernel:
         )
         return launched
 
-    def works(self, variant: Hashable, check: Callable[[], float]) -> bool:
-        """Whether a variant can be used here; a warning says why not.
-
-        Before its first use `check` runs it and the portable code, and returns the largest
-        difference.
-        """
+    def works(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
+        """Whether it can be used here, checked before its first use; a warning says why not."""
         where = backend()
-        if where is None:
+        if where is None or any(getattr(shape, size) % LANES for size in self.aligned):
             return False
-        if (where, variant) not in self._works:
-            self._works[where, variant] = self._passes(check, where)
-        return self._works[where, variant]
+        if (where, shape, dtype) not in self._works:
+            self._works[where, shape, dtype] = self._passes(where, launch, shape, dtype)
+        return self._works[where, shape, dtype]
 
-    def _passes(self, check: Callable[[], float], where: Backend) -> bool:
+    def _passes(self, where: Backend, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
         name = self.name.replace("_", " ")
         try:
-            error = check()
+            error = self.check(launch, shape, dtype)
         except Exception as problem:
             logger.warning(
                 "The %s kernel does not run on %s, slower code is used: %s", name, where, problem

@@ -7,8 +7,6 @@ gates.
 
 from __future__ import annotations
 
-import functools
-
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
@@ -95,6 +93,8 @@ _KERNEL = gpu.Kernel(
     ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
     ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
     _BODY,
+    self_check.inputs,
+    ["key_dim", "value_dim"],
 )
 
 
@@ -141,10 +141,7 @@ def launch(
 
 def fits(projected: Projected, convolution: Convolution) -> bool:
     """Whether the kernel runs layers of these shapes and types here."""
-    shape, dtype = _shape(projected, convolution), projected.q.dtype
-    aligned = shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0
-    check = functools.partial(self_check.inputs, launch, shape, dtype)
-    return aligned and _KERNEL.works((shape, dtype), check)
+    return _KERNEL.works(launch, _shape(projected, convolution), projected.q.dtype)
 
 
 def _shape(projected: Projected, convolution: Convolution) -> Shape:

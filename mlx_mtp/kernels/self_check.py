@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.kernels import portable
+from mlx_mtp.kernels.gpu import Launch
 from mlx_mtp.kernels.window import Convolution, Projected, Shape, Window
 
-Step = Callable[..., tuple[Any, Any, Any]]
 # Half a unit in the last place of results near 1, over that of float32.
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
 
@@ -42,7 +41,8 @@ class Cases:
     def window(self, rows: int, length: int) -> tuple[mx.array, Window]:
         """Queries [B, T, Hk, Dk] and a window; q and k are of length one."""
         hk, dk, hv, dv, _ = self.shape
-        q, k = (self._unit(self.normal(rows, length, hk, dk)) for _ in range(2))
+        q, k = (self.normal(rows, length, hk, dk) for _ in range(2))
+        q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         v = self.normal(rows, length, hv, dv)
         beta = mx.sigmoid(self.normal(rows, length, hv))
         # Mostly 0.7 to 0.98: a product of many smaller ones is lost in denormals.
@@ -70,11 +70,8 @@ class Cases:
         length = self.shape.conv_size - 1 + previous
         return self.normal(rows, length, self.shape.channels).astype(self.dtype)
 
-    def _unit(self, x: mx.array) -> mx.array:
-        return x / mx.linalg.norm(x, axis=-1, keepdims=True)
 
-
-def gated_delta(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
+def gated_delta(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     """Run windows by `gated_delta.launch`, some on top of a part of another.
 
     Returns the largest difference, in float32's measure.
@@ -84,7 +81,7 @@ def gated_delta(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
     kept = mx.array([1, 2], dtype=mx.int32)
     mx.eval(first, second, state, kept)
 
-    def windows(step: Step) -> list[mx.array]:
+    def windows(step: Launch) -> list[mx.array]:
         _, folded, pending = step(*first, state, None, None)
         y, folded, after = step(*second, folded, pending, kept)
         _, advanced, _ = step(*second, state, pending, kept, kept)
@@ -93,7 +90,7 @@ def gated_delta(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
     return _difference(windows, launch, portable.step)
 
 
-def inputs(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
+def inputs(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     """As `gated_delta`, for `inputs.launch`."""
     cases = Cases(0, shape, dtype)
     convolution, history = cases.convolution(), cases.history(2, 0)
@@ -101,7 +98,7 @@ def inputs(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
     kept = mx.array([1, 2], dtype=mx.int32)
     mx.eval(convolution, first, second, history, kept)
 
-    def windows(prepare: Step) -> list[mx.array]:
+    def windows(prepare: Launch) -> list[mx.array]:
         _, _, conv_input = prepare(first, convolution, history, None)
         q, window, conv_input = prepare(second, convolution, conv_input, kept)
         return [q, *window, conv_input]
@@ -109,7 +106,7 @@ def inputs(launch: Step, shape: Shape, dtype: mx.Dtype) -> float:
     return _difference(windows, launch, portable.prepare)
 
 
-def _difference(windows: Callable[[Step], list[mx.array]], ours: Step, theirs: Step) -> float:
+def _difference(windows: Callable[[Launch], list[mx.array]], ours: Launch, theirs: Launch) -> float:
     found = windows(ours)
     mx.eval(found)
     with mx.stream(mx.cpu):
