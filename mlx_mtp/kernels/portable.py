@@ -55,11 +55,9 @@ def run(
     *,
     advance: bool = True,
 ) -> tuple[mx.array, mx.array, Pending]:
-    """Run a window of T positions.
+    """Run a window: outputs [B, T, Hv, Dv] in q's dtype, the state after it, and it for a fold.
 
-    Returns:
-        Outputs [B, T, Hv, Dv] in q's dtype; the state after the window, not computed without
-        `advance`; and the window as a fold needs it.
+    Without `advance` the state is not computed.
     """
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
@@ -124,11 +122,7 @@ def fold(pending: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
 def loop(
     q: mx.array, window: Window, state: mx.array, lengths: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's loop over positions: the slow reference.
-
-    Returns:
-        As `run`, without the window; positions from `lengths[b]` (int32 [B]) on are not run.
-    """
+    """mlx-lm's loop: the slow reference. Positions from `lengths[b]` (int32 [B]) on don't count."""
     mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
     q = q * q.shape[-1] ** -0.5
     return gated_delta_ops(q, window.k, window.v, window.g, window.beta, state, mask)

@@ -16,7 +16,7 @@ _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
 
 
 class Cases:
-    """Draws inputs for layers of a shape, the same ones for the same seed."""
+    """Random inputs for layers of a shape."""
 
     def __init__(self, seed: int, shape: Shape, dtype: mx.Dtype) -> None:
         self._key = mx.random.key(seed)
@@ -72,10 +72,7 @@ class Cases:
 
 
 def gated_delta(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
-    """Run windows by `gated_delta.launch`, some on top of a part of another.
-
-    Returns the largest difference, in float32's measure.
-    """
+    """The largest difference of windows by `gated_delta.launch`, in float32's measure."""
     cases = Cases(0, shape, dtype)
     first, second, state = cases.window(2, 2), cases.window(2, 3), cases.state(2)
     kept = mx.array([1, 2], dtype=mx.int32)

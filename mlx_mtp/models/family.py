@@ -34,17 +34,14 @@ class RaggedAttention(Qwen3NextAttention):
         return self.attend(queries, gate, keys, values, mask)
 
     def queries(self, x: mx.array, batch: int, start: mx.array) -> tuple[mx.array, mx.array]:
-        """Rotated queries [B, heads, T, D] of [1, B*T, H], and the gate [1, B*T, heads * D].
-
-        Row b's first position is `start[b]` (int32 [B]).
-        """
+        """Queries [B, heads, T, D], rotated from `start[b]` on, and the gate [1, B*T, heads*D]."""
         doubled = self.q_proj(x).reshape(batch, -1, self.num_attention_heads, 2 * self.head_dim)
         queries, gate = mx.split(doubled, 2, axis=-1)
         queries = self.q_norm(queries).transpose(0, 2, 1, 3)
         return self.rope(queries, offset=start), gate.reshape(*x.shape[:2], -1)
 
     def keys_values(self, x: mx.array, batch: int, start: mx.array) -> tuple[mx.array, mx.array]:
-        """Rotated keys and values, each [B, KV heads, T, D]; arguments as for `queries`."""
+        """Keys, rotated from `start[b]` (int32 [B]) on, and values, each [B, KV heads, T, D]."""
         shape = (batch, -1, self.num_key_value_heads, self.head_dim)
         keys = self.k_norm(self.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
         values = self.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
@@ -140,8 +137,7 @@ class Family:
     def patch(self, model: nn.Module) -> None:
         """Put our layers into this instance; mlx-lm's classes stay as they are.
 
-        Raises:
-            UnsupportedModelError: mlx-lm's module is not of the shape this was written for.
+        Raises UnsupportedModelError if mlx-lm's module is not what this was written for.
         """
         causal_lm = self.causal_lm(model)
         layers = zip(causal_lm.model.layers, self.layer_specs(causal_lm.args), strict=True)

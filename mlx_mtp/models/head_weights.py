@@ -28,17 +28,12 @@ NORM_CONVENTION_KEY = "norm_convention"
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 
 Convention = Literal["hf", "mlx"]
-_KEY = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(.+)$")
 _SHARD = re.compile(r"^mtp-\d{5}-of-(\d{5})\.safetensors$")
 EXPERT_KEY = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 NORMS = (
-    "norm.weight",
-    "pre_fc_norm_embedding.weight",
-    "pre_fc_norm_hidden.weight",
-    "layers.0.input_layernorm.weight",
-    "layers.0.post_attention_layernorm.weight",
-    "layers.0.self_attn.q_norm.weight",
-    "layers.0.self_attn.k_norm.weight",
+    *("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"),
+    *("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
+    *("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"),
 )
 # Copies of the trunk's own matrices that some checkpoints carry in the head.
 TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
@@ -54,8 +49,7 @@ class HeadTensors(NamedTuple):
 
 def head_name(key: str) -> str | None:
     """A checkpoint key without its `mtp.` prefix; None if it is none of the head's."""
-    match = _KEY.match(key)
-    return match[1] if match else None
+    return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), None)
 
 
 def split_head(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
@@ -101,8 +95,7 @@ def sidecar_files(model_path: Path) -> list[Path]:
 def read_sidecar(model_path: Path) -> HeadTensors | None:
     """The head in the sidecar beside the model, if there is one.
 
-    Raises:
-        CheckpointError: a file is damaged, or does not say its norm convention.
+    Raises CheckpointError if a file is damaged, or does not say its norm convention.
     """
     files = sidecar_files(model_path)
     if not files:
@@ -173,9 +166,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
     """Quantize the module where the tensors are, check every shape, and load.
 
-    Raises:
-        CheckpointError: names the first tensor that is missing, unknown or misshapen, with the
-            shape it has and the shape expected.
+    Raises CheckpointError for the first tensor that is missing, unknown or misshapen.
     """
     fp8 = [k for k in weights if k.endswith(".weight_scale_inv")]
     if fp8:

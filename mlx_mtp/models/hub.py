@@ -19,8 +19,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 def resolve_model(name_or_path: str | None) -> Path:
     """The directory of a model; None is the bundled one. That of a hub id is downloaded.
 
-    Raises:
-        ModelError: there is no such model, or it can't be downloaded; the message says why.
+    Raises ModelError if there is no such model, or it can't be downloaded.
     """
     if name_or_path is None:
         return BUNDLED_MODEL
@@ -45,11 +44,7 @@ def resolve_model(name_or_path: str | None) -> Path:
 def explained(
     repo: str, what: str, error_class: type[ModelError], revision: str | None = None
 ) -> Iterator[None]:
-    """Explain the hub's errors, while `what` is downloaded of `repo`, to the command's user.
-
-    Raises:
-        ModelError: of `error_class`; errors of that class pass as they are.
-    """
+    """Raise `error_class` with an explanation, while `what` is downloaded of `repo`."""
     from huggingface_hub import errors
 
     try:

@@ -103,11 +103,7 @@ class LoadedModel:
         return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
     def check(self) -> None:
-        """Check what config.json and generation_config.json say of lengths and token ids.
-
-        Raises:
-            ModelError: names the value.
-        """
+        """Raise ModelError for a length or a token id in the configs that can't be."""
         longest = text_config(self.config).get("max_position_embeddings", 4096)
         if not isinstance(longest, int) or longest < 2:
             raise ModelError(
@@ -121,11 +117,7 @@ class LoadedModel:
                 )
 
     def read(self) -> None:
-        """Read the weights, which otherwise are read when they are first used.
-
-        Raises:
-            UsageError: this machine can't compute in their type.
-        """
+        """Read the weights; UsageError if this machine can't compute in their type."""
         if mx.default_device() == mx.cpu:
             for name, value in tree_flatten(self.model.parameters()):
                 if ".switch_mlp." in name and value.dtype in (mx.bfloat16, mx.float16):
@@ -192,9 +184,7 @@ class DraftHead:
 
     Quantization groups run along a row, so its packed weights, scales and biases are exact. `ids`
     are tokens without duplicates. `layer` maps [..., H] to logits [..., N] in ascending order.
-
-    Raises:
-        ModelError: lm_head is of a kind that has no rows to select.
+    Raises ModelError if lm_head is of a kind that has no rows to select.
     """
 
     def __init__(self, model: LoadedModel, ids: Sequence[int]) -> None:

@@ -51,12 +51,11 @@ def load_model(
     Args:
         path: a directory with config.json and model*.safetensors.
         enable_mtp: load the head, which must then be there.
-        dtype: "float32", "bfloat16", "float16", or "auto": float32 on the CPU (which has no MoE in
-            any other type), else as the checkpoint is stored.
-        lazy: read no weights until they are used, or until `LoadedModel.read`; shapes and types
-            are known at once.
-        memory: bytes that there are for it; None: what the machine has. On the CPU a quantized
-            model is expanded to float32 if that takes less than half of it.
+        dtype: one of `DTYPES`, or "auto": float32 on the CPU (which has no MoE in any other type),
+            else as the checkpoint is stored.
+        lazy: read no weights until they are used, or until `LoadedModel.read`.
+        memory: bytes there are for it; None: the machine's. On the CPU a quantized model is
+            expanded to float32 if that takes less than half of them.
 
     Raises:
         UnsupportedModelError: no family serves it, or it wants code of its own to be run.

@@ -35,15 +35,11 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 _AFTER_FREE = r"/\n{0,2}/"
 # With these the worst grammars that were tried take 50 ms for one mask of 150,000 tokens, and then
 # fail (with llguidance's own, 280 ms). None of 2,500 real schemas meets one; they take 0.03 ms.
-_LIMITS: dict[str, Any] = {
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
-    "verbose_errors": False,
-}
+_LIMITS: dict[str, Any] = {"step_max_items": 20_000, "max_lexer_states": 50_000}
 # Parallel parses: their cost is linear in a schema (500 optional properties need 2,000), but may be
 # cubic in a grammar.
-_MAX_ITEMS = {"lark": 500}
-_MAX_ITEMS_ELSE = 2000
+_MAX_ITEMS = 2000
+_MAX_ITEMS_OF_LARK = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +91,10 @@ class GrammarCompiler:
         self._num_words = (self._tokenizer.vocab_size + 31) // 32
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile, and make the first mask: some limits show only then.
+        """Compile, and make the first mask, as some limits show only then.
 
-        Neither the time nor the depth of the stack is bounded: see `server.grammar_check`.
-
-        Raises:
-            GrammarError: llguidance's own words on what is wrong with it.
+        Raises GrammarError in llguidance's own words. Neither the time nor the depth of the stack
+        is bounded: see `server.grammar_check`.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
         budget = Budget()
@@ -122,13 +116,10 @@ class GrammarCompiler:
             before = "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
             rule = f"\n{self._free(spec.free_until)}"
         start = {"lark_grammar": f"{_OPTIONS}\nstart: {before} @answer{rule}"}
-        max_items = _MAX_ITEMS.get(spec.kind, _MAX_ITEMS_ELSE)
-        matcher = LLMatcher(
-            self._tokenizer,
-            json.dumps({"grammars": [start, answer]}),
-            log_level=0,
-            limits=LLParserLimits(max_items_in_row=max_items, **_LIMITS),
-        )
+        max_items = _MAX_ITEMS_OF_LARK if spec.kind == "lark" else _MAX_ITEMS
+        limits = LLParserLimits(max_items_in_row=max_items, verbose_errors=False, **_LIMITS)
+        grammars = json.dumps({"grammars": [start, answer]})
+        matcher = LLMatcher(self._tokenizer, grammars, log_level=0, limits=limits)
         _check(matcher)
         _try_first_token(matcher.deep_copy(), self._num_words)
         return matcher

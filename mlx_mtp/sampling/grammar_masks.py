@@ -219,6 +219,4 @@ def _force(mask: np.ndarray, budget: Budget) -> bool:
     return True
 
 
-@cache
-def _executor() -> LLExecutor:
-    return LLExecutor()
+_executor = cache(LLExecutor)

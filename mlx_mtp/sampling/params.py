@@ -107,11 +107,7 @@ class SamplingParams:
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
     def validate(self, vocab_size: int) -> None:
-        """Check every field before it can reach mlx, which does not check token ids.
-
-        Raises:
-            InvalidRequestError: names the field, its value and the range allowed.
-        """
+        """Raise InvalidRequestError for a value out of range; mlx does not check token ids."""
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None:

@@ -63,7 +63,13 @@ class Sampler:
         self.repetition = column([p.repetition_penalty for p in params])
         self.presence = column([p.presence_penalty for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
-        self.bias = _dense_bias(params, self.vocab_size)
+        self.bias: mx.array | None = None
+        if any(p.logit_bias for p in params):
+            bias = np.zeros((len(params), 1, self.vocab_size), dtype=np.float32)
+            for row, p in enumerate(params):
+                for token, value in p.logit_bias:
+                    bias[row, 0, token] += value
+            self.bias = mx.array(bias)
 
     def draw(
         self,
@@ -213,16 +219,6 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
     bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
     assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"
     return mx.where(bits[..., : logits.shape[-1]].astype(mx.bool_), logits, -mx.inf)
-
-
-def _dense_bias(params: Sequence[SamplingParams], vocab_size: int) -> mx.array | None:
-    if not any(p.logit_bias for p in params):
-        return None
-    bias = np.zeros((len(params), 1, vocab_size), dtype=np.float32)
-    for row, p in enumerate(params):
-        for token, value in p.logit_bias:
-            bias[row, 0, token] += value
-    return mx.array(bias)
 
 
 def _at(table: mx.array, ids: mx.array | None) -> mx.array:

@@ -6,8 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks import kernel_checks
-from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
 from mlx_mtp.kernels import gated_delta, inputs, portable, self_check
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import Pending, Projected, Shape
@@ -151,24 +149,6 @@ def test_the_check_measures_what_it_says():
 
     assert self_check.gated_delta(portable.step, SMALL, F32) < 1e-6
     assert not self_check.gated_delta(broken, SMALL, F32) < 1
-
-
-@pytest.mark.full
-def test_the_benchmark_and_the_self_test_find_a_wrong_kernel(emulated, monkeypatch):
-    monkeypatch.setattr(kernel_checks, "WINDOWS", (1, 2, 5))
-    monkeypatch.setattr(kernel_checks, "PREVIOUS", (0, 1, 3))
-    monkeypatch.setattr(Variant, "shape", SMALL)
-    variant = Variant(F32, 2, 32)
-    found = check_recurrence(variant)
-    assert found.ok and found.cases == 9 and found.worst > 0
-    assert check_inputs(variant).ok
-    kernel = gated_delta._KERNEL
-    monkeypatch.setattr(kernel, "body", kernel.body.replace("* strength", "", 1))
-    monkeypatch.setattr(kernel, "_built", {})
-    assert not check_recurrence(variant).ok
-    checks = {c.name: c for c in check_kernels({"small": SMALL}) if c.dtype == "float32"}
-    assert not checks["gated delta kernel / portable"].ok
-    assert checks["inputs kernel / portable"].ok
 
 
 def test_shapes_that_the_kernels_are_not_made_for(emulated):

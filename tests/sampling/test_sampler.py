@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, keyed_gumbel
+from mlx_mtp.sampling.truncation import Truncation
 
 VOCAB = 40
 
@@ -29,11 +30,8 @@ params = st.builds(
 )
 
 
-def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> tuple[np.ndarray, bool]:
-    """The same pipeline for one row and position, written out in float64.
-
-    Returns the scores, and whether some cut falls on a rounding tie.
-    """
+def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> np.ndarray:
+    """The same pipeline for one row and position; `test_truncation.py` has the cuts."""
     x = logits.astype(np.float64).copy()
     counts = np.bincount(np.array(output, dtype=int), minlength=VOCAB)
     for token in set(prompt) | set(output):
@@ -44,32 +42,17 @@ def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> tuple[n
     for token, value in p.logit_bias:
         x[token] += value
     if p.temperature == 0:
-        return x, False
-    x /= p.temperature
-    near = 1.0
-    if p.top_k:
-        kth = np.sort(x)[::-1][min(p.top_k, VOCAB) - 1]
-        near = min(near, np.abs(x[x != kth] - kth).min())
-        x[x < kth] = -np.inf
-    if p.top_p < 1:
-        order = np.argsort(-x)
-        e = np.exp(x[order] - x.max())
-        before = np.cumsum(e / e.sum()) - e / e.sum()
-        near = min(near, np.abs(before - p.top_p).min())
-        last = x[order][before < p.top_p][-1]
-        x[x < last] = -np.inf
-    if p.min_p:
-        least = x.max() + np.log(p.min_p)
-        near = min(near, np.abs(x - least).min())
-        x[x < least] = -np.inf
+        return x
+    warm = mx.array((x / p.temperature).astype(np.float32))[None, None]
     key = mx.array([p.noise_seed(), position], dtype=mx.uint32)
-    return x + np.array(mx.random.gumbel((VOCAB,), key=key)), near < 1e-4
+    cut = Truncation([p], VOCAB).apply(warm)[0, 0]
+    return np.array(cut + mx.random.gumbel((VOCAB,), key=key))
 
 
 @settings(max_examples=60)
 @given(rows=st.lists(params, min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
-    """Penalties count the drafts before each position; top_p keeps the token that crosses it."""
+    """Penalties count the drafts before each position."""
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 5))
     prompts = [random.integers(0, VOCAB, 3).tolist() for _ in rows]
@@ -88,11 +71,8 @@ def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
     for row, p in enumerate(rows):
         for j in range(length):
             output = [*outputs[row], *drafts[row, :j].tolist()]
-            expected, tie = numpy_scores(
-                p, logits[row, j, :VOCAB], prompts[row], output, int(positions[row, j])
-            )
-            if not tie:
-                np.testing.assert_allclose(scores[row, j], expected, atol=2e-4)
+            given = logits[row, j, :VOCAB], prompts[row], output, int(positions[row, j])
+            np.testing.assert_allclose(scores[row, j], numpy_scores(p, *given), atol=2e-4)
 
 
 def test_noise_of_a_row_is_that_of_the_single_call():
