@@ -32,9 +32,8 @@ import mlx.core as mx
 from benchmarks.contenders import Contender, take_turns
 from benchmarks.shapes import SHAPES, build, integers
 from mlx_mtp.bench.report import check_writable, write_json
-from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler

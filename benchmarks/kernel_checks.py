@@ -9,16 +9,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_mtp.bench.report import render
-from mlx_mtp.kernels import (
-    chunkwise,
-    gated_delta,
-    gated_delta_kernel,
-    inputs_kernel,
-    portable_inputs,
-    reference,
-)
-from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases, Shape
-from mlx_mtp.kernels.window import Pending, Window
+from mlx_mtp.kernels import gated_delta, inputs, portable
+from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Pending, Shape, Window
 
 BUNDLED = Shape(4, 32, 8, 32)
 TOLERANCE = 1e-4
@@ -105,7 +98,7 @@ class Worst:
 
 
 def check_recurrence(variant: Variant) -> Check:
-    """fold_and_verify, fold_and_advance and fold, ragged, of windows that follow one another."""
+    """Runs with and without lengths, and folds, ragged, of windows that follow one another."""
     cases, worst = Cases(0, variant.shape, variant.dtype), Worst()
     for previous, length in pairs():
         q, window = strided(*cases.window(ROWS, length))
@@ -115,27 +108,27 @@ def check_recurrence(variant: Variant) -> Check:
         if previous:
             first_q, first = cases.window(ROWS, previous)
             kept = cases.counts(ROWS, previous)
-            _, _, delta = gated_delta_kernel.run(first_q, first, state, None, None)
-            pending = Pending(first.k, delta, first.g)
+            _, _, pending = gated_delta.launch(first_q, first, state, None, None)
             mx.eval(pending)
             with mx.stream(mx.cpu):
-                _, _, true_pending = chunkwise.run(first_q, first, state)
-                true_state = chunkwise.fold(true_pending, kept, state)
+                _, _, true_pending = portable.run(first_q, first, state)
+                true_state = portable.fold(true_pending, kept, state)
         else:
             true_state = state
         given = (q, window, state, pending, kept)
-        y, folded, delta = gated_delta_kernel.run(*given)
-        advanced_y, advanced, _ = gated_delta_kernel.run(*given, lengths)
-        mx.eval(y, folded, delta, advanced_y, advanced)
+        y, folded, after = gated_delta.launch(*given)
+        assert after is not None
+        advanced_y, advanced, _ = gated_delta.launch(*given, lengths)
+        mx.eval(y, folded, after, advanced_y, advanced)
         with mx.stream(mx.cpu):
-            true_y, _, true_after = chunkwise.run(q, window, true_state)
-            _, true_advanced, _ = chunkwise.run(q, window.cut(lengths), true_state)
+            true_y, _, true_after = portable.run(q, window, true_state)
+            _, true_advanced, _ = portable.run(q, window.cut(lengths), true_state)
             valid = (mx.arange(length) < lengths[:, None])[..., None, None]
             true_cut = mx.where(valid, true_y, mx.zeros_like(true_y))
-        ours = [y, folded, delta, advanced_y, advanced]
+        ours = [y, folded, after.delta, advanced_y, advanced]
         true = [true_y, true_state, true_after.delta, true_cut, true_advanced]
         if pending is not None and kept is not None:
-            ours.append(gated_delta_kernel.fold(pending, kept, state))
+            ours.append(gated_delta.fold(pending, kept, state))
             true.append(true_state)
         worst.add(ours, true, f"T {length} after {previous}")
     return Check(f"recurrence: {variant}", worst.cases, worst.share, worst.where)
@@ -149,10 +142,10 @@ def check_inputs(variant: Variant) -> Check:
         projected, history = cases.projected(ROWS, length), cases.history(ROWS, previous)
         kept = cases.counts(ROWS, previous) if previous else None
         given = (projected, convolution, history, kept)
-        q, window, conv_input = inputs_kernel.prepare(*given)
+        q, window, conv_input = inputs.launch(*given)
         mx.eval(q, window, conv_input)
         with mx.stream(mx.cpu):
-            true_q, true_window, true_input = portable_inputs.prepare(*given)
+            true_q, true_window, true_input = portable.prepare(*given)
         ours, true = [q, *window, conv_input], [true_q, *true_window, true_input]
         worst.add(ours, true, f"T {length} after {previous}")
     return Check(f"inputs: {variant}", worst.cases, worst.share, worst.where)
@@ -184,13 +177,13 @@ def check_portable() -> Iterator[Check]:
             if previous:
                 first_q, first = cases.window(ROWS, previous)
                 kept = cases.counts(ROWS, previous)
-                _, _, pending = gated_delta.fold_and_verify(first_q, first, state, None, None)
+                _, _, pending = gated_delta.run(first_q, first, state, None, None)
                 folded = gated_delta.fold(pending, kept, state)
-                _, true_state = reference.gated_delta(first_q, first, state, kept)
-            y, _, _ = gated_delta.fold_and_verify(q, window, folded, None, None)
-            _, after = gated_delta.fold_and_advance(q, window, folded, None, None, lengths)
-            true_y, _ = reference.gated_delta(q, window, true_state)
-            _, true_after = reference.gated_delta(q, window, true_state, lengths)
+                _, true_state = portable.loop(first_q, first, state, kept)
+            y, _, _ = gated_delta.run(q, window, folded, None, None)
+            _, after, _ = gated_delta.run(q, window, folded, None, None, lengths)
+            true_y, _ = portable.loop(q, window, true_state)
+            _, true_after = portable.loop(q, window, true_state, lengths)
             worst.add(
                 [y, folded, after], [true_y, true_state, true_after], f"T {length} after {previous}"
             )

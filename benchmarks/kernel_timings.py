@@ -13,9 +13,9 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from benchmarks.kernel_checks import BUNDLED
 from mlx_mtp.bench.report import render
-from mlx_mtp.kernels import chunkwise, gated_delta, gpu
-from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases
-from mlx_mtp.kernels.window import Pending, Window
+from mlx_mtp.kernels import gated_delta, gpu, portable
+from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Pending, Window
 
 REPEATS = 5
 Step = Callable[[], list[mx.array]]
@@ -66,7 +66,7 @@ def contenders(cases: Cases, rows: int, length: int, *, verify: bool) -> dict[st
     if length == 1 or not on_gpu or rows <= 4:
         # Tens of thousands of launches elsewhere.
         found["mlx-lm's loop"] = theirs(q, window, start, mlx_lm_gated_delta.gated_delta_ops)
-    found["chunkwise"] = portable(q, window, start, kept, verify=verify)
+    found["chunkwise"] = chunkwise(q, window, start, kept, verify=verify)
     return found
 
 
@@ -77,26 +77,25 @@ def ours(q: mx.array, window: Window, start: mx.array, kept: mx.array, *, verify
 
     def step() -> list[mx.array]:
         nonlocal state, pending
-        before = (q, window, state, pending, kept)
-        if verify:
-            y, state, pending = gated_delta.fold_and_verify(*before)
-        else:
-            y, state = gated_delta.fold_and_advance(*before, kept)
+        lengths = None if verify else kept
+        y, state, pending = gated_delta.run(q, window, state, pending, kept, lengths)
         return [y, state, *(pending or ())]
 
     return step
 
 
-def portable(q: mx.array, window: Window, start: mx.array, kept: mx.array, *, verify: bool) -> Step:
-    """The chunkwise form in the same part."""
+def chunkwise(
+    q: mx.array, window: Window, start: mx.array, kept: mx.array, *, verify: bool
+) -> Step:
+    """The portable code in the same part."""
     state = start
     pending: Pending | None = None
 
     def step() -> list[mx.array]:
         nonlocal state, pending
         if pending is not None:
-            state = chunkwise.fold(pending, kept, state)
-        y, state, pending = chunkwise.run(q, window, state, advance=not verify)
+            state = portable.fold(pending, kept, state)
+        y, state, pending = portable.run(q, window, state, advance=not verify)
         if not verify:
             pending = None
         return [y, state, *(pending or ())]

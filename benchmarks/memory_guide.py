@@ -23,7 +23,7 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.models.registry import family_of
+from mlx_mtp.models.loader import family_of
 from mlx_mtp.units import size_text
 
 _MACHINES = {32: 2 / 3, 64: 3 / 4, 128: 3 / 4}

@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from mlx_mtp import backend
 
@@ -27,7 +27,7 @@ import mlx.core as mx
 from mlx_mtp.bench.report import NOTHING, render
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.sampling.truncation import Truncation, threshold
+from mlx_mtp.sampling.truncation import Truncation
 
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -88,7 +88,7 @@ def contenders(rows: int, length: int, vocab_size: int) -> dict[str, list[Call]]
         found[name] = [drawing(sampler)]
         if params[0].truncates:
             sorting = copy.copy(sampler)
-            sorting.truncation = cast(Truncation, FullSort(params, vocab_size))
+            sorting.truncation = FullSort(params, vocab_size)
             found[name].append(drawing(sorting))
     for name, top in REPORTS.items():
         params = [SamplingParams(max_tokens=1, top_logprobs=top)] * rows
@@ -101,18 +101,12 @@ def contenders(rows: int, length: int, vocab_size: int) -> dict[str, list[Call]]
     return found
 
 
-class FullSort:
-    """In the place of a `Truncation`, for rows with equal parameters."""
+class FullSort(Truncation):
+    """Puts all logits in order."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int) -> None:
-        p = params[0]
-        wanted = (p.top_k or vocab_size, p.top_p, p.min_p)
-        self._cuts = [mx.full((len(params), 1, 1), value) for value in wanted]
-
-    def apply(self, logits: mx.array) -> mx.array:
-        """See `Truncation`."""
-        least = threshold(mx.sort(logits, axis=-1)[..., ::-1], *self._cuts)
-        return mx.where(logits >= least, logits, -mx.inf)
+        super().__init__(params, vocab_size)
+        self._groups = [group._replace(num_ordered=vocab_size) for group in self._groups]
 
 
 def sorted_logprobs(top: int) -> Callable[[mx.array, mx.array], list[mx.array]]:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
-from mlx_mtp.models.registry import family_of
+from mlx_mtp.models.loader import family_of
 
 GROUP_SIZE = 64
 

@@ -65,7 +65,7 @@ class PlainMask:
         mask = np.full(4 * self.words, 255, dtype=np.uint8)
         if self.matcher is not None:
             mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8).copy()
-        if self.budget is not None and len(self.tokens) >= self.budget.max_tokens:
+        if self.budget.end and len(self.tokens) >= self.budget.max_tokens:
             (end,) = self.budget.end
             if end not in self.tokens:
                 mask[:] = 0

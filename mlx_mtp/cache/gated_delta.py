@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gated_delta import fold, fold_and_advance, fold_and_verify
-from mlx_mtp.kernels.inputs import conv_tail, prepare
+from mlx_mtp.kernels.gated_delta import fold, run
+from mlx_mtp.kernels.inputs import prepare
+from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.window import Convolution, Pending, Projected
 
 _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
@@ -52,14 +53,10 @@ class GatedDeltaCache:
         self._begin(projected)
         assert self.state is not None and self.history is not None
         q, window, conv_input = prepare(projected, convolution, self.history, self.num_kept)
-        before = (q, window, self.state, self.pending, self.num_kept)
-        if self.coming is None:
-            outputs, self.state, self.pending = fold_and_verify(*before)
-            self.num_kept = None
-        else:
-            outputs, self.state = fold_and_advance(*before, self.coming)
-            self.pending, self.num_kept = None, self.coming
-        self.history = conv_input
+        outputs, self.state, self.pending = run(
+            q, window, self.state, self.pending, self.num_kept, self.coming
+        )
+        self.history, self.num_kept = conv_input, self.coming
         if self.coming is not None and window.length > _LONGEST_HISTORY:
             self._trim()
         return outputs

@@ -14,7 +14,7 @@ from functools import cached_property
 from mlx_mtp.cache.batch import LayerCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache, rounded_capacity
-from mlx_mtp.kernels.chunkwise import CHUNK
+from mlx_mtp.kernels.portable import CHUNK
 from mlx_mtp.kernels.window import Shape
 
 _FLOAT32 = _INT32 = 4

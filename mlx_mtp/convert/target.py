@@ -16,8 +16,7 @@ from mlx_mtp.errors import ConvertError, ModelError, UsageError
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import head_name
-from mlx_mtp.models.loader import read_json
-from mlx_mtp.models.registry import family_of
+from mlx_mtp.models.loader import family_of, read_json
 
 UNQUANTIZED = 16
 # Fields of config.json that shape a head. A source that differs in one belongs to another model.

@@ -12,7 +12,6 @@ from typing import Protocol
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, LayerSpec
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
-from mlx_mtp.models.draft_head import row_nbytes
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.units import size_text
 
@@ -81,7 +80,7 @@ def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) 
     """
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
-        head += num_draft_ids * row_nbytes(model)
+        head += num_draft_ids * model.row_nbytes()
     return footprint_of(
         model.layer_specs,
         model.vocab_size,

@@ -12,7 +12,6 @@ from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, footprint_of
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
-from mlx_mtp.models.draft_head import row_nbytes
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
 from mlx_mtp.units import size_text
@@ -46,7 +45,7 @@ def demand(found: Found, dtype: str) -> Demand:
         except ModelError:
             pass
         else:
-            shape, row = footprint(model, MAX_DRAFT_TOKENS), row_nbytes(model)
+            shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
     shape = footprint_of(

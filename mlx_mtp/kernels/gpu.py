@@ -14,11 +14,15 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlx_mtp.kernels.window import Shape
+
 logger = logging.getLogger(__name__)
 
 Backend = Literal["metal", "cuda"]
+Launch = Callable[..., tuple[Any, Any, Any]]
 
 LANES = 32
+_WARPS = 4  # of a threadgroup, along y
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
 _TOLERANCE = 1e-4
 
@@ -52,11 +56,6 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
-def source(body: str, where: Backend) -> str:
-    """A kernel's function body for a backend."""
-    return _PROLOGUES[where] + body
-
-
 @dataclass
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
@@ -70,17 +69,19 @@ class Kernel:
     inputs: list[str]
     outputs: list[str]
     body: str
+    # Runs what launches the kernel, and the portable code; returns the largest difference.
+    check: Callable[[Launch, Shape, mx.Dtype], float]
+    aligned: list[str]  # sizes of a `Shape` that must be multiples of a warp
     _built: dict[Backend, Any] = field(default_factory=dict)
+    _works: dict[tuple[Backend, Shape, mx.Dtype], bool] = field(default_factory=dict)
 
     def __call__(
         self,
         inputs: list[mx.array],
         template: list[tuple[str, Any]],  # constants and types by name
         grid: tuple[int, int, int],  # warps in x, y and z
-        warps: int,  # of a threadgroup, along y
         outputs: list[tuple[Sequence[int], mx.Dtype]],  # shape and type of each
     ) -> list[mx.array]:
-        """Launch."""
         where = backend()
         assert where is not None
         if where not in self._built:
@@ -90,7 +91,7 @@ class Kernel:
                 input_names=self.inputs,
                 output_names=self.outputs,
                 header=_HEADERS[where],
-                source=source(self.body, where),
+                source=_PROLOGUES[where] + self.body,
                 ensure_row_contiguous=False,
             )
         x, y, z = grid
@@ -98,26 +99,31 @@ class Kernel:
             inputs=inputs,
             template=template,
             grid=(LANES * x, y, z),
-            threadgroup=(LANES, min(warps, y), 1),
+            threadgroup=(LANES, min(_WARPS, y), 1),
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
         return launched
 
+    def works(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
+        """Whether it can be used here, checked before its first use; a warning says why not."""
+        where = backend()
+        if where is None or any(getattr(shape, size) % LANES for size in self.aligned):
+            return False
+        if (where, shape, dtype) not in self._works:
+            self._works[where, shape, dtype] = self._passes(where, launch, shape, dtype)
+        return self._works[where, shape, dtype]
 
-def works(name: str, where: Backend, check: Callable[[], float]) -> bool:
-    """Whether a kernel can be used here; a warning says why not.
-
-    `check` runs the kernel and the portable code, and returns the largest difference.
-    """
-    try:
-        error = check()
-    except Exception as problem:
-        logger.warning(
-            "The %s kernel does not run on %s, slower code is used: %s", name, where, problem
-        )
-        return False
-    if not error < _TOLERANCE:
-        logger.warning("The %s kernel is off by %.1e on %s: not used", name, error, where)
-        return False
-    return True
+    def _passes(self, where: Backend, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
+        name = self.name.replace("_", " ")
+        try:
+            error = self.check(launch, shape, dtype)
+        except Exception as problem:
+            logger.warning(
+                "The %s kernel does not run on %s, slower code is used: %s", name, where, problem
+            )
+            return False
+        if not error < _TOLERANCE:
+            logger.warning("The %s kernel is off by %.1e on %s: not used", name, error, where)
+            return False
+        return True

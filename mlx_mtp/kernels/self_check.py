@@ -1,87 +1,116 @@
-"""Compares a kernel with the portable code, in float32 on the CPU, on small random cases.
-
-Each function returns the largest difference, in float32's measure.
-"""
+"""Compares kernels with the portable code, in float32 on the CPU, on small random cases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.kernels import chunkwise, portable_inputs
-from mlx_mtp.kernels.cases import Cases, Shape
-from mlx_mtp.kernels.window import Pending, Window
+from mlx_mtp.kernels import portable
+from mlx_mtp.kernels.gpu import Launch
+from mlx_mtp.kernels.window import Convolution, Projected, Shape, Window
 
-Prepare = Callable[..., tuple[mx.array, Window, mx.array]]
 # Half a unit in the last place of results near 1, over that of float32.
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
 
 
-def gated_delta(
-    run: Callable[..., tuple[mx.array, mx.array, mx.array]],
-    shape: tuple[int, int, int, int],
-    dtype: mx.Dtype,
-) -> float:
-    """Run two windows through `gated_delta_kernel.run`, the second on top of a part of the first.
+class Cases:
+    """Random inputs for layers of a shape."""
 
-    Args:
-        run: the kernel.
-        shape: Hk, Dk, Hv, Dv.
-        dtype: of q, k, v and beta.
-    """
-    cases = Cases(0, Shape(*shape), dtype)
-    (first_q, first), (q, second) = cases.window(2, 2), cases.window(2, 3)
-    state = cases.state(2)
+    def __init__(self, seed: int, shape: Shape, dtype: mx.Dtype) -> None:
+        self._key = mx.random.key(seed)
+        self.shape = shape
+        self.dtype = dtype  # of the activations
+
+    def normal(self, *shape: int) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return mx.random.normal(shape, key=key)
+
+    def counts(self, rows: int, most: int) -> mx.array:
+        """int32 [B], 0 to `most`, the two ends among them where there is room."""
+        self._key, key = mx.random.split(self._key)
+        drawn = mx.random.randint(0, most + 1, (rows,), dtype=mx.int32, key=key)
+        row = mx.arange(rows)
+        return mx.where(row == 0, most, mx.where(row == 1, 0, drawn)).astype(mx.int32)
+
+    def state(self, rows: int) -> mx.array:
+        """A recurrent state, float32 [B, Hv, Dv, Dk]."""
+        return self.normal(rows, self.shape.value_heads, self.shape.value_dim, self.shape.key_dim)
+
+    def window(self, rows: int, length: int) -> tuple[mx.array, Window]:
+        """Queries [B, T, Hk, Dk] and a window; q and k are of length one."""
+        hk, dk, hv, dv, _ = self.shape
+        q, k = (self.normal(rows, length, hk, dk) for _ in range(2))
+        q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        v = self.normal(rows, length, hv, dv)
+        beta = mx.sigmoid(self.normal(rows, length, hv))
+        # Mostly 0.7 to 0.98: a product of many smaller ones is lost in denormals.
+        g = mx.sigmoid(self.normal(rows, length, hv) + 2)
+        q, k, v, beta = (a.astype(self.dtype) for a in (q, k, v, beta))
+        # The decay stays float32, as the models have it.
+        return q, Window(k, v, g, beta)
+
+    def projected(self, rows: int, length: int) -> Projected:
+        """What a layer's projections give: q, k and v slices of one array, as in the models."""
+        hk, dk, hv, dv, _ = self.shape
+        ratio = hv // hk
+        wide = self.normal(rows, length, hk, 2 * dk + ratio * (dv + 2)).astype(self.dtype)
+        ends = (dk, 2 * dk, 2 * dk + ratio * dv, 2 * dk + ratio * (dv + 1))
+        q, k, v, a, b = mx.split(wide, ends, axis=-1)
+        return Projected(q, k, v.reshape(rows, length, hk, ratio, dv), a, b)
+
+    def convolution(self) -> Convolution:
+        shape = self.shape
+        weight = self.normal(shape.channels, shape.conv_size, 1).astype(self.dtype)
+        return Convolution(weight, self.normal(shape.value_heads), self.normal(shape.value_heads))
+
+    def history(self, rows: int, previous: int) -> mx.array:
+        """The convolution's inputs so far, [B, K-1+P, C]."""
+        length = self.shape.conv_size - 1 + previous
+        return self.normal(rows, length, self.shape.channels).astype(self.dtype)
+
+
+def gated_delta(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
+    """The largest difference of windows by `gated_delta.launch`, in float32's measure."""
+    cases = Cases(0, shape, dtype)
+    first, second, state = cases.window(2, 2), cases.window(2, 3), cases.state(2)
     kept = mx.array([1, 2], dtype=mx.int32)
-    mx.eval(first_q, first, q, second, state, kept)
+    mx.eval(first, second, state, kept)
 
-    _, folded, delta = run(first_q, first, state, None, None)
-    pending = Pending(first.k, delta, first.g)
-    y, folded, delta = run(q, second, folded, pending, kept)
-    _, advanced, _ = run(q, second, state, pending, kept, kept)
-    mx.eval(y, folded, delta, advanced)
-    with mx.stream(mx.cpu):
-        _, _, true_pending = chunkwise.run(first_q, first, state)
-        true_folded = chunkwise.fold(true_pending, kept, state)
-        true_y, _, true_after = chunkwise.run(q, second, true_folded)
-        _, true_advanced, _ = chunkwise.run(q, second.cut(kept), true_folded)
-    true = [true_y, true_folded, true_after.delta, true_advanced]
-    return _difference([y, folded, delta, advanced], true)
+    def windows(step: Launch) -> list[mx.array]:
+        _, folded, pending = step(*first, state, None, None)
+        y, folded, after = step(*second, folded, pending, kept)
+        _, advanced, _ = step(*second, state, pending, kept, kept)
+        return [y, folded, after.delta, advanced]
+
+    return _difference(windows, launch, portable.step)
 
 
-def inputs(prepare: Prepare, shape: tuple[int, int, int, int], size: int, dtype: mx.Dtype) -> float:
-    """Run two windows through `inputs_kernel.prepare`, the second on top of a part of the first.
-
-    Args:
-        prepare: the kernel.
-        shape: Hk, Dk, Hv, Dv.
-        size: K of the convolution.
-        dtype: of the projections.
-    """
-    cases = Cases(0, Shape(*shape, size), dtype)
-    convolution = cases.convolution()
+def inputs(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
+    """As `gated_delta`, for `inputs.launch`."""
+    cases = Cases(0, shape, dtype)
+    convolution, history = cases.convolution(), cases.history(2, 0)
     first, second = cases.projected(2, 2), cases.projected(2, 3)
-    history = cases.history(2, 0)
     kept = mx.array([1, 2], dtype=mx.int32)
     mx.eval(convolution, first, second, history, kept)
 
-    def both(run: Prepare) -> list[mx.array]:
-        _, _, conv_input = run(first, convolution, history, None)
-        q, window, conv_input = run(second, convolution, conv_input, kept)
+    def windows(prepare: Launch) -> list[mx.array]:
+        _, _, conv_input = prepare(first, convolution, history, None)
+        q, window, conv_input = prepare(second, convolution, conv_input, kept)
         return [q, *window, conv_input]
 
-    ours = both(prepare)
-    mx.eval(ours)
+    return _difference(windows, launch, portable.prepare)
+
+
+def _difference(windows: Callable[[Launch], list[mx.array]], ours: Launch, theirs: Launch) -> float:
+    found = windows(ours)
+    mx.eval(found)
     with mx.stream(mx.cpu):
-        return _difference(ours, both(portable_inputs.prepare))
-
-
-def _difference(ours: Sequence[mx.array], true: Sequence[mx.array]) -> float:
-    # A few units in the last place of a coarse type are no error. NumPy's maximum keeps a NaN.
-    found = [
-        float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()) / _COARSER[a.dtype]
-        for a, b in zip(ours, true, strict=True)
-    ]
-    return float(np.max(found))
+        true = windows(theirs)
+        # A few units in the last place of a coarse type are no error.
+        largest = [
+            float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max()) / _COARSER[a.dtype]
+            for a, b in zip(found, true, strict=True)
+        ]
+    return float(np.max(largest))  # Python's maximum would lose a NaN.

@@ -16,16 +16,16 @@ class Shape(NamedTuple):
     value_dim: int
     conv_size: int = 4
 
-    def __str__(self) -> str:
-        return (
-            f"Hk {self.key_heads}, Dk {self.key_dim}, Hv {self.value_heads}, "
-            f"Dv {self.value_dim}, K {self.conv_size}"
-        )
-
     @property
     def channels(self) -> int:
-        """C, of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """A kernel's constants."""
+        return list(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
+
+
+QWEN3_NEXT_80B = Shape(16, 128, 32, 128)
 
 
 class Window(NamedTuple):
@@ -65,7 +65,6 @@ class Convolution(NamedTuple):
 
     @property
     def size(self) -> int:
-        """K."""
         return self.weight.shape[1]
 
 
@@ -75,7 +74,3 @@ class Pending(NamedTuple):
     k: mx.array  # the window's keys, [B, T, Hk, Dk]
     delta: mx.array  # what each position wrote along its key, float32 [B, T, Hv, Dv]
     g: mx.array  # decay, [B, T, Hv]
-
-    @property
-    def length(self) -> int:
-        return self.k.shape[1]

@@ -1,4 +1,4 @@
-"""What a model family says of itself, and how mlx-lm's instance of it is patched."""
+"""What a model family says of itself, and the layers that mlx-lm's instance is patched with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,72 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.kernels.window import Shape
-from mlx_mtp.models.layers import RaggedAttention, WindowedGatedDeltaNet
+from mlx_mtp.kernels.window import Convolution, Projected, Shape
+
+
+class RaggedAttention(Qwen3NextAttention):
+    """Runs a window of all rows on a `RaggedKVCache`. With any other cache it is mlx-lm's own."""
+
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        """The positions of all rows, row after row, [1, B*T, H] to [1, B*T, H].
+
+        One long axis is one matrix product; with a leading batch of B, mlx's CUDA backend reads
+        quantized weights B times.
+        """
+        if not isinstance(cache, RaggedKVCache):
+            return super().__call__(x, mask, cache)
+        queries, gate = self.queries(x, cache.batch_size, cache.offset)
+        keys, values = self.keys_values(x, cache.batch_size, cache.offset)
+        keys, values = cache.update_and_fetch(keys, values)
+        return self.attend(queries, gate, keys, values, mask)
+
+    def queries(self, x: mx.array, batch: int, start: mx.array) -> tuple[mx.array, mx.array]:
+        """Queries [B, heads, T, D], rotated from `start[b]` on, and the gate [1, B*T, heads*D]."""
+        doubled = self.q_proj(x).reshape(batch, -1, self.num_attention_heads, 2 * self.head_dim)
+        queries, gate = mx.split(doubled, 2, axis=-1)
+        queries = self.q_norm(queries).transpose(0, 2, 1, 3)
+        return self.rope(queries, offset=start), gate.reshape(*x.shape[:2], -1)
+
+    def keys_values(self, x: mx.array, batch: int, start: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys, rotated from `start[b]` (int32 [B]) on, and values, each [B, KV heads, T, D]."""
+        shape = (batch, -1, self.num_key_value_heads, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
+        values = self.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
+        return self.rope(keys, offset=start), values
+
+    def attend(
+        self,
+        queries: mx.array,
+        gate: mx.array,
+        keys: mx.array,  # [B, KV heads, S, D]
+        values: mx.array,
+        mask: mx.array | None,  # bool, broadcast to [B, heads, T, S]
+    ) -> mx.array:
+        """Gated attention and the output projection: [1, B*T, H]."""
+        attended = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask=mask
+        )
+        attended = attended.transpose(0, 2, 1, 3).reshape(gate.shape)
+        return self.o_proj(attended * mx.sigmoid(gate))
+
+
+class WindowedGatedDeltaNet(nn.Module):
+    """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
+
+    def project(self, x: mx.array, batch: int) -> tuple[Projected, mx.array]:
+        """The input projections of [1, B*T, H], and the output's gate z [B, T, Hv, Dv]."""
+        raise NotImplementedError
+
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        if not isinstance(cache, GatedDeltaCache):
+            return super().__call__(x, mask, cache)
+        projected, z = self.project(x, cache.batch_size)
+        outputs = cache.run(projected, Convolution(self.conv1d.weight, self.A_log, self.dt_bias))
+        return self.out_proj(self.norm(outputs, z).reshape(*x.shape[:2], -1))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -27,18 +89,13 @@ class Family:
 
     What is defined here is common to Qwen's hybrids of attention and GatedDeltaNet. A family of
     another kind overrides `layer_specs`, `head_layer` and `patch`.
-
-    Attributes:
-        model_types: values of `model_type` in config.json, each also the name of mlx-lm's module.
-        decoder_layer: mlx-lm's decoder layer.
-        stock_gated_delta_net: mlx-lm's layer class, which is checked before it is patched.
-        windowed_gated_delta_net: ours, put in its place on the loaded instance.
     """
 
+    # Values of `model_type` in config.json, each also the name of mlx-lm's module.
     model_types: tuple[str, ...]
-    decoder_layer: type[nn.Module]
-    stock_gated_delta_net: type[nn.Module]
-    windowed_gated_delta_net: type[WindowedGatedDeltaNet]
+    decoder_layer: type[nn.Module]  # mlx-lm's
+    # Put in the place of mlx-lm's layers, of which it is a direct subclass.
+    gated_delta_net: type[WindowedGatedDeltaNet]
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
         """The trunk's layers in their order, from mlx-lm's arguments of the language model."""
@@ -69,12 +126,7 @@ class Family:
         return weights
 
     def head_layer(self, args: Any, *, moe: bool) -> nn.Module:
-        """A fresh decoder layer for an MTP head, whose MLP may be of another kind than the trunk's.
-
-        Args:
-            args: the trunk's arguments.
-            moe: whether the head's checkpoint has a router.
-        """
+        """A decoder layer for an MTP head, whose MLP may be of another kind than the trunk's."""
         layer = self.decoder_layer(args, args.full_attention_interval - 1)
         layer.self_attn.__class__ = RaggedAttention
         wanted = Qwen3NextSparseMoeBlock if moe else Qwen3NextMLP
@@ -85,40 +137,27 @@ class Family:
     def patch(self, model: nn.Module) -> None:
         """Put our layers into this instance; mlx-lm's classes stay as they are.
 
-        Raises:
-            UnsupportedModelError: mlx-lm's module is not of the shape this was written for.
+        Raises UnsupportedModelError if mlx-lm's module is not what this was written for.
         """
         causal_lm = self.causal_lm(model)
         layers = zip(causal_lm.model.layers, self.layer_specs(causal_lm.args), strict=True)
         for index, (layer, spec) in enumerate(layers):
-            if isinstance(spec, AttentionSpec):
-                _expect(type(layer.self_attn) is Qwen3NextAttention, index, "self_attn")
-                layer.self_attn.__class__ = RaggedAttention
-                continue
-            inner = layer.linear_attn
-            _expect(type(inner) is self.stock_gated_delta_net, index, "linear_attn")
-            missing = [name for name in _NEEDED if not hasattr(inner, name)]
-            _expect(not missing, index, f"linear_attn (no {', '.join(missing)})")
-            inner.__class__ = self.windowed_gated_delta_net
+            is_attention = isinstance(spec, AttentionSpec)
+            ours = RaggedAttention if is_attention else self.gated_delta_net
+            name = "self_attn" if is_attention else "linear_attn"
+            inner = layer[name]
+            missing = [n for n in _NEEDED if not (is_attention or hasattr(inner, n))]
+            if type(inner) not in ours.__bases__ or missing:
+                lack = f" (no {', '.join(missing)})" if missing else ""
+                raise UnsupportedModelError(
+                    f"Layer {index}'s {name}{lack} is not the module that this version of mlx-mtp "
+                    "patches. The installed mlx-lm is newer or older than the tested range: "
+                    "install mlx-lm>=0.32.2,<0.33."
+                )
+            inner.__class__ = ours
 
 
 _NEEDED = (
     *("conv1d", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads"),
     *("head_k_dim", "head_v_dim", "A_log", "dt_bias", "norm", "out_proj"),
 )
-
-
-def _expect(condition: bool, index: int, what: str) -> None:
-    if not condition:
-        raise UnsupportedModelError(
-            f"Layer {index}'s {what} is not the module that this version of mlx-mtp patches. "
-            "The installed mlx-lm is newer or older than the tested range: "
-            "install mlx-lm>=0.32.2,<0.33."
-        )
-
-
-def output_layer(causal_lm: nn.Module) -> nn.Module:
-    """The trunk's lm_head, or the embedding that it is tied to."""
-    if causal_lm.args.tie_word_embeddings:
-        return causal_lm.model.embed_tokens
-    return causal_lm.lm_head

@@ -21,10 +21,7 @@ from mlx_mtp.cache.kv import RaggedKVCache, causal_mask
 class MTPHead(nn.Module):
     """The head's weights and its two kinds of pass: write past rows, run one row in full.
 
-    Args:
-        layer: a full-attention decoder layer of the trunk's family (`Family.head_layer`).
-        hidden_size: H.
-        eps: of the norms.
+    `layer` is a full-attention decoder layer (`Family.head_layer`); `eps` is that of the norms.
     """
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
@@ -45,25 +42,16 @@ class MTPHead(nn.Module):
         return joined.reshape(hidden.shape)
 
     def write(self, z: mx.array, cache: RaggedKVCache, start: mx.array) -> None:
-        """Write keys and values of z [B, T, H] from position `start[b]` (int32 [B]) on.
-
-        That is all that a past row needs.
-        """
+        """Write keys and values of z [B, T, H] from position `start[b]` (int32 [B]) on."""
         layer = self.layers[0]
         x = _as_one_row(layer.input_layernorm(z))
         keys, values = layer.self_attn.keys_values(x, z.shape[0], start)
         cache.write(keys, values, start)
 
     def run(self, z: mx.array, cache: RaggedKVCache, position: mx.array) -> mx.array:
-        """The full pass for one row a sequence, with its keys and values written already.
+        """The full pass for one row a sequence: m [B, 1, H] from z [B, 1, H].
 
-        Args:
-            z: [B, 1, H].
-            cache: the head's own, valid up to and including `position`.
-            position: int32 [B].
-
-        Returns:
-            m, [B, 1, H]: input of lm_head, and of `join` for the next draft.
+        The cache must be written up to and including `position` (int32 [B]).
         """
         layer = self.layers[0]
         z = _as_one_row(z)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,24 +28,18 @@ NORM_CONVENTION_KEY = "norm_convention"
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 
 Convention = Literal["hf", "mlx"]
-_KEY = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(.+)$")
 _SHARD = re.compile(r"^mtp-\d{5}-of-(\d{5})\.safetensors$")
 EXPERT_KEY = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 NORMS = (
-    "norm.weight",
-    "pre_fc_norm_embedding.weight",
-    "pre_fc_norm_hidden.weight",
-    "layers.0.input_layernorm.weight",
-    "layers.0.post_attention_layernorm.weight",
-    "layers.0.self_attn.q_norm.weight",
-    "layers.0.self_attn.k_norm.weight",
+    *("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"),
+    *("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
+    *("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"),
 )
 # Copies of the trunk's own matrices that some checkpoints carry in the head.
 TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 
-@dataclass(frozen=True)
-class HeadTensors:
+class HeadTensors(NamedTuple):
     """A head as it was found."""
 
     tensors: dict[str, mx.array]  # by name without the `mtp.` prefix, as stored
@@ -56,20 +49,14 @@ class HeadTensors:
 
 def head_name(key: str) -> str | None:
     """A checkpoint key without its `mtp.` prefix; None if it is none of the head's."""
-    match = _KEY.match(key)
-    return match[1] if match else None
+    return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), None)
 
 
 def split_head(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """Separate a checkpoint's trunk from its head, the head's keys without their prefix."""
-    trunk, head = {}, {}
-    for key, value in weights.items():
-        name = head_name(key)
-        if name is None:
-            trunk[key] = value
-        else:
-            head[name] = value
-    return trunk, head
+    names = {key: head_name(key) for key in weights}
+    head = {name: weights[key] for key, name in names.items() if name is not None}
+    return {key: weights[key] for key, name in names.items() if name is None}, head
 
 
 def trunk_convention(trunk: dict[str, mx.array]) -> Convention:
@@ -82,10 +69,8 @@ def sidecar_files(model_path: Path) -> list[Path]:
     """The files of the sidecar beside a model: those its index names, else `mtp.safetensors`.
 
     Shards that no index names are what an interrupted conversion left, unless they are a plain set
-    (`mtp-00001-of-00002.safetensors`, ..), which must then be complete.
-
-    Raises:
-        CheckpointError: the index is damaged, or a shard is missing.
+    (`mtp-00001-of-00002.safetensors`, ..), which must then be complete. Raises CheckpointError for
+    a damaged index or a missing shard.
     """
     index = model_path / SIDECAR_INDEX
     if index.is_file():
@@ -108,16 +93,15 @@ def sidecar_files(model_path: Path) -> list[Path]:
 
 
 def read_sidecar(model_path: Path) -> HeadTensors | None:
-    """The head in `mtp.safetensors` (or its shards) beside the model, if there is one.
+    """The head in the sidecar beside the model, if there is one.
 
-    Raises:
-        CheckpointError: the file is damaged, or does not say its norm convention.
+    Raises CheckpointError if a file is damaged, or does not say its norm convention.
     """
     files = sidecar_files(model_path)
     if not files:
         return None
     tensors: dict[str, mx.array] = {}
-    conventions: set[str | None] = set()
+    conventions: set[Any] = set()
     for file in files:
         try:
             loaded: Any = mx.load(str(file), return_metadata=True)
@@ -138,7 +122,7 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
         raise CheckpointError(
             f"{names} in {model_path} has no tensor whose name begins with 'mtp.'."
         )
-    return HeadTensors(head, "hf" if convention == "hf" else "mlx", f"sidecar {names}")
+    return HeadTensors(head, convention, f"sidecar {names}")
 
 
 def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
@@ -153,10 +137,7 @@ def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
 def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Bring experts stored one by one, or stacked as `gate_up_proj`, under `switch_mlp`.
 
-    Keys of other tensors pass through.
-
-    Raises:
-        CheckpointError: an expert is missing.
+    Other tensors pass through. Raises CheckpointError for a missing expert.
     """
     out: dict[str, mx.array] = {}
     single: dict[str, dict[int, mx.array]] = {}
@@ -185,9 +166,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
     """Quantize the module where the tensors are, check every shape, and load.
 
-    Raises:
-        CheckpointError: names the first tensor that is missing, unknown or misshapen, with the
-            shape it has and the shape expected.
+    Raises CheckpointError for the first tensor that is missing, unknown or misshapen.
     """
     fp8 = [k for k in weights if k.endswith(".weight_scale_inv")]
     if fp8:
@@ -206,20 +185,8 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
         nn.quantize(head, class_predicate=quantization)
     except (ValueError, ZeroDivisionError, KeyError) as error:
         raise CheckpointError(f"The quantized head in {source} is malformed: {error}") from error
+    found = {name: tuple(value.shape) for name, value in weights.items()}
     expected = {name: tuple(value.shape) for name, value in tree_flatten(head.parameters())}
-    check_shapes({k: tuple(v.shape) for k, v in weights.items()}, expected, source)
-    head.load_weights(list(weights.items()))
-    head.eval()
-
-
-def check_shapes(
-    found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], source: str
-) -> None:
-    """Compare names and shapes of a head's tensors with what the trunk asks for.
-
-    Raises:
-        CheckpointError: at the first difference.
-    """
     for name, shape in expected.items():
         if name not in found:
             raise CheckpointError(
@@ -230,12 +197,13 @@ def check_shapes(
                 f"The head in {source} does not fit this model: mtp.{name} has shape "
                 f"{found[name]}, expected {shape}."
             )
-    unknown = sorted(set(found) - set(expected))
-    if unknown:
+    for name in sorted(found.keys() - expected.keys()):
         raise CheckpointError(
-            f"The head in {source} has a tensor that this model has no place for: mtp.{unknown[0]} "
-            f"{found[unknown[0]]}."
+            f"The head in {source} has a tensor that this model has no place for: mtp.{name} "
+            f"{found[name]}."
         )
+    head.load_weights(list(weights.items()))
+    head.eval()
 
 
 def has_router(names: Iterable[str]) -> bool:

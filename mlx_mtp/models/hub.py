@@ -12,24 +12,14 @@ from mlx_mtp.errors import ModelError
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
 # No Python files: nothing that a checkpoint brings is executed.
-_FILES = [
-    "*.json",
-    "model*.safetensors",
-    "mtp*.safetensors",
-    "*.jinja",
-    "*.txt",
-]
+_FILES = ["*.json", "model*.safetensors", "mtp*.safetensors", "*.jinja", "*.txt"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def resolve_model(name_or_path: str | None) -> Path:
-    """The directory that holds a model, downloaded if it has to be.
+    """The directory of a model; None is the bundled one. That of a hub id is downloaded.
 
-    Args:
-        name_or_path: None for the bundled model, a local directory, or a hub id like `Qwen/Name`.
-
-    Raises:
-        ModelError: there is no such model, or it can't be had; the message says why.
+    Raises ModelError if there is no such model, or it can't be downloaded.
     """
     if name_or_path is None:
         return BUNDLED_MODEL
@@ -43,32 +33,18 @@ def resolve_model(name_or_path: str | None) -> Path:
             f"{name_or_path!r} is neither an existing directory nor a hub id of the form "
             "organisation/name."
         )
-    return _download(name_or_path)
-
-
-def _download(repo: str) -> Path:
     # Imported here: it takes a while, and a local model doesn't need it.
     from huggingface_hub import snapshot_download
 
-    with explained(repo, repo, ModelError):
-        return Path(snapshot_download(repo, allow_patterns=_FILES))
+    with explained(name_or_path, name_or_path, ModelError):
+        return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
 
 
 @contextlib.contextmanager
 def explained(
     repo: str, what: str, error_class: type[ModelError], revision: str | None = None
 ) -> Iterator[None]:
-    """Say what the hub's errors mean to whoever typed the command.
-
-    Args:
-        repo: the hub id.
-        what: is downloaded of it.
-        error_class: of the errors that are raised; those that are one already pass.
-        revision: of the repository, where one was asked for.
-
-    Raises:
-        ModelError: of `error_class`.
-    """
+    """Raise `error_class` with an explanation, while `what` is downloaded of `repo`."""
     from huggingface_hub import errors
 
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.specs import LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
-from mlx_mtp.models.family import Family, output_layer, text_config
+from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 
 # mlx's CUDA backend multiplies quantized weights with fewer than 8 rows one row at a time, which
@@ -47,14 +48,9 @@ class LoadedModel:
         return str(self.config["model_type"])
 
     @property
-    def text_config(self) -> Mapping[str, Any]:
-        """The language model's part of config.json."""
-        return text_config(self.config)
-
-    @property
     def max_model_len(self) -> int:
         """Most positions the model was made for."""
-        return int(self.text_config.get("max_position_embeddings", 4096))
+        return int(text_config(self.config).get("max_position_embeddings", 4096))
 
     @property
     def vocab_size(self) -> int:
@@ -72,23 +68,26 @@ class LoadedModel:
         return next((tuple(ids) for ids in self._eos_lists() if ids), ())
 
     def _eos_lists(self) -> list[list[Any]]:
-        sources = (self.generation_config, self.config, self.text_config)
+        sources = (self.generation_config, self.config, text_config(self.config))
         values = [source.get("eos_token_id") for source in sources]
         return [v if isinstance(v, list) else [v] for v in values if v is not None]
 
     @property
     def causal_lm(self) -> nn.Module:
-        """The language model inside."""
         return self.family.causal_lm(self.model)
 
     @property
+    def output_layer(self) -> nn.Module:
+        """The trunk's lm_head, or the embedding that it is tied to."""
+        tied = self.causal_lm.args.tie_word_embeddings
+        return self.causal_lm.model.embed_tokens if tied else self.causal_lm.lm_head
+
+    @property
     def head(self) -> MTPHead | None:
-        """The MTP head, if it was loaded."""
         return None if self.head_source is None else self.model.get("mtp")
 
     @cached_property
     def layer_specs(self) -> list[LayerSpec]:
-        """The trunk's layers, in order."""
         return self.family.layer_specs(self.causal_lm.args)
 
     def nbytes(self) -> tuple[int, int]:
@@ -98,13 +97,14 @@ class LoadedModel:
         of_head = sum(array.nbytes for _, array in tree_flatten(head))
         return total - of_head, of_head
 
-    def check(self) -> None:
-        """Check what config.json and generation_config.json say of lengths and token ids.
+    def row_nbytes(self) -> int:
+        """Bytes of one token's row of lm_head. No weight is read."""
+        parameters = tree_flatten(self.output_layer.parameters())
+        return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
-        Raises:
-            ModelError: names the value.
-        """
-        longest = self.text_config.get("max_position_embeddings", 4096)
+    def check(self) -> None:
+        """Raise ModelError for a length or a token id in the configs that can't be."""
+        longest = text_config(self.config).get("max_position_embeddings", 4096)
         if not isinstance(longest, int) or longest < 2:
             raise ModelError(
                 f"{self.path}: max_position_embeddings is {longest!r}, but must be 2 or more."
@@ -117,11 +117,7 @@ class LoadedModel:
                 )
 
     def read(self) -> None:
-        """Read the weights, which otherwise are read when they are first used.
-
-        Raises:
-            UsageError: this machine can't compute in their type.
-        """
+        """Read the weights; UsageError if this machine can't compute in their type."""
         if mx.default_device() == mx.cpu:
             for name, value in tree_flatten(self.model.parameters()):
                 if ".switch_mlp." in name and value.dtype in (mx.bfloat16, mx.float16):
@@ -139,7 +135,6 @@ class LoadedModel:
         return replace(self, head_source=None)
 
     def make_cache(self, batch_size: int) -> BatchCache:
-        """Empty caches for the trunk's layers."""
         return BatchCache([spec.make_cache(batch_size) for spec in self.layer_specs], batch_size)
 
     def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
@@ -163,12 +158,10 @@ class LoadedModel:
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[B, T, V] from post-norm hidden states [B, T, H], the trunk's or the head's.
 
-        Args:
-            hidden: post-norm hidden states.
-            layer: replaces lm_head, with other outputs than V (`models/draft_head.py`).
+        `layer` replaces lm_head, with other outputs than V (`DraftHead`).
         """
         if layer is None:
-            layer = output_layer(self.causal_lm)
+            layer = self.output_layer
         rows = hidden.reshape(-1, hidden.shape[-1])
         count = rows.shape[0]
         # So wide a matrix gains from 2 rows on.
@@ -180,3 +173,36 @@ class LoadedModel:
     def embed(self, tokens: mx.array) -> mx.array:
         """The trunk's embedding of token ids: [..., H]."""
         return self.causal_lm.model.embed_tokens(tokens)
+
+
+class DraftHead:
+    """The rows of lm_head for a reduced draft vocabulary, copied as they are stored.
+
+    Most of a draft's cost is lm_head over all tokens, most of which hardly ever come. A draft that
+    is never made is only a draft less to be accepted: the model's own tokens are still drawn from
+    all. (The idea is FR-Spec's, arXiv:2502.14856.)
+
+    Quantization groups run along a row, so its packed weights, scales and biases are exact. `ids`
+    are tokens without duplicates. `layer` maps [..., H] to logits [..., N] in ascending order.
+    Raises ModelError if lm_head is of a kind that has no rows to select.
+    """
+
+    def __init__(self, model: LoadedModel, ids: Sequence[int]) -> None:
+        # int32 [N], in order, so that equal logits are ordered as among all.
+        self.ids = mx.array(sorted(ids), dtype=mx.int32)
+        layer, vocab_size = model.output_layer, model.vocab_size
+        # A shallow copy: parameters that are replaced there stay in the layer itself.
+        self.layer = copy.copy(layer)
+        for name, value in tree_flatten(layer.parameters()):
+            if "." in name or value.ndim == 0 or value.shape[0] != vocab_size:
+                raise ModelError(
+                    f"No rows can be taken from lm_head: its {name} is {list(value.shape)} and not "
+                    f"{vocab_size} rows. Draft without --mtp-draft-vocab."
+                )
+            self.layer[name] = value[self.ids]
+        # Else every step would copy them anew.
+        mx.eval(self.ids, self.layer.parameters())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.layer.parameters()))

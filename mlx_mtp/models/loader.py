@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
@@ -26,11 +25,16 @@ from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
 from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
-from mlx_mtp.models.registry import family_of
+from mlx_mtp.models.qwen3_5 import Qwen35
+from mlx_mtp.models.qwen3_next import Qwen3Next
 
+FAMILIES: dict[str, Family] = {
+    model_type: family for family in (Qwen3Next(), Qwen35()) for model_type in family.model_types
+}
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 # A quantized model is expanded to float32 on the CPU only if it takes less of the memory.
 _DEQUANTIZED_SHARE = 0.5
+_FINAL_NORMS = ("model.norm.weight", "language_model.norm.weight")
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
 
 
@@ -47,12 +51,11 @@ def load_model(
     Args:
         path: a directory with config.json and model*.safetensors.
         enable_mtp: load the head, which must then be there.
-        dtype: "float32", "bfloat16", "float16", or "auto": float32 on the CPU (which has no MoE in
-            any other type), else as the checkpoint is stored.
-        lazy: read no weights until they are used, or until `LoadedModel.read`; shapes and types
-            are known at once.
-        memory: bytes that there are for it; None: what the machine has. On the CPU a quantized
-            model is expanded to float32 if that takes less than half of it.
+        dtype: one of `DTYPES`, or "auto": float32 on the CPU (which has no MoE in any other type),
+            else as the checkpoint is stored.
+        lazy: read no weights until they are used, or until `LoadedModel.read`.
+        memory: bytes there are for it; None: the machine's. On the CPU a quantized model is
+            expanded to float32 if that takes less than half of them.
 
     Raises:
         UnsupportedModelError: no family serves it, or it wants code of its own to be run.
@@ -70,8 +73,12 @@ def load_model(
         head = head_weights.read_sidecar(path) or head
         if head is None:
             raise missing_head(str(path))
-        _add_head(model, family, head)
+        weights, args = head_weights.to_mlx(head), family.causal_lm(model).args
+        layer = family.head_layer(args, moe=head_weights.has_router(weights))
+        model.mtp = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+        head_weights.load_into(model.mtp, weights, head.source)
         head_source = head.source
+        del weights
     # Else the head as it was stored would be kept while the model is read.
     del head
     _cast(model, dtype, stored_dtype, machine_memory().nbytes if memory is None else memory)
@@ -83,11 +90,23 @@ def load_model(
     return loaded
 
 
+def family_of(config: dict[str, Any], where: str) -> Family:
+    """The family that serves a config.json; UnsupportedModelError lists those there are."""
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"{where} has model_type {model_type!r}, which mlx-mtp does not serve. "
+            f"Supported: {', '.join(sorted(FAMILIES))}."
+        )
+    return family
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    """Reject a model that names a Python file to be run. (transformers' `auto_map` is ignored.)
+    """config.json; a model that names a Python file to be run is rejected.
 
     mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
-    model's code is run must not depend on a library's default.
+    model's code is run must not depend on a library's default. (`auto_map` is ignored anyway.)
     """
     config = read_json(path / "config.json")
     for part in (config, text_config(config)):
@@ -112,10 +131,13 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
                 trunk, seen["head"] = head_weights.split_head(weights)
                 seen["convention"] = head_weights.trunk_convention(trunk)
                 trunk = family.prepare_weights(trunk)
-                seen["dtype"] = _stored_dtype(trunk)
-                if seen["convention"] == "hf":
+                # Activations have the type of the final norm, however the matrices are packed.
+                types = (v.dtype for k, v in trunk.items() if k.endswith(_FINAL_NORMS))
+                seen["dtype"] = next(types, mx.bfloat16)
+                for key, value in trunk.items() if seen["convention"] == "hf" else ():
                     # mlx-lm adds the norms' 1 in the stored type; in float32 nothing is lost.
-                    trunk = {k: _norm_to_float32(k, v) for k, v in trunk.items()}
+                    if key.endswith("norm.weight") and value.ndim == 1:
+                        trunk[key] = value.astype(mx.float32)
                 return super().sanitize(trunk)
 
         return Model, args
@@ -144,38 +166,14 @@ def _others(path: Path) -> str:
     )
 
 
-def _stored_dtype(weights: dict[str, mx.array]) -> mx.Dtype:
-    """The type of the final norm: activations have it, whatever the matrices are packed in."""
-    for key, value in weights.items():
-        if key.endswith(("model.norm.weight", "language_model.norm.weight")):
-            return value.dtype
-    return mx.bfloat16
-
-
-def _norm_to_float32(key: str, value: mx.array) -> mx.array:
-    is_norm = key.endswith("norm.weight") and value.ndim == 1
-    return value.astype(mx.float32) if is_norm else value
-
-
-def _add_head(model: nn.Module, family: Family, found: HeadTensors) -> None:
-    args = family.causal_lm(model).args
-    weights = head_weights.to_mlx(found)
-    layer = family.head_layer(args, moe=head_weights.has_router(weights))
-    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
-    head_weights.load_into(head, weights, found.source)
-    model.mtp = head
-
-
 def _cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     on_cpu = mx.default_device() == mx.cpu
     target = DTYPES.get(dtype, mx.float32 if on_cpu else stored)
     _cast_floats(model, target)
-    dequantized = 0
-    for _, module in model.named_modules():
-        if hasattr(module, "bits") and "scales" in module:
-            dequantized += 4 * module.weight.size * 32 // module.bits
+    packed = [m for _, m in model.named_modules() if hasattr(m, "bits") and "scales" in m]
+    dequantized = sum(4 * m.weight.size * 32 // m.bits for m in packed)
     if on_cpu and target == mx.float32 and dequantized < _DEQUANTIZED_SHARE * memory:
         # Quantized matmuls on the CPU are about five times slower than float32 ones.
         dequantize_model(model)
@@ -184,23 +182,15 @@ def _cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
 
 
 def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
-    # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
-    cast = [
-        (name, value.astype(target))
-        for name, value in tree_flatten(model.parameters())
-        if mx.issubdtype(value.dtype, mx.floating) and not name.endswith("A_log")
-    ]
-    model.load_weights(cast, strict=False)
+    def is_cast(module: nn.Module, name: str, value: Any) -> bool:
+        # A_log feeds an exponential of an exponential and is kept in float32, as mlx-lm does.
+        return name != "A_log" and nn.Module.valid_parameter_filter(module, name, value)
+
+    model.apply(lambda a: a.astype(target) if mx.issubdtype(a.dtype, mx.floating) else a, is_cast)
 
 
 def missing_head(model: str, base: str | None = None, note: str = "") -> MissingHeadError:
-    """The error that says how to give a model its head.
-
-    Args:
-        model: a directory or a hub id.
-        base: the original model, where that is known.
-        note: a sentence for the end.
-    """
+    """The error that says how to give a model its head; `base` is the original model, if known."""
     source = base or "<the original Hugging Face model>"
     return MissingHeadError(
         f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "
@@ -211,11 +201,7 @@ def missing_head(model: str, base: str | None = None, note: str = "") -> Missing
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object of a model's directory.
-
-    Raises:
-        ModelError: it can't be read, or it is missing and there is no default.
-    """
+    """A JSON object of a model's directory; ModelError if it can't be read and has no default."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

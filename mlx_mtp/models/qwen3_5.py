@@ -6,9 +6,8 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.kernels.window import Projected
-from mlx_mtp.models.family import Family
+from mlx_mtp.models.family import Family, WindowedGatedDeltaNet
 from mlx_mtp.models.head_weights import stack_experts
-from mlx_mtp.models.layers import WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
@@ -32,8 +31,7 @@ class Qwen35(Family):
 
     model_types = ("qwen3_5", "qwen3_5_moe")
     decoder_layer = DecoderLayer
-    stock_gated_delta_net = GatedDeltaNet
-    windowed_gated_delta_net = _GatedDeltaNet
+    gated_delta_net = _GatedDeltaNet
 
     def prepare_weights(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Stack experts stored one by one; mlx-lm's class knows the stacked layout alone."""

@@ -6,8 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 
 from mlx_mtp.kernels.window import Projected
-from mlx_mtp.models.family import Family
-from mlx_mtp.models.layers import WindowedGatedDeltaNet
+from mlx_mtp.models.family import Family, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
@@ -29,5 +28,4 @@ class Qwen3Next(Family):
 
     model_types = ("qwen3_next",)
     decoder_layer = Qwen3NextDecoderLayer
-    stock_gated_delta_net = Qwen3NextGatedDeltaNet
-    windowed_gated_delta_net = _GatedDeltaNet
+    gated_delta_net = _GatedDeltaNet

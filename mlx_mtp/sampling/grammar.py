@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,23 +35,37 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 _AFTER_FREE = r"/\n{0,2}/"
 # With these the worst grammars that were tried take 50 ms for one mask of 150,000 tokens, and then
 # fail (with llguidance's own, 280 ms). None of 2,500 real schemas meets one; they take 0.03 ms.
-_LIMITS: dict[str, Any] = {
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
-    "verbose_errors": False,
-}
+_LIMITS: dict[str, Any] = {"step_max_items": 20_000, "max_lexer_states": 50_000}
 # Parallel parses: their cost is linear in a schema (500 optional properties need 2,000), but may be
 # cubic in a grammar.
-_MAX_ITEMS = {"lark": 500}
-_MAX_ITEMS_ELSE = 2000
+_MAX_ITEMS = 2000
+_MAX_ITEMS_OF_LARK = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A bound of what a sequence may write before a certain text."""
+    """A bound of what a sequence may write before a certain text, and how far it is used up."""
 
-    max_tokens: int  # before the end is forced, 0 or more
-    end: tuple[int, ...]  # the text's token ids, which are then forced one after the other
+    max_tokens: int = 0  # before the end is forced
+    end: tuple[int, ...] = ()  # the text's token ids, then forced one by one; none: no bound
+    used: int = 0  # tokens so far, those of the forced end included
+    matched: int = 0  # how much of the end the last tokens were
+
+    @property
+    def over(self) -> bool:
+        return self.matched == len(self.end)
+
+    @property
+    def forced(self) -> int | None:
+        """The one token that may come next; None: any."""
+        return None if self.over or self.used < self.max_tokens else self.end[self.matched]
+
+    def after(self, token: int) -> Budget:
+        if self.over:
+            return self
+        going_on = token == self.end[self.matched]
+        matched = self.matched + 1 if going_on else int(token == self.end[0])
+        return replace(self, used=self.used + 1, matched=matched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +74,15 @@ class Grammar:
 
     spec: GrammarSpec
     matcher: LLMatcher | None  # at its beginning, never moved; None: only the budget restricts
-    budget: Budget | None
+    budget: Budget
     num_words: int  # 32-bit words of a mask
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer.
+    """Compiles grammars for one tokenizer.json; ends of sequence are allowed where they accept.
 
     Building it takes up to a second, during which it holds the GIL; compiling releases the GIL.
-
-    Args:
-        tokenizer_json: as in tokenizer.json.
-        eos_token_ids: allowed where a grammar accepts, and nowhere else; at least one.
-
-    Raises:
-        ValueError: llguidance can't use the tokenizer.
+    Raises ValueError if llguidance can't use the tokenizer.
     """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
@@ -83,15 +91,13 @@ class GrammarCompiler:
         self._num_words = (self._tokenizer.vocab_size + 31) // 32
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile, and make the first mask: some limits show only then.
+        """Compile, and make the first mask, as some limits show only then.
 
-        Neither the time nor the depth of the stack is bounded: see `server.grammar_check`.
-
-        Raises:
-            GrammarError: llguidance's own words on what is wrong with it.
+        Raises GrammarError in llguidance's own words. Neither the time nor the depth of the stack
+        is bounded: see `server.grammar_check`.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
-        budget = None
+        budget = Budget()
         if spec.free_until is not None and spec.free_tokens is not None:
             end = self._tokenizer.tokenize_str(spec.free_until, parse_special=True)
             budget = Budget(spec.free_tokens, tuple(end))
@@ -110,13 +116,10 @@ class GrammarCompiler:
             before = "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
             rule = f"\n{self._free(spec.free_until)}"
         start = {"lark_grammar": f"{_OPTIONS}\nstart: {before} @answer{rule}"}
-        max_items = _MAX_ITEMS.get(spec.kind, _MAX_ITEMS_ELSE)
-        matcher = LLMatcher(
-            self._tokenizer,
-            json.dumps({"grammars": [start, answer]}),
-            log_level=0,
-            limits=LLParserLimits(max_items_in_row=max_items, **_LIMITS),
-        )
+        max_items = _MAX_ITEMS_OF_LARK if spec.kind == "lark" else _MAX_ITEMS
+        limits = LLParserLimits(max_items_in_row=max_items, verbose_errors=False, **_LIMITS)
+        grammars = json.dumps({"grammars": [start, answer]})
+        matcher = LLMatcher(self._tokenizer, grammars, log_level=0, limits=limits)
         _check(matcher)
         _try_first_token(matcher.deep_copy(), self._num_words)
         return matcher

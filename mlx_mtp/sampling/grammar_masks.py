@@ -8,7 +8,6 @@ A mask has a bit for each token, 1 where it is allowed, in 32-bit words, the low
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
@@ -25,49 +24,15 @@ from mlx_mtp.sampling.grammar import Budget, Grammar, grammar_error
 from mlx_mtp.sampling.sampler import Sampler
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetState:
-    """How far a budget is used up."""
-
-    budget: Budget
-    used: int = 0  # tokens so far, those of the forced end included
-    matched: int = 0  # how much of the end the last tokens were
-
-    @property
-    def over(self) -> bool:
-        """The end has come, by itself or forced."""
-        return self.matched == len(self.budget.end)
-
-    @property
-    def forced(self) -> int | None:
-        """The one token that may come next; None: any."""
-        if self.over or self.used < self.budget.max_tokens:
-            return None
-        return self.budget.end[self.matched]
-
-    def after(self, token: int) -> BudgetState:
-        """The state once this token has come."""
-        if self.over:
-            return self
-        end = self.budget.end
-        going_on = token == end[self.matched]
-        matched = self.matched + 1 if going_on else int(token == end[0])
-        return replace(self, used=self.used + 1, matched=matched)
-
-
 class Constraint:
-    """One sequence's position in its grammar and in its budget.
-
-    Attributes:
-        error: why the sequence can't go on; None while it can.
-    """
+    """One sequence's position in its grammar and in its budget."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self.error: GrammarError | None = None
+        self.error: GrammarError | None = None  # why the sequence can't go on
         self.num_words = grammar.num_words
         self._grammar = grammar
         self._matcher = None if grammar.matcher is None else grammar.matcher.deep_copy()
-        self._budget = BudgetState(grammar.budget) if grammar.budget is not None else None
+        self._budget = grammar.budget
         self._tokens: list[int] = []
         self._stuck: tuple[int, GrammarError] | None = None
         # The matcher consumes drafts too, until one fails; `rewind` takes them back.
@@ -78,7 +43,7 @@ class Constraint:
     @property
     def active(self) -> bool:
         """It may still forbid a token. Once it may not, it never will again."""
-        return self._matcher is not None or (self._budget is not None and not self._budget.over)
+        return self._matcher is not None or not self._budget.over
 
     def rewind(self) -> LLMatcher | None:
         """Take the drafts back: the grammar's state after the tokens so far, if there is one."""
@@ -91,25 +56,19 @@ class Constraint:
         return self._matcher
 
     def finish_masks(self, masks: np.ndarray, drafts: Sequence[int]) -> bool:
-        """Correct the masks that the matcher made of a window.
+        """Correct the masks, int32 [T, words], that the matcher made of a window of T-1 drafts.
 
-        Args:
-            masks: int32 [T, words], after the last token and after each draft; all ones where the
-                matcher wrote none, which is after a draft that is not allowed.
-            drafts: T - 1 token ids.
-
-        Returns:
-            Whether some token is forbidden, as far as this row knows.
+        They are all ones where the matcher wrote none, which is after a draft that is not allowed.
+        Returns whether some token is forbidden, as far as this row knows.
         """
         self._stuck = None
         if self._matcher is not None and self._matcher.is_error():
             self._fill_singly(masks, drafts)
         restricted = self._matcher is not None
         budget = self._budget
-        for position in range(len(masks)):
-            restricted |= _force(masks[position], budget)
-            if budget is not None and position < len(drafts):
-                budget = budget.after(drafts[position])
+        for mask, draft in zip(masks, [*drafts, -1], strict=True):
+            restricted |= _force(mask, budget)
+            budget = budget.after(draft)
         return restricted
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -121,7 +80,7 @@ class Constraint:
             return
         matcher = self.rewind()
         for token in tokens:
-            self._budget = self._budget and self._budget.after(token)
+            self._budget = self._budget.after(token)
         self._draft_budget = self._budget
         self._tokens += tokens
         # One by one: `consume_tokens` refuses the end-of-sequence token of a grammar that is over.
@@ -138,7 +97,7 @@ class Constraint:
 
     def drafted(self, token: int) -> None:
         """Consume a draft that has been drawn."""
-        self._draft_budget = self._draft_budget and self._draft_budget.after(token)
+        self._draft_budget = self._draft_budget.after(token)
         if self._matcher is None or not self._drafting:
             return
         # After the end nothing counts, and a draft that was not masked may be wrong.
@@ -168,11 +127,7 @@ class Constraint:
 
 
 class GrammarMasks:
-    """The masks of a batch's rows for one step. False if no row is constrained.
-
-    Args:
-        constraints: one per row; None where any token is allowed.
-    """
+    """The masks of a batch's rows for one step. False if no row is constrained."""
 
     def __init__(self, constraints: Iterable[Constraint | None]) -> None:
         rows = enumerate(constraints)
@@ -183,13 +138,9 @@ class GrammarMasks:
         return bool(self._rows)
 
     def window_mask(self, window: mx.array) -> mx.array | None:
-        """What may follow each position of a window, given the drafts before it.
+        """What may follow each position of a window, int32 [B, T], which is read here.
 
-        Args:
-            window: int32 [B, T], the last token and T-1 drafts; they are read here.
-
-        Returns:
-            uint8 [B, T, bytes], a bit for each token; None: every token is allowed.
+        Returns uint8 [B, T, bytes], a bit for each token; None: every token is allowed.
         """
         batch, length = window.shape
         drafts = np.array(window[:, 1:]).tolist()
@@ -236,9 +187,7 @@ class GrammarMasks:
 class DraftSampler:
     """Draws a batch's drafts in order, each masked by the grammars so that it can be accepted.
 
-    Args:
-        sampler: the batch's own.
-        masks: of its step, advanced to the tokens that the drafts follow.
+    The masks are those of its step, advanced to the tokens that the drafts follow.
     """
 
     def __init__(self, sampler: Sampler, masks: GrammarMasks) -> None:
@@ -246,18 +195,13 @@ class DraftSampler:
         self._last: mx.array | None = None
 
     def draw(
-        self,
-        logits: mx.array,
-        positions: mx.array,
-        window: mx.array,
-        *,
-        ids: mx.array | None = None,
+        self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None = None
     ) -> mx.array:
         """See `Sampler.draw`. The draft before is read first; the last of all never is."""
         if self._last is not None:
             self._masks.drafted(self._last)
         mask = self._masks.draft_mask(logits.shape[0])
-        self._last = self._sampler.draw(logits, positions, window, mask=mask, ids=ids)
+        self._last = self._sampler.draw(logits, positions, window, ids, mask)
         return self._last
 
 
@@ -265,9 +209,9 @@ def _failure(matcher: LLMatcher) -> GrammarError:
     return GrammarError(f"The answer's grammar can't be continued: {grammar_error(matcher)}")
 
 
-def _force(mask: np.ndarray, budget: BudgetState | None) -> bool:
+def _force(mask: np.ndarray, budget: Budget) -> bool:
     """Allow only the token that a budget forces, if it forces one."""
-    token = None if budget is None else budget.forced
+    token = budget.forced
     if token is None:
         return False
     mask[:] = 0
@@ -275,6 +219,4 @@ def _force(mask: np.ndarray, budget: BudgetState | None) -> bool:
     return True
 
 
-@cache
-def _executor() -> LLExecutor:
-    return LLExecutor()
+_executor = cache(LLExecutor)

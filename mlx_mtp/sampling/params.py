@@ -22,40 +22,25 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer must look like. Equal specs share one compiled grammar.
+    """What an answer must look like. Equal specs share one compiled grammar."""
 
-    Args:
-        kind: how `value` is to be read; "free" asks for nothing after `free_until`.
-        value: the JSON text of a schema ("json_schema") or of a list of strings ("choice"), a
-            regular expression that the whole answer matches ("regex"), or a grammar in
-            llguidance's dialect of Lark ("lark"); empty for "json_object".
-        free_until: text that the answer is free to write until it has come; the grammar begins
-            after it ("</think>"). None: the grammar holds from the first token on.
-        free_tokens: most tokens that may come before `free_until`; then that text is forced (a
-            thinking budget). None: as many as the model likes.
-    """
-
-    kind: GrammarKind
+    kind: GrammarKind  # how `value` is read; "free" asks for nothing after `free_until`
+    # The JSON text of a schema ("json_schema") or of a list of strings ("choice"), a regular
+    # expression that the whole answer matches, or a grammar in llguidance's dialect of Lark.
     value: str = ""
+    # The answer is free up to this text ("</think>"), and the grammar begins after it.
     free_until: str | None = None
-    free_tokens: int | None = None
+    free_tokens: int | None = None  # after so many tokens that text is forced: a thinking budget
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a sampling parameter may have.
-
-    Args:
-        low: the least value.
-        high: the greatest value.
-        open_low: `low` itself is out of range.
-        from_model: the model's generation_config.json may have a default for the parameter.
-    """
+    """The values that a sampling parameter may have."""
 
     low: float
     high: float
-    open_low: bool = False
-    from_model: bool = False
+    open_low: bool = False  # `low` itself is out of range
+    from_model: bool = False  # the model's generation_config.json may have a default for it
 
     def check(self, name: str, value: float) -> None:
         """Raise InvalidRequestError, with the field's name, for a value out of range."""
@@ -75,40 +60,29 @@ class SamplingParams:
 
     This is the one declaration of each parameter: the fields of the APIs' request bodies, the
     defaults read from generation_config.json and the checks in `validate` follow from it.
-
-    Args:
-        max_tokens: most tokens to generate, 1 or more.
-        temperature: 0 is greedy, and so is anything below 1e-5, where scores would overflow.
-        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-        top_k: keep the k most probable tokens (and ties with the last); 0 keeps all.
-        min_p: keep tokens at least this share of the most probable one, in [0, 1].
-        repetition_penalty: divides (multiplies when negative) logits of tokens in prompt or output.
-        presence_penalty: subtracted once from logits of tokens already in the output.
-        frequency_penalty: subtracted per occurrence in the output.
-        logit_bias: (token id, value) pairs added to the logits.
-        seed: any int64; with `choice` and the position it determines the noise.
-        stop_token_ids: ids that end the sequence, beside the model's end-of-sequence ids.
-        ignore_eos: the model's end-of-sequence ids do not end it.
-        top_logprobs: alternatives to report for each token, 0 for the chosen token alone,
-            None for no logprobs at all.
-        choice: index among the request's `n` choices, which must not share noise.
-        grammar: what the answer must look like; None leaves it free.
     """
 
     max_tokens: Annotated[int, Range(1, _INT31)]
+    # 0 is greedy, and so is anything below 1e-5, where scores would overflow.
     temperature: Annotated[float, Range(0.0, 100.0, from_model=True)] = 1.0
+    # Keep the smallest set of tokens with at least this probability,
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True, from_model=True)] = 1.0
+    # the k most probable tokens (and ties with the last; 0: all),
     top_k: Annotated[int, Range(0, _INT31, from_model=True)] = 0
+    # the tokens with at least this share of the most probable one's probability.
     min_p: Annotated[float, Range(0.0, 1.0, from_model=True)] = 0.0
+    # Divides (multiplies when negative) logits of tokens in prompt or output.
     repetition_penalty: Annotated[float, Range(0.01, 100.0, from_model=True)] = 1.0
+    # Subtracted once, and per occurrence, from logits of tokens in the output.
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value) added to the logits
     seed: Annotated[int, Range(-_INT64, _INT64 - 1)] = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # end the sequence as the end-of-sequence ids do
     ignore_eos: bool = False
+    # Alternatives to report for each token; None: no logprobs at all.
     top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
-    choice: Annotated[int, Range(0, 1 << 16)] = 0
+    choice: Annotated[int, Range(0, 1 << 16)] = 0  # of the request's `n`, each with its own noise
     grammar: GrammarSpec | None = None
 
     @property
@@ -133,11 +107,7 @@ class SamplingParams:
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
     def validate(self, vocab_size: int) -> None:
-        """Check every field before it can reach mlx, which does not check token ids.
-
-        Raises:
-            InvalidRequestError: names the field, its value and the range allowed.
-        """
+        """Raise InvalidRequestError for a value out of range; mlx does not check token ids."""
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None:
@@ -166,11 +136,7 @@ RANGES = {
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Check that mlx has an embedding for each.
-
-    Raises:
-        InvalidRequestError: names the field and the first that is out of range.
-    """
+    """Raise InvalidRequestError, with the field's name, for the first that is out of range."""
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InvalidRequestError(

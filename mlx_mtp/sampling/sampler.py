@@ -26,12 +26,7 @@ class TokenSampler(Protocol):
     """Draws tokens: a `Sampler`, or a `DraftSampler`, which masks each draft by its grammar."""
 
     def draw(
-        self,
-        logits: mx.array,
-        positions: mx.array,
-        window: mx.array,
-        *,
-        ids: mx.array | None = None,
+        self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None = None
     ) -> mx.array:
         """See `Sampler.draw`."""
 
@@ -39,10 +34,8 @@ class TokenSampler(Protocol):
 class Sampler:
     """The sampling parameters of B rows as arrays, and the token counts that penalties need.
 
-    Args:
-        params: one per row.
-        prompts: the rows' prompt token ids, for the repetition penalty.
-        vocab_size: V, the tokenizer's; ids at or above it are never drawn.
+    The repetition penalty counts the rows' `prompts` too. Token ids at or above `vocab_size` (V)
+    are never drawn.
     """
 
     def __init__(
@@ -50,19 +43,17 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self._set_params(params)
-        self.output_counts: mx.array | None = None
-        self.in_prompt: mx.array | None = None
-        if self.any_penalties:
-            self.output_counts = mx.zeros((len(params), vocab_size), dtype=mx.int32)
+        # With penalties: int32 [B, V], the output's tokens, and bool [B, V], those in the prompt.
+        self.counts: tuple[mx.array, mx.array] | None = None
+        if self._any_penalties():
             marked = np.zeros((len(params), vocab_size), dtype=bool)
             for row, prompt in enumerate(prompts):
                 marked[row, np.asarray(prompt, dtype=np.int64)] = True
-            self.in_prompt = mx.array(marked)
+            self.counts = mx.zeros(marked.shape, dtype=mx.int32), mx.array(marked)
 
     def _set_params(self, params: Sequence[SamplingParams]) -> None:
         self.params = list(params)
         self.any_sampled = any(not p.greedy for p in params)
-        self.any_penalties = any(p.has_penalties for p in params)
         reported = [p.top_logprobs for p in params if p.top_logprobs is not None]
         self.num_logprobs = max(reported, default=None)
         self.greedy = mx.array([p.greedy for p in params])[:, None, None]
@@ -72,32 +63,34 @@ class Sampler:
         self.repetition = column([p.repetition_penalty for p in params])
         self.presence = column([p.presence_penalty for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
-        self.bias = _dense_bias(params, self.vocab_size)
+        self.bias: mx.array | None = None
+        if any(p.logit_bias for p in params):
+            bias = np.zeros((len(params), 1, self.vocab_size), dtype=np.float32)
+            for row, p in enumerate(params):
+                for token, value in p.logit_bias:
+                    bias[row, 0, token] += value
+            self.bias = mx.array(bias)
 
     def draw(
         self,
         logits: mx.array,
         positions: mx.array,
         window: mx.array,
-        *,
-        mask: mx.array | None = None,
         ids: mx.array | None = None,
+        mask: mx.array | None = None,
     ) -> mx.array:
-        """Draw the token that follows each of the last T positions of a window.
+        """Draw the token that follows each of the last T positions of a window: int32 [B, T].
 
         Args:
             logits: [B, T, V or more], any float type.
             positions: int32 [B, T], absolute position of the token to draw.
             window: int32 [B, W], W >= T, the tokens before; the first is in the counts already, the
                 others are drafts and are added for penalties.
-            mask: uint8 [B, T, bytes], a bit for each of the V tokens that may be drawn; None: all.
             ids: int32 [N], ascending, below V: the tokens that the logits, then [B, T, N], are of.
                 The draw equals that from all V tokens with minus infinity for the others.
-
-        Returns:
-            int32 [B, T].
+            mask: uint8 [B, T, bytes], a bit for each of the V tokens that may be drawn; None: all.
         """
-        scores = self.scores(logits, positions, window, mask=mask, ids=ids)
+        scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).astype(mx.int32)
         return best if ids is None else ids[best]
 
@@ -106,13 +99,12 @@ class Sampler:
         logits: mx.array,
         positions: mx.array,
         window: mx.array,
-        *,
-        mask: mx.array | None = None,
         ids: mx.array | None = None,
+        mask: mx.array | None = None,
     ) -> mx.array:
         """Processed logits plus noise, which `draw` maximizes: float32 [B, T, V or N]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
-        if self.any_penalties:
+        if self.counts is not None:
             scores = self._penalize(scores, window, ids)
         if self.bias is not None:
             scores = scores + _at(self.bias, ids)
@@ -132,33 +124,30 @@ class Sampler:
         tokens = mx.arange(self.vocab_size) if ids is None else ids
         drafted = mx.cumsum((window[:, 1:, None] == tokens).astype(mx.int32), axis=1)
         drafted = mx.pad(drafted, [(0, 0), (1, 0), (0, 0)])[:, -logits.shape[1] :]
-        output_counts, in_prompt = self._tables()
-        counts = _at(output_counts, ids)[:, None] + drafted
-        seen = _at(in_prompt, ids)[:, None] | (counts > 0)
+        output, in_prompt = (_at(table, ids)[:, None] for table in self._counts())
+        counts = output + drafted
+        seen = in_prompt | (counts > 0)
         repeated = mx.where(logits > 0, logits / self.repetition, logits * self.repetition)
         logits = mx.where(seen, repeated, logits)
         return logits - self.presence * (counts > 0) - self.frequency * counts
 
     def count(self, tokens: mx.array, num_kept: mx.array) -> None:
         """Add the first `num_kept[b]` of the tokens [B, T] that were drawn to the counts."""
-        if self.output_counts is None:
+        if self.counts is None:
             return
+        output, in_prompt = self.counts
         kept = mx.arange(tokens.shape[1]) < num_kept[:, None]
         rows = mx.arange(tokens.shape[0])[:, None]
-        self.output_counts = self.output_counts.at[rows, tokens].add(kept.astype(mx.int32))
+        self.counts = output.at[rows, tokens].add(kept.astype(mx.int32)), in_prompt
 
     def logprobs(
         self, logits: mx.array, tokens: mx.array
     ) -> tuple[mx.array, mx.array, mx.array] | None:
         """Log-probabilities of the model's own distribution; None if no row asked for them.
 
-        Args:
-            logits: [B, T, V or more], unprocessed.
-            tokens: int32 [B, T], those drawn.
-
-        Returns:
-            Each token's logprob float32 [B, T]; ids int32 [B, T, N] and logprobs float32 [B, T, N]
-            of the N most probable tokens, best first, equal ones by id.
+        From the unprocessed logits [B, T, V or more] and the tokens drawn, int32 [B, T]: each
+        token's logprob float32 [B, T]; ids int32 [B, T, N] and logprobs float32 [B, T, N] of the N
+        most probable tokens, best first, equal ones by id.
         """
         if self.num_logprobs is None:
             return None
@@ -172,49 +161,44 @@ class Sampler:
         """A sampler of these rows alone, in the order given."""
         selected = copy.copy(self)
         selected._set_params([self.params[i] for i in rows])
-        selected.output_counts = selected.in_prompt = None
-        if selected.any_penalties:
-            counts, in_prompt = self._tables()
+        selected.counts = None
+        if selected._any_penalties():
+            output, in_prompt = self._counts()
             where = mx.array(list(rows), dtype=mx.int32)
-            selected.output_counts, selected.in_prompt = counts[where], in_prompt[where]
+            selected.counts = output[where], in_prompt[where]
         return selected
 
     def extend(self, other: Sampler) -> None:
         """Append the other's rows."""
-        if self.any_penalties or other.any_penalties:
-            counts, prompts = zip(self._tables(), other._tables(), strict=True)
-            self.output_counts = mx.concatenate(list(counts))
-            self.in_prompt = mx.concatenate(list(prompts))
+        if self.counts is not None or other.counts is not None:
+            (output, in_prompt), (more_output, more_prompts) = self._counts(), other._counts()
+            self.counts = (
+                mx.concatenate([output, more_output]),
+                mx.concatenate([in_prompt, more_prompts]),
+            )
         self._set_params([*self.params, *other.params])
 
-    def _tables(self) -> tuple[mx.array, mx.array]:
-        """Counts and prompt marks; zeros for rows without penalties, which never need them."""
-        if self.output_counts is not None and self.in_prompt is not None:
-            return self.output_counts, self.in_prompt
+    def _any_penalties(self) -> bool:
+        return any(p.has_penalties for p in self.params)
+
+    def _counts(self) -> tuple[mx.array, mx.array]:
+        """The counts; zeros for rows without penalties, which never need them."""
         shape = (len(self.params), self.vocab_size)
-        return mx.zeros(shape, dtype=mx.int32), mx.zeros(shape, dtype=mx.bool_)
+        return self.counts or (mx.zeros(shape, dtype=mx.int32), mx.zeros(shape, dtype=mx.bool_))
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated with a step."""
-        return [a for a in (self.output_counts, self.in_prompt) if a is not None]
+        return list(self.counts or ())
 
 
 def keyed_gumbel(
     seeds: mx.array, positions: mx.array, vocab_size: int, ids: mx.array | None = None
 ) -> mx.array:
-    """Gumbel noise that depends on a row's seed and the token's position and on nothing else.
+    """Gumbel noise, float32 [B, T, V], of seeds uint32 [B] at absolute positions int32 [B, T].
 
-    `argmax(logits + noise)` draws from softmax(logits) (the Gumbel-max trick), and draws the same
-    token wherever and however often the position is computed.
-
-    Args:
-        seeds: uint32 [B].
-        positions: int32 [B, T], absolute position of the token to be drawn.
-        vocab_size: V.
-        ids: int32 [N], tokens to draw for; None: all. Each has the noise that it has among all.
-
-    Returns:
-        float32 [B, T, V], or [B, T, N].
+    It depends on nothing else, so `argmax(logits + noise)` draws from softmax(logits) (the
+    Gumbel-max trick), and draws the same token wherever and however often a position is computed.
+    With `ids`, int32 [N], it is that of these tokens alone, [B, T, N].
     """
     batch, length = positions.shape
     seeds = mx.broadcast_to(seeds[:, None], (batch, length))
@@ -228,10 +212,8 @@ def keyed_gumbel(
 def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> mx.array:
     """Set the tokens that a mask forbids to minus infinity.
 
-    Args:
-        logits: float32 [B, T, V], or [B, T, N] of the tokens `ids` alone.
-        mask: uint8 [B, T, bytes], a bit for each token, the lowest first; at least V bits.
-        ids: int32 [N], the tokens that the logits are of; None: all.
+    The logits are float32 [B, T, V], or [B, T, N] of the tokens `ids` alone; the mask is uint8
+    [B, T, bytes], a bit for each token, the lowest first, at least V bits.
     """
     bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
@@ -239,16 +221,5 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
     return mx.where(bits[..., : logits.shape[-1]].astype(mx.bool_), logits, -mx.inf)
 
 
-def _dense_bias(params: Sequence[SamplingParams], vocab_size: int) -> mx.array | None:
-    if not any(p.logit_bias for p in params):
-        return None
-    bias = np.zeros((len(params), 1, vocab_size), dtype=np.float32)
-    for row, p in enumerate(params):
-        for token, value in p.logit_bias:
-            bias[row, 0, token] += value
-    return mx.array(bias)
-
-
 def _at(table: mx.array, ids: mx.array | None) -> mx.array:
-    """The columns of these tokens; None: all columns."""
     return table if ids is None else table[..., ids]

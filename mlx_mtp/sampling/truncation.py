@@ -19,44 +19,58 @@ from mlx_mtp.sampling.params import SamplingParams
 
 _MIN_ORDERED = 128
 _MAX_ORDERED = 2048
-_ALL, _ONE = 0, 1
 
 
 class _Group(NamedTuple):
     """Rows that are cut in the same way."""
 
-    num_ordered: int  # how many of the largest values are put in order, or _ALL, or _ONE
+    num_ordered: int  # how many of the largest values are put in order; 1 if only min_p cuts
     rows: mx.array | None  # int32 [R]; None: all rows of the batch
     top_k: mx.array  # [R, 1, 1], as are the others; V to keep all
     top_p: mx.array
     min_p: mx.array
 
     def threshold(self, logits: mx.array) -> mx.array:
-        """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1]."""
-        if self.num_ordered == _ONE:
-            return _by_min_p(mx.max(logits, axis=-1, keepdims=True), self.min_p)
-        top_k = mx.minimum(self.top_k, logits.shape[-1])
-        if self.num_ordered == _ALL:
-            ordered = mx.sort(logits, axis=-1)[..., ::-1]
-            return threshold(ordered, top_k, self.top_p, self.min_p)
+        """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1].
+
+        It is that from all of them in order, bit for bit where the sums behind top_p are made one
+        after the other. More ties with the top_k-th than there is room for are added to these sums
+        as one product, which may round differently.
+        """
+        if self.num_ordered == 1:
+            return self._by_min_p(mx.max(logits, axis=-1, keepdims=True))
         ordered = largest(logits, self.num_ordered)
-        return threshold(ordered, top_k, self.top_p, self.min_p, everything=logits)
+        last = mx.minimum(self.top_k, ordered.shape[-1]) - 1
+        by_k = mx.take_along_axis(ordered, mx.broadcast_to(last, (*ordered.shape[:2], 1)), axis=-1)
+        in_k = ordered >= by_k
+        left = mx.where(in_k, ordered, -mx.inf)
+        probabilities = mx.softmax(left, axis=-1, precise=True)
+        before = mx.cumsum(probabilities, axis=-1) - probabilities
+        reached = self.top_p
+        if ordered.shape != logits.shape:
+            # Then the last one in order is a tie as well. `beyond` is nearly always 0.
+            beyond = mx.sum(logits >= by_k, axis=-1, keepdims=True)
+            beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
+            reached = reached * (1.0 + beyond * probabilities[..., -1:])
+        # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
+        first = mx.arange(ordered.shape[-1]) == 0
+        in_p = (before < reached) | first | (self.top_p >= 1.0)
+        by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
+        return mx.maximum(mx.maximum(by_k, by_p), self._by_min_p(ordered[..., :1]))
+
+    def _by_min_p(self, best: mx.array) -> mx.array:
+        return mx.where(self.min_p > 0, best + mx.log(self.min_p), -mx.inf)
 
 
 class Truncation:
-    """The cuts of B rows. False if no row is cut.
-
-    Args:
-        params: one per row; greedy rows are not cut.
-        vocab_size: V.
-    """
+    """The cuts of B rows, one of `params` each; greedy rows are not cut. False if none is."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         rows: dict[int, list[int]] = {}
         for row, p in enumerate(params):
             if p.truncates and not p.greedy:
                 # By the row's own parameters: its tokens must not depend on its neighbours.
-                rows.setdefault(_num_ordered(p), []).append(row)
+                rows.setdefault(_num_ordered(p, vocab_size), []).append(row)
         self._groups = [
             _Group(
                 num_ordered,
@@ -82,58 +96,16 @@ class Truncation:
         return mx.where(logits >= least, logits, -mx.inf)
 
 
-def _num_ordered(p: SamplingParams) -> int:
+def _num_ordered(p: SamplingParams, vocab_size: int) -> int:
     """Twice top_k at least, as many logits in bfloat16 may tie with the last one."""
     if 0 < 2 * p.top_k <= _MAX_ORDERED:
         return max(_MIN_ORDERED, 1 << (2 * p.top_k - 1).bit_length())
-    return _ONE if p.top_k == 0 and p.top_p >= 1.0 else _ALL
+    return 1 if p.top_k == 0 and p.top_p >= 1.0 else vocab_size
 
 
 def column(values: Sequence[float]) -> mx.array:
     """One value a row, to be broadcast over [B, T, V]: [B, 1, 1]."""
     return mx.array(list(values))[:, None, None]
-
-
-def threshold(
-    ordered: mx.array,
-    top_k: mx.array,
-    top_p: mx.array,
-    min_p: mx.array,
-    *,
-    everything: mx.array | None = None,
-) -> mx.array:
-    """The least logit that the three cuts keep, float32 [B, T, 1].
-
-    Args:
-        ordered: float32 [B, T, N], the N largest logits, the largest first; all without
-            `everything`.
-        top_k: int32 [B, 1, 1], at most N.
-        top_p, min_p: float32 [B, 1, 1].
-        everything: float32 [B, T, V], the logits that `ordered` are the largest of. The result is
-            that from all of them in order, bit for bit where the sums behind top_p are made one
-            after the other. More ties with the top_k-th than N has room for are added to these
-            sums as one product, which may round differently.
-    """
-    rank = mx.arange(ordered.shape[-1])
-    by_k = mx.take_along_axis(ordered, mx.broadcast_to(top_k - 1, (*ordered.shape[:2], 1)), axis=-1)
-    in_k = ordered >= by_k
-    left = mx.where(in_k, ordered, -mx.inf)
-    probabilities = mx.softmax(left, axis=-1, precise=True)
-    before = mx.cumsum(probabilities, axis=-1) - probabilities
-    reached = top_p
-    if everything is not None:
-        # Then the last one in order is a tie as well. `beyond` is nearly always 0.
-        beyond = mx.sum(everything >= by_k, axis=-1, keepdims=True)
-        beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
-        reached = top_p * (1.0 + beyond * probabilities[..., -1:])
-    # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
-    in_p = (before < reached) | (rank == 0) | (top_p >= 1.0)
-    by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
-    return mx.maximum(mx.maximum(by_k, by_p), _by_min_p(ordered[..., :1], min_p))
-
-
-def _by_min_p(best: mx.array, min_p: mx.array) -> mx.array:
-    return mx.where(min_p > 0, best + mx.log(min_p), -mx.inf)
 
 
 # The values are cut into blocks, of which each has its maximum. The N largest values lie in the N
@@ -142,14 +114,9 @@ def _by_min_p(best: mx.array, min_p: mx.array) -> mx.array:
 
 
 def largest(values: mx.array, count: int) -> mx.array:
-    """The largest values, exactly those at the head of a full sort, without sorting them all.
+    """The head of a full sort of values [..., V], without sorting them all.
 
-    Args:
-        values: float32 [..., V].
-        count: N, 1 or more.
-
-    Returns:
-        float32 [..., min(N, V)], in descending order; NaN comes first.
+    Returns float32 [..., min(count, V)] in descending order; NaN comes first.
     """
     count = min(count, values.shape[-1])
     blocks = _blocks(values, count)
@@ -164,14 +131,10 @@ def largest(values: mx.array, count: int) -> mx.array:
 
 
 def largest_ids(values: mx.array, count: int) -> mx.array:
-    """Where the largest values are, exactly as a stable sort gives them.
+    """Where the largest of values [..., V] are, exactly as a stable sort gives them.
 
-    Args:
-        values: float32 [..., V], without NaN (the ids of NaN are in range, but not in order).
-        count: N, 0 or more.
-
-    Returns:
-        int32 [..., min(N, V)], the largest value's id first, among equal ones the lowest.
+    Returns int32 [..., min(count, V)], the largest value's id first, among equal ones the lowest.
+    The ids of NaN are in range, but not in order.
     """
     size = values.shape[-1]
     count = min(count, size)

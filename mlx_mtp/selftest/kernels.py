@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_mtp.cache.specs import GatedDeltaSpec
-from mlx_mtp.kernels import chunkwise, gated_delta_kernel, gpu, reference, self_check
-from mlx_mtp.kernels.cases import QWEN3_NEXT_80B, Cases, Shape
-from mlx_mtp.kernels.inputs_kernel import prepare
+from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
+from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
 
 TOLERANCE = 1e-4
@@ -75,16 +75,15 @@ def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
 
 
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
-    by_head, size = shape[:4], shape.conv_size
     fits = shape.key_dim % gpu.LANES == 0
     yield (
         "gated delta kernel / portable",
-        lambda: self_check.gated_delta(gated_delta_kernel.run, by_head, dtype),
+        lambda: self_check.gated_delta(gated_delta.launch, shape, dtype),
         fits,
     )
     yield (
         "inputs kernel / portable",
-        lambda: self_check.inputs(prepare, by_head, size, dtype),
+        lambda: self_check.inputs(inputs.launch, shape, dtype),
         fits and shape.value_dim % gpu.LANES == 0,
     )
 
@@ -99,8 +98,8 @@ def _chunkwise(shape: Shape) -> float:
     cases = Cases(0, shape, mx.float32)
     q, window = cases.window(_ROWS, _LENGTH)
     state, lengths = cases.state(_ROWS), cases.counts(_ROWS, _LENGTH)
-    y, after, _ = chunkwise.run(q, window.cut(lengths), state)
-    true_y, true_after = reference.gated_delta(q, window, state, lengths)
+    y, after, _ = portable.run(q, window.cut(lengths), state)
+    true_y, true_after = portable.loop(q, window, state, lengths)
     kept = (mx.arange(_LENGTH) < lengths[:, None])[..., None, None]
     return max(_largest(mx.where(kept, y - true_y, 0)), _largest(after - true_after))
 
@@ -110,9 +109,9 @@ def _fold(shape: Shape) -> float:
     cases = Cases(1, shape, mx.float32)
     q, window = cases.window(_ROWS, 5)
     state, kept = cases.state(_ROWS), cases.counts(_ROWS, 5)
-    _, _, pending = chunkwise.run(q, window, state, advance=False)
-    folded = chunkwise.fold(pending, kept, state)
-    return _largest(folded - reference.gated_delta(q, window, state, kept)[1])
+    _, _, pending = portable.run(q, window, state, advance=False)
+    folded = portable.fold(pending, kept, state)
+    return _largest(folded - portable.loop(q, window, state, kept)[1])
 
 
 def _largest(difference: mx.array) -> float:

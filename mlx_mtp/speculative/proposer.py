@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.models.draft_head import DraftHead
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.depth import DecodeStep, DraftRow
 from mlx_mtp.speculative.proposer import MTPProposer

@@ -8,7 +8,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.calibration import fingerprint
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models.draft_head import DraftHead
+from mlx_mtp.models.loaded import DraftHead
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative.draft_sources import SOURCES
 from mlx_mtp.speculative.proposer import MTPProposer

@@ -18,7 +18,7 @@ from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, largest, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
-from mlx_mtp.kernels.cases import QWEN3_NEXT_80B
+from mlx_mtp.kernels.window import QWEN3_NEXT_80B
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel

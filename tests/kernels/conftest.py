@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import gated_delta_kernel, gpu, inputs_kernel
+from mlx_mtp.kernels import gated_delta, gpu, inputs
 from tests.kernels.emulator import WHY_NOT, EmulatedKernel
 
-KERNELS = (gated_delta_kernel, inputs_kernel)
+KERNELS = (gated_delta, inputs)
 
 
 @pytest.fixture(scope="session")
@@ -36,5 +34,5 @@ def emulated(request, monkeypatch, compiled):
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
     for module in KERNELS:
         monkeypatch.setattr(module._KERNEL, "_built", {})
-        monkeypatch.setattr(module, "_works", functools.cache(module._works.__wrapped__))
+        monkeypatch.setattr(module._KERNEL, "_works", {})
     return request.param

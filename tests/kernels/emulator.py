@@ -12,8 +12,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -60,22 +58,18 @@ static dim3 thread_position_in_threadgroup, threadgroup_position_in_grid, thread
 
 static const int LANES = 32;
 static ucontext_t contexts[LANES], unused;
-static jmp_buf places[LANES], scheduler;
+static jmp_buf places[LANES], scheduler;  // swapcontext alone would be a system call a switch
 static bool started[LANES], finished[LANES];
 static int shuffles[LANES], lane_now;
 static float slots[2][LANES];
 static vector<vector<char>> stacks(LANES, vector<char>(1 << 17));
 
-static void leave() {
-  if (_setjmp(places[lane_now]) == 0) _longjmp(scheduler, 1);
-}
-
 static float exchange(float value, int other) {
   // Two slots in turns: a lane may be one shuffle ahead of the others.
   const int turn = shuffles[lane_now]++ % 2;
   slots[turn][lane_now] = value;
-  leave();
-  return slots[turn][lane_now ^ other];
+  if (_setjmp(places[lane_now]) == 0) _longjmp(scheduler, 1);
+  return slots[(shuffles[lane_now] - 1) % 2][lane_now ^ other];
 }
 
 #define simd_shuffle_xor(value, other) exchange(value, other)
@@ -100,7 +94,7 @@ static bool run_warp() {
     makecontext(&contexts[lane_now], lane_main, 0);
   }
   static bool working;
-  do {
+  for (working = true; working;) {
     working = false;
     for (lane_now = 0; lane_now < LANES; ++lane_now) {
       if (finished[lane_now]) continue;
@@ -112,7 +106,7 @@ static bool run_warp() {
       thread_position_in_grid.x = blockIdx.x * blockDim.x + lane_now;
       swapcontext(&unused, &contexts[lane_now]);
     }
-  } while (working);
+  }
   for (int lane = 1; lane < LANES; ++lane) {
     if (shuffles[lane] != shuffles[0]) return false;
   }
@@ -142,35 +136,19 @@ extern "C" int run(const int* grid, const int* group, void** in, int** shapes, i
 
 
 class EmulatedKernel:
-    """What `mx.fast.cuda_kernel` or `mx.fast.metal_kernel` returns, on the CPU.
-
-    Args:
-        folder: for what is compiled.
-        name, input_names, output_names, source, header: as mlx has them.
-        ensure_row_contiguous: must be False: nothing is copied.
-    """
+    """What `mx.fast.cuda_kernel` or `mx.fast.metal_kernel` returns, on the CPU."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        input_names: list[str],
-        output_names: list[str],
-        source: str,
-        header: str,
-        ensure_row_contiguous: bool,
-    ) -> None:
-        assert not ensure_row_contiguous
+        self, folder, *, name, input_names, output_names, source, header, ensure_row_contiguous
+    ):
+        assert not ensure_row_contiguous, "nothing is copied here"
         self._folder = folder
         self._name = name
         self._inputs, self._outputs = input_names, output_names
         self._source, self._header = source, header
-        self._compiled: dict[str, Any] = {}
+        self._compiled = {}
 
-    def __call__(
-        self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes
-    ) -> list[mx.array]:
+    def __call__(self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
         assert threadgroup[0] * threadgroup[1] * threadgroup[2] <= 1024
         assert grid[0] % threadgroup[0] == 0 and threadgroup[0] == 32 and threadgroup[2] == 1
         mx.eval(inputs)
@@ -200,13 +178,12 @@ class EmulatedKernel:
             for result, shape, dtype in zip(results, output_shapes, output_dtypes)
         ]
 
-    def _library(self, template, input_dtypes, output_dtypes) -> Any:
+    def _library(self, template, input_dtypes, output_dtypes):
         text = self._text(template, input_dtypes, output_dtypes)
         if text not in self._compiled:
             stem = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
             path = stem.with_suffix(".cpp")
             path.write_text(text)
-            assert COMPILER is not None
             command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
             # A fused multiply-add only where the source has one.
             command += ["-ffp-contract=off", "-o", str(stem.with_suffix(".so")), str(path)]
@@ -216,13 +193,11 @@ class EmulatedKernel:
             self._compiled[text] = ctypes.CDLL(str(stem.with_suffix(".so"))).run
         return self._compiled[text]
 
-    def _text(self, template, input_dtypes, output_dtypes) -> str:
+    def _text(self, template, input_dtypes, output_dtypes):
         constants = "\n".join(
             f"using {name} = {_TYPES[value]};"
             if isinstance(value, mx.Dtype)
-            else f"constexpr bool {name} = {str(value).lower()};"
-            if isinstance(value, bool)
-            else f"constexpr int {name} = {value};"
+            else f"constexpr int {name} = {int(value)};"
             for name, value in template
         )
         parameters, arguments = [], []
@@ -254,7 +229,7 @@ class EmulatedKernel:
         )
 
 
-def _address(array: mx.array, view: memoryview) -> int:
+def _address(array, view):
     """Of the first element: the real one, so that a copy can't hide wrong strides."""
     if 0 in view.shape:
         return 0

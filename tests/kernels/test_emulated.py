@@ -6,28 +6,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks import kernel_checks, kernel_timings
-from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import (
-    chunkwise,
-    gated_delta,
-    gated_delta_kernel,
-    inputs,
-    inputs_kernel,
-    portable_inputs,
-    self_check,
-)
-from mlx_mtp.kernels.cases import Cases, Shape
-from mlx_mtp.kernels.window import Pending, Projected
+from mlx_mtp.kernels import gated_delta, inputs, portable, self_check
+from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
 
 SMALL = Shape(2, 32, 4, 32)
 F32, BF16 = mx.float32, mx.bfloat16
 
 
-def with_full(quick: list[tuple], full: list[tuple]) -> list:
-    """Backend, shape and type of each case; the last ones run with `make test-full` alone."""
-    return [*quick, *(pytest.param(*case, marks=pytest.mark.full) for case in full)]
+def variants(*full: Shape) -> pytest.MarkDecorator:
+    """Backend, shape and type; all but two with `make test-full` alone."""
+    quick = [("cuda", SMALL, F32), ("metal", SMALL, BF16)]
+    others = [("metal", SMALL, F32), ("cuda", SMALL, BF16), *[("cuda", s, F32) for s in full]]
+    cases = [*quick, *(pytest.param(*case, marks=pytest.mark.full) for case in others)]
+    return pytest.mark.parametrize(("emulated", "shape", "dtype"), cases, indirect=["emulated"])
 
 
 def close(ours, true, tolerance=2e-5):
@@ -42,196 +35,123 @@ def close(ours, true, tolerance=2e-5):
 def spread(array, axis):
     """The same values with gaps between them along an axis; the last one stays dense."""
     wide = mx.repeat(array, 2, axis=axis)
-    index = [slice(None)] * array.ndim
-    index[axis] = slice(None, None, 2)
-    return wide[tuple(index)]
+    return wide[(*[slice(None)] * axis, slice(None, None, 2))]
 
 
-@pytest.mark.parametrize(
-    ("emulated", "shape", "dtype"),
-    with_full(
-        [("cuda", SMALL, F32), ("metal", SMALL, BF16)],
-        [
-            *[("metal", SMALL, F32), ("cuda", SMALL, BF16), ("cuda", Shape(1, 64, 3, 6), F32)],
-            *[("metal", Shape(3, 32, 3, 5), F32), ("cuda", Shape(3, 32, 3, 5), F32)],
-        ],
-    ),
-    indirect=["emulated"],
-)
+@variants(Shape(1, 64, 3, 6), Shape(3, 32, 3, 5))
 def test_windows_in_a_row(emulated, shape, dtype):
     """Ragged parts of windows of many lengths, through the functions that the caches call."""
     cases = Cases(3, shape, dtype)
     rows = 3
     state = true_state = cases.state(rows)
     pending = true_pending = kept = None
-    assert gated_delta_kernel.fits(cases.window(1, 1)[1]), "the check before first use"
+    assert gated_delta.fits(cases.window(1, 1)[1]), "the check before first use"
     for length in (1, 4, 2, 9, 1):
         q, window = cases.window(rows, length)
-        y, state, pending = gated_delta.fold_and_verify(q, window, state, pending, kept)
-        if true_pending is not None:
-            true_state = chunkwise.fold(true_pending, kept, true_state)
-        true_y, _, true_pending = chunkwise.run(q, window, true_state, advance=False)
+        y, state, pending = gated_delta.run(q, window, state, pending, kept)
+        true_y, true_state, true_pending = portable.step(q, window, true_state, true_pending, kept)
         close([y, state, pending.delta], [true_y, true_state, true_pending.delta])
         kept = cases.counts(rows, length)
     lengths = cases.counts(rows, 6)
     q, window = cases.window(rows, 6)
-    y, after = gated_delta.fold_and_advance(q, window, state, pending, kept, lengths)
+    y, after, _ = gated_delta.run(q, window, state, pending, kept, lengths)
     folded = gated_delta.fold(pending, kept, state)
-    true_state = chunkwise.fold(true_pending, kept, true_state)
-    true_y, true_after, _ = chunkwise.run(q, window.cut(lengths), true_state)
+    true_state = portable.fold(true_pending, kept, true_state)
+    true_y, true_after, _ = portable.run(q, window.cut(lengths), true_state)
     close([folded, after], [true_state, true_after])
-    kept_rows = np.arange(6) < np.array(lengths)[:, None]
+    valid = np.arange(6) < np.array(lengths)[:, None]
     y, true_y = (np.array(a.astype(mx.float32)) for a in (y, true_y))
-    np.testing.assert_allclose(y[kept_rows], true_y[kept_rows], rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(y[valid], true_y[valid], rtol=2e-2, atol=2e-2)
     # What other rows may meet through masked attention is a number.
-    assert (y[~kept_rows] == 0).all()
+    assert (y[~valid] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("emulated", "shape", "dtype"),
-    with_full(
-        [("cuda", SMALL, F32), ("metal", SMALL, BF16)],
-        [
-            *[("metal", SMALL, F32), ("cuda", SMALL, BF16)],
-            *[(b, s, F32) for b in ("cuda", "metal") for s in (Shape(1, 64, 3, 32, 2),)],
-            *[(b, Shape(2, 32, 4, 64), F32) for b in ("cuda", "metal")],
-        ],
-    ),
-    indirect=["emulated"],
-)
+@variants(Shape(1, 64, 3, 32, 2), Shape(2, 32, 4, 64))
 def test_inputs_of_windows_in_a_row(emulated, shape, dtype):
     cases = Cases(5, shape, dtype)
-    rows = 3
     convolution = cases.convolution()
-    history = true_history = cases.history(rows, 0)
+    history = true_history = cases.history(3, 0)
     kept = None
-    assert inputs_kernel.fits(cases.projected(1, 1), convolution)
+    assert inputs.fits(cases.projected(1, 1), convolution)
     for length in (1, 3, 9, 2):
-        projected = cases.projected(rows, length)
-        q, window, history = inputs.prepare(projected, convolution, history, kept)
-        true_q, true_window, true_history = portable_inputs.prepare(
-            projected, convolution, true_history, kept
-        )
+        given = cases.projected(3, length), convolution
+        q, window, history = inputs.prepare(*given, history, kept)
+        true_q, true_window, true_history = portable.prepare(*given, true_history, kept)
         close([q, *window], [true_q, *true_window])
         assert mx.array_equal(history, true_history)
-        kept = cases.counts(rows, length)
+        kept = cases.counts(3, length)
 
 
 def test_inputs_may_be_slices(emulated):
     cases = Cases(4, SMALL, F32)
     q, window = cases.window(2, 3)
     state, kept = cases.state(2), mx.array([1, 3])
-    _, _, pending = chunkwise.run(q, window, state)
-    expected = gated_delta_kernel.run(q, window, state, pending, kept)
-    projected, convolution, history = cases.projected(2, 3), cases.convolution(), None
-    history = cases.history(2, 0)
-    true_q, true_window, _ = inputs_kernel.prepare(projected, convolution, history, None)
+    _, _, pending = portable.run(q, window, state)
+    y, folded, after = gated_delta.launch(q, window, state, pending, kept)
+    projected, *weights = cases.projected(2, 3), cases.convolution(), cases.history(2, 0)
+    true_q, true_window, _ = inputs.launch(projected, *weights, None)
     for axis in (0, 1, 2):
         sliced = window._replace(k=spread(window.k, axis), v=spread(window.v, axis))
         before = Pending(spread(pending.k, axis), pending.delta, pending.g)
-        found = gated_delta_kernel.run(spread(q, axis), sliced, state, before, kept)
-        assert all(map(mx.array_equal, found, expected))
+        found = gated_delta.launch(spread(q, axis), sliced, state, before, kept)
+        close([*found[:2], *found[2]], [y, folded, *after], tolerance=0)
         parts = Projected(*(spread(a, axis) for a in projected))
-        again, found, _ = inputs_kernel.prepare(parts, convolution, history, None)
-        assert all(map(mx.array_equal, (again, *found), (true_q, *true_window)))
+        found_q, found_window, _ = inputs.launch(parts, *weights, None)
+        close([found_q, *found_window], [true_q, *true_window], tolerance=0)
 
 
 # What is compared before first use, by the self-test and by the benchmark.
 
+_BROKEN = [
+    # The previous window is not forgotten at its own rate.
+    (gated_delta, "fma(key[i], d, s[r][i] * decay)", "fma(key[i], d, s[r][i])"),
+    (inputs, "+ num_kept[b]) * C", ") * C"),
+    (gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
+    (gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
+    (gated_delta, "int other = 16; other > 0", "int other = 16; other > 1"),
+    (gated_delta, "if (t >= valid) {", "if (false) {"),
+    (inputs, "is_value ? own % (Hv / Hk) : 0;", "0;"),
+    (inputs, "log(w) * u / (w - 1.0f)", "0.0f"),
+]
+
 
 @pytest.mark.parametrize(
     ("module", "right", "wrong"),
-    [
-        # The previous window is not forgotten at its own rate.
-        (gated_delta_kernel, "fma(key[i], d, s[r][i] * decay)", "fma(key[i], d, s[r][i])"),
-        (inputs_kernel, "+ num_kept[b]) * C", ") * C"),
-        *with_full(
-            [],
-            [
-                (gated_delta_kernel, "t < num_kept[b]", "t < num_kept[b] - 1"),
-                (gated_delta_kernel, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-                (gated_delta_kernel, "int other = 16; other > 0", "int other = 16; other > 1"),
-                (gated_delta_kernel, "if (t >= valid) {", "if (false) {"),
-                (inputs_kernel, "is_value ? own % (Hv / Hk) : 0;", "0;"),
-                (inputs_kernel, "log(w) * u / (w - 1.0f)", "0.0f"),
-            ],
-        ),
-    ],
+    [*_BROKEN[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in _BROKEN[2:])],
 )
 def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, module, right, wrong):
     body = module._KERNEL.body
     assert right in body
     monkeypatch.setattr(module._KERNEL, "body", body.replace(right, wrong, 1))
     cases = Cases(0, SMALL, F32)
-    if module is gated_delta_kernel:
-        assert not module.fits(cases.window(1, 1)[1])
-    else:
-        assert not module.fits(cases.projected(1, 1), cases.convolution())
+    window, layer = cases.window(1, 1)[1:], (cases.projected(1, 1), cases.convolution())
+    assert not module.fits(*(window if module is gated_delta else layer))
     assert "not used" in caplog.text
 
 
 def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog):
-    monkeypatch.setattr(gated_delta_kernel._KERNEL, "body", "nonsense;")
+    monkeypatch.setattr(gated_delta._KERNEL, "body", "nonsense;")
     q, window = Cases(0, SMALL, F32).window(2, 2)
-    assert not gated_delta_kernel.fits(window)
-    assert "does not compile" in caplog.text and "slower code is used" in caplog.text
-    y, _, _ = gated_delta.fold_and_verify(q, window, Cases(1, SMALL, F32).state(2), None, None)
+    y, _, _ = gated_delta.run(q, window, Cases(1, SMALL, F32).state(2), None, None)
     assert y.shape == (2, 2, 4, 32)
-    first = check_kernels({"small": SMALL})[0]
+    assert "does not compile" in caplog.text and "slower code is used" in caplog.text
+    first, *_ = check_kernels({"small": SMALL})
     assert not first.ok and first.difference is None
     assert "does not compile" in first.problem
 
 
-def test_the_check_measures_what_it_says(emulated):
-    """A kernel that is the portable code is off by nothing but the order of its sums."""
-
-    def run(q, window, state, previous, num_kept, lengths=None):
-        if previous is not None:
-            state = chunkwise.fold(previous, num_kept, state)
-        if lengths is not None:
-            return (*chunkwise.run(q, window.cut(lengths), state)[:2], None)
-        y, _, pending = chunkwise.run(q, window, state, advance=False)
-        return y, state, pending.delta
-
-    assert self_check.gated_delta(run, SMALL[:4], F32) < 1e-6
+def test_the_check_measures_what_it_says():
+    """The portable code equals itself; a NaN is a difference."""
 
     def broken(*given):
-        y, state, delta = run(*given)
-        return y, state, None if delta is None else delta * mx.nan
+        y, state, pending = portable.step(*given)
+        return y, state, pending and pending._replace(delta=pending.delta * mx.nan)
 
-    assert not self_check.gated_delta(broken, SMALL[:4], F32) < 1
-
-
-def test_the_grid_of_the_benchmark_finds_a_wrong_kernel(emulated, monkeypatch):
-    monkeypatch.setattr(kernel_checks, "WINDOWS", (1, 2, 5))
-    monkeypatch.setattr(kernel_checks, "PREVIOUS", (0, 1, 3))
-    monkeypatch.setattr(Variant, "shape", SMALL)
-    variant = Variant(F32, 2, 32)
-    found = check_recurrence(variant)
-    assert found.ok and found.cases == 9 and found.worst > 0
-    assert check_inputs(variant).ok
-    kernel = gated_delta_kernel._KERNEL
-    wrong = kernel.body.replace("* strength", "", 1)
-    assert wrong != kernel.body
-    monkeypatch.setattr(kernel, "body", wrong)
-    monkeypatch.setattr(kernel, "_built", {})
-    assert not check_recurrence(variant).ok
-    checks = {c.name: c for c in check_kernels({"small": SMALL}) if c.dtype == "float32"}
-    assert not checks["gated delta kernel / portable"].ok
-    assert checks["inputs kernel / portable"].ok
+    assert self_check.gated_delta(portable.step, SMALL, F32) < 1e-6
+    assert not self_check.gated_delta(broken, SMALL, F32) < 1
 
 
 def test_shapes_that_the_kernels_are_not_made_for(emulated):
     found = check_kernels({"odd": Shape(1, 48, 2, 48)})
     assert len(found) == 4
     assert all(check.ok and not check.applies for check in found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_is_timed_computes_the_same_call_after_call(emulated, verify):
-    steps = kernel_timings.contenders(Cases(0, SMALL, F32), 2, 3, verify=verify)
-    assert set(steps) == {"kernel", "mlx-lm's loop", "chunkwise"}
-    for _ in range(3):
-        y, *others = (step()[0] for step in steps.values())
-        assert all(mx.allclose(y, other, atol=1e-5) for other in others)

@@ -1,4 +1,4 @@
-"""Processing against NumPy, rows alike in any batch, draws from a reduced vocabulary."""
+"""Processing against NumPy, rows alike in any batch, draws from a reduced vocabulary, ranges."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, keyed_gumbel
+from mlx_mtp.sampling.truncation import Truncation
 
 VOCAB = 40
 
@@ -29,11 +31,8 @@ params = st.builds(
 )
 
 
-def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> tuple[np.ndarray, bool]:
-    """The same pipeline for one row and position, written out in float64.
-
-    Returns the scores, and whether some cut falls on a rounding tie.
-    """
+def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> np.ndarray:
+    """The same pipeline for one row and position; `test_truncation.py` has the cuts."""
     x = logits.astype(np.float64).copy()
     counts = np.bincount(np.array(output, dtype=int), minlength=VOCAB)
     for token in set(prompt) | set(output):
@@ -44,32 +43,17 @@ def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> tuple[n
     for token, value in p.logit_bias:
         x[token] += value
     if p.temperature == 0:
-        return x, False
-    x /= p.temperature
-    near = 1.0
-    if p.top_k:
-        kth = np.sort(x)[::-1][min(p.top_k, VOCAB) - 1]
-        near = min(near, np.abs(x[x != kth] - kth).min())
-        x[x < kth] = -np.inf
-    if p.top_p < 1:
-        order = np.argsort(-x)
-        e = np.exp(x[order] - x.max())
-        before = np.cumsum(e / e.sum()) - e / e.sum()
-        near = min(near, np.abs(before - p.top_p).min())
-        last = x[order][before < p.top_p][-1]
-        x[x < last] = -np.inf
-    if p.min_p:
-        least = x.max() + np.log(p.min_p)
-        near = min(near, np.abs(x - least).min())
-        x[x < least] = -np.inf
+        return x
+    warm = mx.array((x / p.temperature).astype(np.float32))[None, None]
     key = mx.array([p.noise_seed(), position], dtype=mx.uint32)
-    return x + np.array(mx.random.gumbel((VOCAB,), key=key)), near < 1e-4
+    cut = Truncation([p], VOCAB).apply(warm)[0, 0]
+    return np.array(cut + mx.random.gumbel((VOCAB,), key=key))
 
 
 @settings(max_examples=60)
 @given(rows=st.lists(params, min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
-    """Penalties count the drafts before each position; top_p keeps the token that crosses it."""
+    """Penalties count the drafts before each position."""
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 5))
     prompts = [random.integers(0, VOCAB, 3).tolist() for _ in rows]
@@ -88,11 +72,8 @@ def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
     for row, p in enumerate(rows):
         for j in range(length):
             output = [*outputs[row], *drafts[row, :j].tolist()]
-            expected, tie = numpy_scores(
-                p, logits[row, j, :VOCAB], prompts[row], output, int(positions[row, j])
-            )
-            if not tie:
-                np.testing.assert_allclose(scores[row, j], expected, atol=2e-4)
+            given = logits[row, j, :VOCAB], prompts[row], output, int(positions[row, j])
+            np.testing.assert_allclose(scores[row, j], numpy_scores(p, *given), atol=2e-4)
 
 
 def test_noise_of_a_row_is_that_of_the_single_call():
@@ -120,19 +101,20 @@ def test_logprobs_are_of_the_unprocessed_distribution():
     row = SamplingParams(
         max_tokens=1, temperature=0.3, top_k=1, logit_bias=((3, 50.0),), top_logprobs=4
     )
-    plain_row = SamplingParams(max_tokens=1)
+    plain = SamplingParams(max_tokens=1)
     logits = np.random.default_rng(1).standard_normal((2, 2, VOCAB + 2)).astype(np.float32)
-    sampler = Sampler([row, plain_row], [[1], [1]], VOCAB)
-    tokens = mx.array([[3, 5], [7, 9]])
-    chosen, ids, values = (np.array(a) for a in sampler.logprobs(mx.array(logits), tokens))
+    tokens = np.array([[3, 5], [7, 9]])
+    sampler = Sampler([row, plain], [[1], [1]], VOCAB)
+    found = sampler.logprobs(mx.array(logits), mx.array(tokens))
     expected = logits[..., :VOCAB] - np.log(np.exp(logits[..., :VOCAB]).sum(-1, keepdims=True))
-    picked = np.take_along_axis(expected, np.array(tokens)[..., None], -1)[..., 0]
-    np.testing.assert_allclose(chosen, picked, atol=1e-5)
-    np.testing.assert_array_equal(ids, np.argsort(-expected, axis=-1)[..., :4])
-    np.testing.assert_allclose(values, np.take_along_axis(expected, ids, -1), atol=1e-5)
-    assert Sampler([plain_row], [[1]], VOCAB).logprobs(mx.array(logits[:1]), tokens[:1]) is None
-    every = SamplingParams(max_tokens=1, top_logprobs=20)
-    _, ids, _ = Sampler([every], [[1]], 7).logprobs(mx.array(logits[:1, :, :7]), tokens[:1])
+    best = np.argsort(-expected, axis=-1)[..., :4]
+    chosen = np.take_along_axis(expected, tokens[..., None], -1)[..., 0]
+    np.testing.assert_array_equal(found[1], best)
+    for ours, true in ((found[0], chosen), (found[2], np.take_along_axis(expected, best, -1))):
+        np.testing.assert_allclose(np.array(ours), true, atol=1e-5)
+    assert Sampler([plain], [[1]], VOCAB).logprobs(mx.array(logits), mx.array(tokens)) is None
+    every = Sampler([SamplingParams(max_tokens=1, top_logprobs=20)], [[1]], 7)
+    _, ids, _ = every.logprobs(mx.array(logits[:1]), mx.array(tokens[:1] % 7))
     assert sorted(ids[0, 0].tolist()) == list(range(7))
 
 
@@ -159,10 +141,7 @@ def test_selecting_and_joining_rows_keeps_their_counts(penalised):
     np.testing.assert_array_equal(
         np.array(selected.scores(logits[:2], args[0][:2], args[1][:2])), expected[[2, 0]]
     )
-    assert (selected.output_counts is None) == (penalised == 1)
-
-
-# TokenSampler from some tokens alone.
+    assert (selected.counts is None) == (penalised == 1)
 
 
 @settings(max_examples=100)
@@ -201,7 +180,49 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
         assert mx.array_equal(drawn, sampler.draw(mx.array(wide), positions, window))
 
 
-def test_equal_logits_give_the_lowest_id():
-    sampler = Sampler([SamplingParams(max_tokens=1, temperature=0.0)], [[1]], VOCAB)
-    last = mx.zeros((1, 1), dtype=mx.int32)
-    assert sampler.draw(mx.zeros((1, 1, 3)), last, last, ids=mx.array([4, 9, 30])).item() == 4
+@pytest.mark.parametrize(
+    ("field", "wrong", "limits"),
+    [
+        ("max_tokens", (0, 2**40), (1,)),
+        ("temperature", (-0.1, float("nan"), float("inf")), (0.0,)),
+        ("top_p", (0.0, 1.1), (1.0,)),
+        ("top_k", (-1,), (0,)),
+        ("min_p", (-0.1, 1.5), (0.0, 1.0)),
+        ("repetition_penalty", (0.0, 1e-45), (0.01,)),
+        ("presence_penalty", (2.5,), (-2.0, 2.0)),
+        ("frequency_penalty", (-2.5,), (-2.0, 2.0)),
+        ("seed", (2**63, -(2**63) - 1), (2**63 - 1, -(2**63))),
+        ("top_logprobs", (21, -1), (0, 20)),
+        ("logit_bias", (((VOCAB, 1.0),), ((-1, 1.0),), ((2**40, 1.0),)), (((VOCAB - 1, -100.0),),)),
+        ("logit_bias", (((1, 101.0),), ((1, float("nan")),), ((1, 0.0),) * 2000), (((1, 100.0),),)),
+        ("stop_token_ids", ((VOCAB,), tuple(range(65))), ((0, VOCAB - 1),)),
+    ],
+)
+def test_out_of_range_names_the_field(field, wrong, limits):
+    for value in wrong:
+        with pytest.raises(InvalidRequestError) as caught:
+            SamplingParams(**{"max_tokens": 5, field: value}).validate(VOCAB)
+        assert caught.value.param == field
+    for value in limits:
+        SamplingParams(**{"max_tokens": 5, field: value}).validate(VOCAB)
+
+
+def test_what_goes_with_a_grammar():
+    def check(kind: str, tokens: int | None, **fields: bool) -> None:
+        grammar = GrammarSpec(kind, free_until="</think>", free_tokens=tokens)
+        SamplingParams(max_tokens=1, grammar=grammar, **fields).validate(VOCAB)
+
+    check("free", 0, ignore_eos=True)
+    with pytest.raises(InvalidRequestError, match="thinking_budget"):
+        check("free", -1)
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        check("json_object", None, ignore_eos=True)
+
+
+def test_choices_and_seeds_have_noise_of_their_own():
+    seeds = [0, 1, -1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
+    words = {
+        SamplingParams(max_tokens=1, seed=s, choice=c).noise_seed() for s in seeds for c in range(4)
+    }
+    assert len(words) == len(seeds) * 4
+    assert all(0 <= w < 2**32 for w in words)

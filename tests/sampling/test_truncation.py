@@ -36,29 +36,28 @@ def _on_the_cpu() -> Iterator[None]:
     mx.set_default_device(device)
 
 
+KINDS = {
+    "normal": lambda x, random: x,
+    # As a real model's, where many are equal.
+    "bfloat16": lambda x, random: mx.array(x).astype(mx.bfloat16).astype(mx.float32),
+    "a few values": lambda x, random: np.round(x / 3),
+    "equal": lambda x, random: np.full_like(x, random.choice([0.0, -7.5])),
+    "steep": lambda x, random: x * 40,
+    # A mask always allows something.
+    "masked": lambda x, random: np.where(
+        (random.random(x.shape) < random.choice([0.1, 0.9, 0.999])) & (x != x.max(-1)[..., None]),
+        -np.inf,
+        x,
+    ),
+    "signed zeros": lambda x, random: np.copysign(np.zeros_like(x), x),
+}
+kinds = st.sampled_from(list(KINDS))
+
+
 def make_logits(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
-    """Logits of one kind, float32; a real model's are "bfloat16"."""
     random = np.random.default_rng(seed)
     x = (3 * random.standard_normal(shape)).astype(np.float32)
-    if kind == "bfloat16":
-        x = np.array(mx.array(x).astype(mx.bfloat16).astype(mx.float32))
-    elif kind == "a few values":
-        x = np.round(x / 3)
-    elif kind == "equal":
-        x = np.full(shape, random.choice([0.0, -7.5]), dtype=np.float32)
-    elif kind == "steep":
-        x *= 40
-    elif kind == "masked":
-        x[random.random(shape) < random.choice([0.1, 0.9, 0.999])] = -np.inf
-        x[..., 0] = 1.0  # a mask always allows something
-    elif kind == "signed zeros":
-        x = np.where(random.random(shape) < 0.5, np.float32(0.0), np.float32(-0.0))
-    return x
-
-
-kinds = st.sampled_from(
-    ["normal", "bfloat16", "a few values", "equal", "steep", "masked", "signed zeros"]
-)
+    return np.array(KINDS[kind](x, random)).astype(np.float32)
 
 
 def by_sorting(logits: mx.array, rows: list[SamplingParams]) -> mx.array:
@@ -124,24 +123,6 @@ def test_what_stays_of_five_tokens(cut, kept):
     assert mx.isfinite(got).tolist() == [[[i < kept for i in range(5)]]]
 
 
-@pytest.mark.parametrize("top_k", [1, 20, 64, 1024])
-def test_a_real_vocabulary(top_k):
-    rows = [SamplingParams(max_tokens=1, top_k=top_k, top_p=p) for p in (0.8, 0.95, 1.0)]
-    logits = mx.array(make_logits((3, 1, 151_936), "bfloat16", top_k))
-    assert same_bits(Truncation(rows, 151_936).apply(logits), by_sorting(logits, rows))
-
-
-def test_ties_that_do_not_fit_count_for_top_p():
-    """One token, and 5,000 that tie with the 20th: 128 of them alone would leave it 0.95."""
-    size, best = 5001, 8.0
-    logits = mx.array(np.array([best, *[0.0] * (size - 1)], dtype=np.float32)[None, None])
-    share = np.exp(best) / (np.exp(best) + size - 1)  # 0.37
-    for top_p, kept in ((share - 0.01, 1), (share + 0.01, size), (0.9, size)):
-        row = SamplingParams(max_tokens=1, top_k=20, top_p=float(top_p))
-        got = Truncation([row], size).apply(logits)
-        assert int(mx.sum(mx.isfinite(got)).item()) == kept
-
-
 @settings(max_examples=80)
 @given(
     size=st.sampled_from(SIZES),
@@ -163,7 +144,6 @@ def test_not_a_number_is_sorted_as_in_a_full_sort():
     """A broken model's tokens are still tokens. The last block has 9 values, and is padded."""
     values = np.zeros((1, 1, 9001), dtype=np.float32)
     values[..., 5] = np.nan
-    assert np.isnan(np.array(largest(mx.array(values), 3))).tolist() == [[[True, False, False]]]
     for cut in ({"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}):
         row = SamplingParams(max_tokens=1, **cut)
         got = Truncation([row], 9001).apply(mx.array(values))

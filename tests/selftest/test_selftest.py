@@ -11,7 +11,7 @@ from mlx_mtp import cli
 from mlx_mtp.bench import measure
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.kernels.cases import Shape
+from mlx_mtp.kernels.window import Shape
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
@@ -162,13 +162,13 @@ def test_a_wrong_portable_form_is_found(monkeypatch):
     monkeypatch.setattr(kernels.gpu, "backend", lambda: None)
     shapes = {"small": Shape(1, 32, 2, 8)}
     assert all(check.ok for check in check_kernels(shapes))
-    right = kernels.chunkwise.run
+    right = kernels.portable.run
 
     def wrong(q, window, state, **more):
         y, after, pending = right(q, window, state, **more)
         return y, 1.001 * after, pending
 
-    monkeypatch.setattr(kernels.chunkwise, "run", wrong)
+    monkeypatch.setattr(kernels.portable, "run", wrong)
     assert [check.ok for check in check_kernels(shapes)] == [False, True]
     for difference, ok in ((9e-5, True), (1.1e-4, False), (float("nan"), False)):
         monkeypatch.setattr(kernels, "_fold", lambda _, off=difference: off)
