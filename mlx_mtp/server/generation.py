@@ -1,4 +1,4 @@
-"""One HTTP request's answers: engine outputs to deltas, counts and times."""
+"""From the engine's outputs to the deltas, counts and times of one HTTP request's answers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,80 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import MlxMtpError, RequestTimeoutError
-from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.output_stream import Delta, OutputStream
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+
+
+class Dispatcher:
+    """Starts and stops the engine, and passes each of its outputs to the request's generation.
+
+    There is one call from the engine's thread to the event loop for each step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: dict[str, Generation] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the engine; call it on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._engine.start(self._deliver)
+
+    async def stop(self, timeout: float | None = None) -> None:
+        """Stop the engine, waiting for so many seconds, and end what is still waiting for it."""
+        # Joining the engine's thread takes up to a step, and its last outputs need this loop.
+        await asyncio.to_thread(self._engine.stop, timeout)
+        self.end_all()
+
+    def end_all(self) -> None:
+        """End every open request with an error, because the server is stopping."""
+        for generation in set(self._open.values()):
+            generation.fail(EngineStoppedError("The server is shutting down."))
+
+    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
+        """Submit all sequences, or none and raise what `Engine.submit` raised."""
+        try:
+            for request in requests:
+                self._open[request.request_id] = generation
+                self._engine.submit(request)
+        except BaseException:
+            self.cancel(request.request_id for request in requests)
+            raise
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Free the rows of those sequences that have not ended."""
+        for request_id in request_ids:
+            if self._open.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def engine_failure(self) -> MlxMtpError | None:
+        """The error that requests end with when the engine can't serve them any more."""
+        if self._engine.healthy:
+            return None
+        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        assert self._loop is not None, "the engine delivers only after start()"
+        # On the engine's thread. The loop may have been closed by force.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
+
+    def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            generation = self._open.get(output.request_id)
+            if generation is not None:
+                if output.finish_reason is not None:
+                    del self._open[output.request_id]
+                generation.put(at, output)
 
 
 class Usage(NamedTuple):
@@ -29,15 +95,8 @@ class Generation:
     """The choices of one HTTP request, from submission to the last token.
 
     Use as a context manager: entering submits the requests, and leaving cancels those that are
-    unfinished.
-
-    Args:
-        dispatcher: submits the requests.
-        metrics: notes the times.
-        requests: one for each choice, those of the same prompt together.
-        streams: likewise.
-        num_choices: of each prompt.
-        timeout: seconds that all of it may take; 0: any.
+    unfinished. There is a request and a stream for each choice, and there are `num_choices` of each
+    prompt, together. All of it may take `timeout` seconds; 0: any time.
     """
 
     def __init__(
@@ -51,9 +110,7 @@ class Generation:
     ) -> None:
         self.streams = streams
         self._requests = requests
-        self._by_id: Mapping[str, OutputStream] = {
-            request.request_id: stream for request, stream in zip(requests, streams)
-        }
+        self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
         self._lengths = [len(request.prompt_token_ids) for request in requests[::num_choices]]
         self._num_choices = num_choices
         self._dispatcher = dispatcher
@@ -77,7 +134,6 @@ class Generation:
         self._dispatcher.cancel(self._by_id)
 
     def put(self, at: float, output: RequestOutput) -> None:
-        """An output has arrived (on the event loop)."""
         self._arrived.append((at, output))
         self._wakeup.set()
 
@@ -105,8 +161,7 @@ class Generation:
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
         """What is new, as it comes, until every choice is finished.
 
-        Args:
-            patience: an empty list says that nothing has come for so many seconds.
+        An empty list says that nothing has come for `patience` seconds.
 
         Raises:
             RequestTimeoutError: it has taken too long.
@@ -126,7 +181,7 @@ class Generation:
                 except MlxMtpError as error:
                     failure = error  # What came before it is still sent.
                     break
-                if delta is not None and (delta.events or delta.finish_reason is not None):
+                if delta.events or delta.finish_reason is not None:
                     found.append(delta)
             if found:
                 yield found
@@ -146,28 +201,26 @@ class Generation:
             )
         return left
 
-    def _push(self, at: float, output: RequestOutput) -> Delta | None:
+    def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
-            return None  # Arrived with the step that completed a stop.
+            return Delta(stream.index)  # Arrived with the step that completed a stop.
         before = stream.num_tokens
         delta = stream.push(output)
-        self._note_times(at, output.request_id, stream.num_tokens - before)
+        if stream.num_tokens > before:
+            self._note_times(at, output.request_id, stream.num_tokens - before)
         if delta.finish_reason is not None:
             self._dispatcher.cancel([output.request_id])
         return delta
 
     def _note_times(self, at: float, request_id: str, count: int) -> None:
-        if not count:
-            return
         previous = self._times.get(request_id)
         if previous is None:
             self._metrics.first_token(at - self._began)
         else:
             self._metrics.more_tokens(at - previous, count)
         self._times[request_id] = self._last = at
-        if self._first is None:
-            self._first = at
+        self._first = at if self._first is None else self._first
         if at == self._first:
             self._first_tokens += count
 

@@ -36,11 +36,11 @@ _CHATS = "/v1/chat/completions"
 
 ROUTES = (
     Route("POST", _CHATS, "openai.routes.chat_completions", generates=True),
-    Route("GET", _CHATS, "openai.stored_routes.list_chats"),
-    Route("GET", _CHATS + "/{name}", "openai.stored_routes.get_chat"),
-    Route("POST", _CHATS + "/{name}", "openai.stored_routes.label_chat"),
-    Route("DELETE", _CHATS + "/{name}", "openai.stored_routes.delete_chat"),
-    Route("GET", _CHATS + "/{name}/messages", "openai.stored_routes.list_messages"),
+    Route("GET", _CHATS, "openai.stored.list_chats"),
+    Route("GET", _CHATS + "/{name}", "openai.stored.get_chat"),
+    Route("POST", _CHATS + "/{name}", "openai.stored.label_chat"),
+    Route("DELETE", _CHATS + "/{name}", "openai.stored.delete_chat"),
+    Route("GET", _CHATS + "/{name}/messages", "openai.stored.list_messages"),
     Route("POST", "/v1/completions", "openai.routes.completions", generates=True),
     Route("POST", "/v1/responses", "responses.routes.responses", generates=True),
     Route("GET DELETE", "/v1/responses/{name}", "info_routes.stored_response"),

@@ -9,22 +9,19 @@ from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.anthropic.writer import MessageWriter
 from mlx_mtp.server.context import read
 from mlx_mtp.server.fields import MAX_PROMPT_IDS
-from mlx_mtp.server.generate import admit, respond
+from mlx_mtp.server.generate import admit
+from mlx_mtp.server.sse import respond
 
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages."""
-    context, body = await read(request, MessagesRequest)
-    admitted = admit(context, request, body)
-    omit = body.thinking.display == "omitted"
-    writer = MessageWriter(context.config.model_name, admitted.params.seed, omit_thinking=omit)
-    generation = await admitted.chat(writer.answer_id, body.conversation())
-    return await respond(request, generation, writer, stream=body.stream)
+    admitted = await admit(request, MessagesRequest, "msg_")
+    generation = await admitted.chat(admitted.body.conversation())
+    return await respond(request, MessageWriter(admitted, generation), admitted.body.stream)
 
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     context, body = await read(request, CountRequest)
-    context.check_model(body.model)
     prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

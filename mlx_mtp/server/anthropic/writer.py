@@ -4,60 +4,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
+from mlx_mtp.server.anthropic.wire import MessagesRequest
+from mlx_mtp.server.generate import Admitted
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import anthropic_error_body
 from mlx_mtp.server.opaque_reasoning import wrap
-from mlx_mtp.server.output_stream import Delta
-from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
+from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
 SIGNATURE = "mlx-mtp"
 """Clients send thinking blocks back only if they have a signature, which they don't look into."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageWriter(BlockWriter):
-    """/v1/messages.
-
-    Args:
-        model: its name.
-        seed: of the answer, which clients get so that they can ask for the same again.
-        omit_thinking: say that the model thinks, but not what.
-    """
+class MessageWriter(Writer):
+    """/v1/messages."""
 
     keep_alive = event({"type": "ping"}, "ping")
+    prefixes: ClassVar[dict[Kind, str]] = {"call": "toolu_"}
 
-    def __init__(self, model: str, seed: int, *, omit_thinking: bool = False) -> None:
-        super().__init__(new_id("msg"))
-        self._model = model
-        self._seed = seed
-        self._omit_thinking = omit_thinking
-        self._index = -1
-        self._content: list[dict[str, Any]] = []
+    def __init__(self, admitted: Admitted[MessagesRequest], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        self._model = admitted.body.model
+        # Not of this API: clients get the seed so that they can ask for the same again.
+        self._seed = admitted.params.seed
+        self._omit_thinking = admitted.body.thinking.display == "omitted"
 
-    def opening(self, generation: Generation) -> Iterable[bytes]:
-        message = self._message([], None, None) | {"usage": usage_fields(generation)}
-        yield _event("message_start", message=message)
+    def opening(self) -> Iterable[bytes]:
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message=self._message([], nothing))
 
-    def ending(self, generation: Generation) -> Iterable[bytes]:
-        reason = {"stop_reason": _stop_reason(self.last), "stop_sequence": self.last.stop}
-        usage = usage_fields(generation)
-        yield _event("message_delta", delta=reason, usage=usage, seed=self._seed)
+    def ending(self) -> Iterable[bytes]:
+        usage = usage_fields(self.generation)
+        yield _event("message_delta", delta=self._reason(), usage=usage, seed=self._seed)
         yield _event("message_stop")
 
     def failure(self, error: Exception) -> Iterable[bytes]:
         yield event(anthropic_error_body(error), "error")
 
     def start(self, block: Block) -> Iterable[bytes]:
-        self._index += 1
-        empty: dict[str, Any] = {"type": "text", "text": ""}
-        if block.kind == "reasoning":
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
-        elif block.kind == "call":
-            empty = {"type": "tool_use", "id": new_id("toolu"), "name": block.name, "input": {}}
-        self._content.append(empty)
-        yield _event("content_block_start", index=self._index, content_block=empty)
+        yield self._block_event("start", content_block=self._content(block))
 
     def add(self, block: Block, content: Content) -> Iterable[bytes]:
         if block.kind == "text":
@@ -68,47 +55,64 @@ class MessageWriter(BlockWriter):
             yield self._delta("thinking_delta", thinking=content.text)
 
     def stop(self, block: Block) -> Iterable[bytes]:
-        whole = self._content[-1]
-        if block.kind == "text":
-            whole["text"] = block.text
-        elif block.kind == "reasoning":
-            whole["thinking"] = "" if self._omit_thinking else block.text
-            whole["signature"] = wrap(block.text) if self._omit_thinking else SIGNATURE
-            yield self._delta("signature_delta", signature=whole["signature"])
-        elif block.state == "complete":
+        if block.kind == "reasoning":
+            yield self._delta("signature_delta", signature=self._content(block)["signature"])
+        yield self._block_event("stop")
+
+    def whole(self) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        for block in self.whole_blocks(0):
+            found = self._content(block)
+            if content and content[-1]["type"] == found["type"] == "text":
+                content[-1]["text"] += found["text"]
+            else:
+                content.append(found)
+        return self._message(content, self._reason())
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        """A block as it is so far; of a call in a stream, the beginning."""
+        if block.kind == "reasoning":
+            whole = block.text
+            shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, SIGNATURE)
+            is_open = block.state == "open"
+            return {
+                "type": "thinking",
+                "thinking": shown,
+                "signature": "" if is_open else signature,
+            }
+        if block.kind == "call" and block.state != "cut":
             # Complete calls have an object for arguments: the parsers see to that.
-            whole["input"] = json.loads(block.text)
-        elif block.state == "cut":
-            # A `tool_use` has an object for its input, and an object made of half a call looks like
-            # a whole one: a client would write half a file. So a call that is cut is text in a
-            # whole message; in a stream its input is left open, which no client takes for whole.
-            self._content[-1] = {"type": "text", "text": block.raw}
-            if len(self._content) > 1 and self._content[-2]["type"] == "text":
-                self._content[-2]["text"] += self._content.pop()["text"]
-        yield _event("content_block_stop", index=self._index)
+            given = json.loads(block.text) if block.state == "complete" else {}
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+        # A `tool_use` has an object for its input, and an object made of half a call looks like a
+        # whole one: a client would write half a file. So a call that is cut is text in a whole
+        # message; in a stream its input is left open, which no client takes for whole.
+        return {"type": "text", "text": block.raw or block.text}
 
-    def finished(self, generation: Generation) -> dict[str, Any]:
-        message = self._message(self._content, _stop_reason(self.last), self.last.stop)
-        return message | {"usage": usage_fields(generation)}
-
-    def _message(
-        self, content: list[dict[str, Any]], reason: str | None, stop: str | None
-    ) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self.answer_id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            # Not of this API.
             "seed": self._seed,
             "content": content,
-            "stop_reason": reason,
-            "stop_sequence": stop,
+            **reason,
+            "usage": usage_fields(self.generation),
         }
 
+    def _reason(self) -> dict[str, Any]:
+        (stream,) = self.generation.streams
+        reason = _STOP_REASONS[stream.finish_reason or "stop"]
+        if stream.stop is not None and stream.finish_reason == "stop":
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stream.stop}
+
     def _delta(self, kind: str, **fields: str) -> bytes:
-        delta = {"type": kind, **fields}
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return self._block_event("delta", delta={"type": kind, **fields})
+
+    def _block_event(self, kind: str, **fields: Any) -> bytes:
+        return _event(f"content_block_{kind}", index=len(self.blocks[0]) - 1, **fields)
 
 
 def usage_fields(generation: Generation) -> dict[str, Any]:
@@ -121,12 +125,6 @@ def usage_fields(generation: Generation) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
-
-
-def _stop_reason(answer: Delta) -> str:
-    if answer.stop is not None and answer.finish_reason == "stop":
-        return "stop_sequence"
-    return _STOP_REASONS[answer.finish_reason or "stop"]
 
 
 def _event(kind: str, **fields: Any) -> bytes:

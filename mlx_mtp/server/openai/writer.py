@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+from mlx_mtp import __version__
+from mlx_mtp.server.generate import Admitted
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
+from mlx_mtp.server.openai.wire import GenerateRequest
 from mlx_mtp.server.output_stream import Delta
-from mlx_mtp.server.parsing import events
+from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.writer import Writer, event, new_id
+from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
 # JSON has no infinity; OpenAI's servers write this for an impossible token.
 _LEAST_LOGPROB = -9999.0
-Tokens = Sequence[events.OutputToken]
+Tokens = Sequence[OutputToken]
 
 
 class OpenAIWriter(Writer):
     """What chats and completions have in common.
-
-    Args:
-        answer_id: the answer's.
-        shared: fields of the answer and of all of its chunks.
-        tokenizer: names tokens, for logprobs.
-        with_logprobs: they were asked for.
-        include_usage: a usage chunk ends the stream, and the others have a null in its place.
-        continuous_usage: they have the usage so far instead.
 
     Attributes:
         chunk_key: names the content in the choice of a chunk.
@@ -40,55 +36,38 @@ class OpenAIWriter(Writer):
     chunk_key: str
     empty: ClassVar[Any]
 
-    def __init__(
-        self,
-        answer_id: str,
-        shared: dict[str, Any],
-        tokenizer: Tokenizer,
-        *,
-        with_logprobs: bool,
-        include_usage: bool,
-        continuous_usage: bool,
-    ) -> None:
-        super().__init__(answer_id)
-        self._shared = shared
-        self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
-        self._call_ids: dict[tuple[int, int], str] = {}
+    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        body: GenerateRequest = admitted.body
+        self.record = not body.stream or getattr(body, "store", False)
+        self._shared = {
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": f"mlx-mtp-{__version__}",
+            "seed": admitted.params.seed,
+        }
+        self._tokenizer = admitted.context.tokenizer
+        self._with_logprobs = admitted.params.top_logprobs is not None
+        self._options = body.stream_options
 
-    def opening(self, generation: Generation) -> Iterable[bytes]:
-        return ()
+    def finish(self, delta: Delta) -> Iterable[bytes]:
+        last = self.choice(delta.index, self.empty, None, delta.finish_reason)
+        more = {"timings": self.generation.timings()} if self.generation.is_finished else {}
+        yield self.chunk(last, **more)
 
-    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
-        for found in delta.events:
-            content = self.content(delta.index, found)
-            if content is not None:
-                tokens = getattr(found, "tokens", None)
-                yield self.chunk(generation, self.choice(delta.index, content, tokens))
-        if delta.finish_reason is not None:
-            last = self.choice(delta.index, self.empty, None, delta.finish_reason)
-            more = {"timings": generation.timings()} if generation.is_finished else {}
-            yield self.chunk(generation, last, **more)
-
-    def ending(self, generation: Generation) -> Iterable[bytes]:
-        if self._include_usage:
-            yield event(self._fields(self.chunk_kind, [], **_costs(generation)))
+    def ending(self) -> Iterable[bytes]:
+        if self._options is not None and self._options.include_usage:
+            yield event(self._fields(self.chunk_kind, [], **self._costs()))
 
     def failure(self, error: Exception) -> Iterable[bytes]:
         yield event(error_body(error))
 
-    def whole(self, answers: Sequence[Delta], generation: Generation) -> dict[str, Any]:
-        choices = [self.whole_choice(answer) for answer in answers]
-        return self._fields(self.answer_kind, choices, **_costs(generation))
+    def whole(self) -> dict[str, Any]:
+        choices = [self.whole_choice(index) for index in range(len(self.generation.streams))]
+        return self._fields(self.answer_kind, choices, **self._costs())
 
     @abstractmethod
-    def content(self, index: int, found: events.Event) -> Any:
-        """What an event brings to the choice of this index; None for nothing."""
-
-    @abstractmethod
-    def whole_choice(self, answer: Delta) -> dict[str, Any]:
+    def whole_choice(self, index: int) -> dict[str, Any]:
         """The choice of an answer that isn't streamed."""
 
     @abstractmethod
@@ -107,15 +86,19 @@ class OpenAIWriter(Writer):
         content = {key or self.chunk_key: content}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def chunk(self, generation: Generation, choice: dict[str, Any], **more: Any) -> bytes:
-        if self._include_usage:
-            so_far = usage_fields(generation) if self._continuous_usage else None
-            more = {"usage": so_far, **more}
+    def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
+        # All chunks have a null in the place of the usage, which comes last, or the usage so far.
+        if self._options is not None and self._options.include_usage:
+            continuous = self._options.continuous_usage_stats
+            more = {"usage": usage_fields(self.generation) if continuous else None, **more}
         return event(self._fields(self.chunk_kind, [choice], **more))
 
     def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
         head = {"id": self.answer_id, "object": kind}
         return {**head, **self._shared, "choices": choices, **more}
+
+    def _costs(self) -> dict[str, Any]:
+        return {"usage": usage_fields(self.generation), "timings": self.generation.timings()}
 
 
 class ChatWriter(OpenAIWriter):
@@ -125,52 +108,49 @@ class ChatWriter(OpenAIWriter):
     chunk_kind = "chat.completion.chunk"
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
+    # An answer that is streamed and then stored has the same ids in both.
+    prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
 
-    def opening(self, generation: Generation) -> Iterable[bytes]:
-        for stream in generation.streams:
-            role = {"role": "assistant", "content": ""}
-            yield self.chunk(generation, self.choice(stream.index, role))
+    def opening(self) -> Iterable[bytes]:
+        for stream in self.generation.streams:
+            yield self.chunk(self.choice(stream.index, {"role": "assistant", "content": ""}))
 
-    def content(self, index: int, found: events.Event) -> dict[str, Any] | None:
-        match found:
-            case events.Text() | events.ToolBroken():
-                return {"content": found.text}
-            case events.Reasoning():
-                return {"reasoning_content": found.text}
-            case events.ToolStart():
-                call = self._call(index, found.call, found.name, "")
-                return {"tool_calls": [{"index": found.call, **call}]}
-            case events.ToolArguments():
-                function = {"arguments": found.text}
-                return {"tool_calls": [{"index": found.call, "function": function}]}
-        return None
+    def start(self, block: Block) -> Iterable[bytes]:
+        if block.kind == "call":
+            calls = [{"index": block.number, **_call(block)}]
+            yield self.chunk(self.choice(block.choice, {"tool_calls": calls}))
 
-    def whole_choice(self, answer: Delta) -> dict[str, Any]:
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        text = content.text
+        found: dict[str, Any] = {"content": text}
+        if block.kind == "reasoning":
+            found = {"reasoning_content": text}
+        elif block.kind == "call":
+            found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+        yield self.chunk(self.choice(block.choice, found, getattr(content, "tokens", None)))
+
+    def whole_choice(self, index: int) -> dict[str, Any]:
         """One message; its content is null if all that it has is calls."""
-        text, tokens = _text_of(answer)
+        blocks = self.whole_blocks(index)
+        said, thoughts, calls = (
+            [block for block in blocks if block.kind == kind]
+            for kind in ("text", "reasoning", "call")
+        )
+        text = "".join(block.text for block in said)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        for found in answer.events:
-            if isinstance(found, events.Reasoning):
-                before = message.get("reasoning_content", "")
-                message["reasoning_content"] = before + found.text
-            elif isinstance(found, events.ToolStart):
-                message["content"] = text or None
-                call = self._call(answer.index, found.call, found.name, "")
-                message.setdefault("tool_calls", []).append(call)
-            elif isinstance(found, events.ToolArguments):
-                message["tool_calls"][-1]["function"]["arguments"] = found.text
-        return self.choice(answer.index, message, tokens, answer.finish_reason, key="message")
+        if thoughts:
+            message["reasoning_content"] = "".join(block.text for block in thoughts)
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [_call(block) for block in calls]
+        tokens = [token for block in said for token in block.tokens]
+        reason = self.generation.streams[index].finish_reason
+        return self.choice(index, message, tokens, reason, key="message")
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
         if tokens is None:
             return None
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
-
-    def _call(self, index: int, call: int, name: str, arguments: str) -> dict[str, Any]:
-        # An answer that is streamed and then stored has the same ids in both.
-        call_id = self._call_ids.setdefault((index, call), new_id("call"))
-        function = {"name": name, "arguments": arguments}
-        return {"id": call_id, "type": "function", "function": function}
 
 
 class TextWriter(OpenAIWriter):
@@ -180,12 +160,21 @@ class TextWriter(OpenAIWriter):
     chunk_key = "text"
     empty = ""
 
-    def content(self, index: int, found: events.Event) -> str:
-        assert isinstance(found, events.Text), "nothing else is looked for in plain text"
-        return found.text
+    def opening(self) -> Iterable[bytes]:
+        return ()
 
-    def whole_choice(self, answer: Delta) -> dict[str, Any]:
-        return self.choice(answer.index, *_text_of(answer), answer.finish_reason)
+    def start(self, block: Block) -> Iterable[bytes]:
+        return ()
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        tokens = getattr(content, "tokens", None)
+        yield self.chunk(self.choice(block.choice, content.text, tokens))
+
+    def whole_choice(self, index: int) -> dict[str, Any]:
+        blocks = self.whole_blocks(index)  # Plain text has one, or none.
+        text = "".join(block.text for block in blocks)
+        tokens = [token for block in blocks for token in block.tokens]
+        return self.choice(index, text, tokens, self.generation.streams[index].finish_reason)
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
         name = self._tokenizer.token_text
@@ -222,11 +211,6 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
     ]
 
 
-def _text_of(answer: Delta) -> tuple[str, list[events.OutputToken]]:
-    texts = [found for found in answer.events if isinstance(found, events.Text)]
-    return "".join(t.text for t in texts), [token for t in texts for token in t.tokens]
-
-
 def usage_fields(generation: Generation) -> dict[str, Any]:
     """The counts in OpenAI's form."""
     usage = generation.usage()
@@ -239,8 +223,9 @@ def usage_fields(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _costs(generation: Generation) -> dict[str, Any]:
-    return {"usage": usage_fields(generation), "timings": generation.timings()}
+def _call(block: Block) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 def _finite(logprob: float) -> float:
