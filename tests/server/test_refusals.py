@@ -184,7 +184,7 @@ FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
         ({"cache_salt": 5}, "cache_salt", "string"),
     ],
     (RESPONSES, UNSUPPORTED): [
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type", "'input_")
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content", "text only")
     ],
     (MESSAGES, INVALID): [
         ({"stop_sequences": ["x" * 257]}, None, "at most 256"),

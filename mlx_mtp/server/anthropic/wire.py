@@ -16,8 +16,8 @@ from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 
+# Claude Code's first system block begins so; its nonce changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Claude Code's first system block begins so; its nonce changes with each turn."""
 
 
 class _CacheControl(WireModel):
@@ -39,6 +39,10 @@ class _ThinkingBlock(WireModel):
     thinking: str
     signature: str | None = None
 
+    @property
+    def text(self) -> str:
+        return self.thinking or unwrap(self.signature or "")
+
 
 class _RedactedThinkingBlock(WireModel):
     # What another server's model thought, encrypted.
@@ -46,17 +50,16 @@ class _RedactedThinkingBlock(WireModel):
     data: str
 
 
-def _object(value: object) -> object:
-    return fields.few_values(value) if isinstance(value, dict) else value
-
-
 class _ToolUseBlock(WireModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Annotated[dict[str, Any], BeforeValidator(_object)] = Field({})
+    input: fields.Schema = Field({})
     cache_control: _CacheControl | None = None
     caller: dict[str, Any] | None = None
+
+    def call(self) -> ToolCall:
+        return ToolCall(self.name, json.dumps(self.input, ensure_ascii=False), self.id)
 
 
 def _of_these(*names: str) -> Discriminator:
@@ -64,7 +67,6 @@ def _of_these(*names: str) -> Discriminator:
 
 
 def _as_blocks(value: object) -> object:
-    """Text alone is short for one block of it."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -104,7 +106,7 @@ _ROLES: dict[type[WireModel], str] = {
 
 
 def _text_of(blocks: Iterable[WireModel]) -> str:
-    """The text blocks, a paragraph each, without Claude Code's billing header."""
+    # A paragraph each, without Claude Code's billing header.
     texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
     return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
@@ -126,22 +128,13 @@ class _Message(WireModel):
 
     def messages(self) -> Iterator[conversation.Message]:
         """The message as the server knows it: a tool's result is a message of its own."""
-        calls: list[ToolCall] = []
-        thoughts: list[str] = []
-        for block in self.content:
-            if isinstance(block, _ToolResultBlock):
-                yield block.message()
-            elif isinstance(block, _ToolUseBlock):
-                arguments = json.dumps(block.input, ensure_ascii=False)
-                calls.append(ToolCall(block.name, arguments, block.id))
-            elif isinstance(block, _ThinkingBlock):
-                thoughts.append(block.thinking or unwrap(block.signature or ""))
+        yield from (b.message() for b in self.content if isinstance(b, _ToolResultBlock))
         text = _text_of(self.content)
         if self.role == "assistant":
+            thoughts = [b.text for b in self.content if isinstance(b, _ThinkingBlock)]
+            calls = tuple(b.call() for b in self.content if isinstance(b, _ToolUseBlock))
             reasoning = "\n".join(thoughts) or None
-            yield conversation.Message(
-                "assistant", text, reasoning=reasoning, tool_calls=tuple(calls)
-            )
+            yield conversation.Message("assistant", text, reasoning, calls)
         elif text or any(isinstance(block, _TextBlock) for block in self.content):
             yield conversation.Message(self.role, text)
 
@@ -156,7 +149,6 @@ class _Tool(fields.Function):
 
 
 def _client_tool(value: object) -> object:
-    """Name the tools that Anthropic's own servers run."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
         raise refusal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -20,39 +19,15 @@ from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server import conversation, fields
 from mlx_mtp.server.conversation import Conversation, Effort, split_template_kwargs
-from mlx_mtp.server.fields import (
-    MAX_PROMPT_IDS,
-    ManyTools,
-    OneOrMore,
-    WireModel,
-    at_most,
-    refusal,
-)
+from mlx_mtp.server.fields import ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.params import MAX_SEQUENCES, RequestOptions
 from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
 
 
 def _joined_text(value: object, info: ValidationInfo) -> object:
-    """A list of text parts becomes one string; other media are refused by name."""
-    if not isinstance(value, list):
-        return value
-    # A refusal is the text of an answer too.
     kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise refusal(
-                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
-                unsupported=True,
-            )
-        # A hint for caches of other servers, which LiteLLM and others pass on.
-        given = part.keys() - {"cache_control"}
-        if given != {"type", kind} or not isinstance(part[kind], str):
-            form = f'{{"type": "{kind}", "{kind}": "..."}}'
-            raise refusal(f"part {number} must have the form {form}")
-        texts.append(part[kind])
-    return "".join(texts)
+    # A hint for caches of other servers, which LiteLLM and others pass on.
+    return fields.joined_text(value, kinds, {"cache_control"})
 
 
 _Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(fields.MAX_MESSAGES)]
@@ -86,7 +61,7 @@ _FIELDS_OF_ONE_ROLE = {
 
 
 class Message(WireModel):
-    """One message of a chat."""
+    """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content = None
@@ -273,9 +248,10 @@ def _as_prompts(value: object) -> object:
     if len(value) > MAX_SEQUENCES:
         raise refusal(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are allowed")
     for number, prompt in enumerate(value):
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPT_IDS:
+        if isinstance(prompt, list) and len(prompt) > fields.MAX_PROMPT_IDS:
             raise refusal(
-                f"prompt {number} has {len(prompt)} token ids; at most {MAX_PROMPT_IDS} are allowed"
+                f"prompt {number} has {len(prompt)} token ids; at most {fields.MAX_PROMPT_IDS} are "
+                "allowed"
             )
         ids = isinstance(prompt, list) and all(fields.is_id(token) for token in prompt)
         if not isinstance(prompt, str) and not ids:
