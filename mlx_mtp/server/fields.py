@@ -212,8 +212,8 @@ class GenerateRequest(WireModel):
 
     def sampling(self, **more: Any) -> dict[str, Any]:
         """What is given of `SamplingParams`, by its names; `more` has other names in this API."""
-        values = {name: getattr(self, name, None) for name in SAMPLING} | more
-        return {name: value for name, value in values.items() if value is not None}
+        same = {name: getattr(self, name, None) for name in SAMPLING}
+        return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
     @abstractmethod
     def options(self) -> RequestOptions: ...

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """Starts and stops the engine, and passes each of its outputs to the request's generation.
-
-    There is one call from the engine's thread to the event loop for each step.
-    """
+    """Starts and stops the engine, and passes its outputs to generations, one call a step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -30,12 +27,10 @@ class Dispatcher:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the engine; call it on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._engine.start(self._deliver)
 
     async def stop(self, timeout: float | None = None) -> None:
-        """Stop the engine, waiting for so many seconds, and end what is still waiting for it."""
         # Joining the engine's thread takes up to a step, and its last outputs need this loop.
         await asyncio.to_thread(self._engine.stop, timeout)
         self.end_all()
@@ -174,19 +169,16 @@ class Generation:
                 yield []
                 continue
             found: list[Delta] = []
-            failure: MlxMtpError | None = None
             for at, output in arrived:
                 try:
                     delta = self._push(at, output)
                 except MlxMtpError as error:
-                    failure = error  # What came before it is still sent.
+                    self._error = error  # Raised as soon as what came before it has been sent.
                     break
                 if delta.events or delta.finish_reason is not None:
                     found.append(delta)
             if found:
                 yield found
-            if failure is not None:
-                raise failure
 
     def _seconds_left(self) -> float:
         if not self._timeout:
@@ -234,8 +226,7 @@ class Generation:
 
     def usage(self) -> Usage:
         reasoning = sum(stream.num_reasoning_tokens for stream in self.streams)
-        prompts = sum(self._lengths)
-        return Usage(prompts, self.completion_tokens, reasoning, self._cached_tokens)
+        return Usage(sum(self._lengths), self.completion_tokens, reasoning, self._cached_tokens)
 
     @property
     def _cached_tokens(self) -> int:

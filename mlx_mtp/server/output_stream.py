@@ -72,7 +72,7 @@ class OutputStream:
                 break
         self.num_reused_tokens += output.num_reused_tokens
         self.num_drafts += output.num_draft_tokens
-        # Drafts come first in a step: where a stop string cut it, some were accepted for nothing.
+        # Drafts come first in a step, of which a stop string may have cut some.
         self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
         reason = "stop" if self._ended_early else output.finish_reason
         if reason is None:

@@ -14,8 +14,7 @@ from mlx_mtp.sampling.params import RANGES, SamplingParams
 
 MAX_SEQUENCES = 128
 """Most prompts times choices in one request."""
-# Seeds that we choose stay exact in clients whose numbers are doubles.
-_SEED_BITS = 53
+_SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,7 @@ class RequestOptions:
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """The values that apply where a request has none: the model's own, or neutral ones.
-
-    Raises:
-        ModelError: the generation_config.json has a value that no sampler could use.
-    """
+    """The model's own values, or neutral ones; raises ModelError for what no sampler could use."""
     given = {name: generation_config.get(name) for name, r in RANGES.items() if r.from_model}
     given = _all_kept({name: value for name, value in given.items() if value is not None})
     if generation_config.get("do_sample") is False:
@@ -117,8 +112,7 @@ def engine_requests(
     """One engine request for each prompt and choice, in the order of the answer's choices.
 
     Raises:
-        InvalidRequestError: a prompt came out empty.
-        ContextLengthError: prompt and answer don't fit the context.
+        InvalidRequestError, ContextLengthError: a prompt is empty, or it and the answer don't fit.
     """
     requests = []
     for number, prompt in enumerate(prompts):

@@ -10,21 +10,13 @@ ErrorStyle = Literal["openai", "anthropic"]
 
 
 class Route(NamedTuple):
-    """A route.
+    """A route."""
 
-    Args:
-        methods: of HTTP, with spaces between them.
-        path: as FastAPI takes it; it is served with a slash at its end too.
-        handler: module and function within this package.
-        generates: its requests take slots of the engine's.
-        errors: the API in whose form its errors are, and those of unknown paths that begin so.
-    """
-
-    methods: str
-    path: str
-    handler: str
-    generates: bool = False
-    errors: ErrorStyle = "openai"
+    methods: str  # of HTTP, with spaces between them
+    path: str  # as FastAPI takes it; it is served with a slash at its end too
+    handler: str  # module and function within this package
+    generates: bool = False  # its requests take slots of the engine's
+    errors: ErrorStyle = "openai"  # their form, and that for unknown paths that begin so
 
     def load(self) -> Callable[..., Any]:
         module, _, function = self.handler.rpartition(".")

@@ -106,10 +106,7 @@ async def stream_events(
 
 
 class EventStreamResponse(Response):
-    """Sends a generation's events; when the client leaves, the generation ends within a step.
-
-    The generation is submitted when the response is sent, so that none runs without a reader.
-    """
+    """Submits a generation, sends its events, and cancels it when the client leaves."""
 
     media_type = "text/event-stream"
 

@@ -18,6 +18,8 @@ from mlx_mtp.server.parsing import events
 Kind = Literal["text", "reasoning", "call"]
 State = Literal["open", "complete", "cut", "broken"]
 Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
+Steps = Iterator[Callable[[], Iterable[bytes]]]
+"""Each step of an answer: call it for its events."""
 
 
 @dataclass(slots=True)
@@ -40,32 +42,25 @@ class Block:
 
 
 class Writer(ABC):
-    """Words one answer: `read` turns its deltas into blocks, of which the rest is made.
+    """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
     A stream begins with `opening`; `start` gets a block that is empty, `add` one that has just got
     some content, `stop` one with the state that it ended in, and `finish` the last delta of a
-    choice. Then comes `ending`, or `failure` for a stream that fails. `whole` is the answer that
-    isn't streamed.
-
-    Attributes:
-        keep_alive: sent to break a silence.
-        done: the end of every stream.
-        prefixes: of the ids of blocks, by their kind.
-        record: blocks keep their content, which only `whole` may need.
+    choice. Then comes `ending` or `failure`. `whole` is the answer that isn't streamed.
     """
 
-    keep_alive = b": keep-alive\n\n"
-    done = b""
-    prefixes: ClassVar[Mapping[Kind, str]] = {}
-    record = True
+    keep_alive = b": keep-alive\n\n"  # breaks a silence
+    done = b""  # the end of every stream
+    prefixes: ClassVar[Mapping[Kind, str]] = {}  # of the ids of blocks
+    record = True  # blocks keep their content, which only `whole` may need
 
     def __init__(self, answer_id: str, generation: Generation) -> None:
         self.answer_id = answer_id
         self.generation = generation
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)
 
-    def read(self, delta: Delta) -> Iterator[Callable[[], Iterable[bytes]]]:
-        """Add what is new to the choice's blocks; yield what words each step of it in a stream."""
+    def read(self, delta: Delta) -> Steps:
+        """Add what is new to the choice's blocks, step by step."""
         for found in delta.events:
             match found:
                 case events.Text():
@@ -104,9 +99,7 @@ class Writer(ABC):
         blocks = self.blocks[choice]
         return blocks[-1] if blocks and blocks[-1].state == "open" else None
 
-    def _extend(
-        self, delta: Delta, kind: Kind, content: Content
-    ) -> Iterator[Callable[[], Iterable[bytes]]]:
+    def _extend(self, delta: Delta, kind: Kind, content: Content) -> Steps:
         block = self._open(delta.index)
         if block is None or block.kind != kind:
             yield from self._start(delta, kind)
@@ -116,28 +109,24 @@ class Writer(ABC):
             block.tokens += getattr(content, "tokens", ())
         yield partial(self.add, block, content)
 
-    def _start(
-        self, delta: Delta, kind: Kind, **fields: Any
-    ) -> Iterator[Callable[[], Iterable[bytes]]]:
+    def _start(self, delta: Delta, kind: Kind, **fields: Any) -> Steps:
         yield from self._stop(delta, "complete")
         block_id = new_id(self.prefixes[kind]) if kind in self.prefixes else ""
         block = Block(kind, delta.index, block_id, **fields)
         self.blocks[delta.index].append(block)
         yield partial(self.start, block)
 
-    def _stop(
-        self, delta: Delta, state: State, raw: str = ""
-    ) -> Iterator[Callable[[], Iterable[bytes]]]:
+    def _stop(self, delta: Delta, state: State, raw: str = "") -> Steps:
         block = self._open(delta.index)
         if block is not None:
             block.state, block.raw = state, raw
             yield partial(self.stop, block)
 
-    @abstractmethod
-    def opening(self) -> Iterable[bytes]: ...
+    def opening(self) -> Iterable[bytes]:
+        return ()
 
-    @abstractmethod
-    def start(self, block: Block) -> Iterable[bytes]: ...
+    def start(self, block: Block) -> Iterable[bytes]:
+        return ()
 
     @abstractmethod
     def add(self, block: Block, content: Content) -> Iterable[bytes]: ...

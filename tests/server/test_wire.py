@@ -111,8 +111,8 @@ def test_both_names_of_max_tokens_and_both_ways_to_ask_for_logprobs() -> None:
         assert chat(**fields).options().sampling["max_tokens"] == 3
     assert chat(max_tokens=3, max_completion_tokens=3).options().sampling["max_tokens"] == 3
     wanted = [chat(), chat(logprobs=True), chat(logprobs=True, top_logprobs=5), completion()]
-    assert [body.wanted_logprobs for body in wanted] == [None, 0, 5, None]
-    assert completion(logprobs=0).wanted_logprobs == 0
+    assert [body.options().sampling.get("top_logprobs") for body in wanted] == [None, 0, 5, None]
+    assert completion(logprobs=0).options().sampling["top_logprobs"] == 0
 
 
 def test_the_models_defaults_apply_and_the_request_wins() -> None:

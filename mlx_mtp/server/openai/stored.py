@@ -1,4 +1,4 @@
-"""Chat completions that clients asked to be kept (`store: true`): in memory, and not many."""
+"""Chat completions that clients asked to be kept (`store: true`), in memory, and their routes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ class StoredChat:
     completion: bytes
     messages: tuple[bytes, ...]
 
-    @classmethod
-    def of(
-        cls, completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
-    ) -> StoredChat:
-        """Pack a completion that has just been made."""
-        packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
-        return cls(completion["id"], completion["model"], metadata, packed, messages)
-
     @property
     def size(self) -> int:
         return len(self.completion) + sum(map(len, self.messages))
+
+
+def _packed(
+    completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
+) -> StoredChat:
+    packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
+    return StoredChat(completion["id"], completion["model"], metadata, packed, messages)
 
 
 class StoredChats:
@@ -118,7 +117,11 @@ async def keeper(request: Request, body: ChatRequest, answer_id: str) -> Keep:
 
     messages = await asyncio.to_thread(pack)
     stored = stored_chats(request)
-    return lambda answer: stored.keep(StoredChat.of(answer, body.metadata or {}, messages))
+    return lambda answer: stored.keep(_packed(answer, body.metadata or {}, messages))
+
+
+class _Labels(WireModel):
+    metadata: Labels = Field(default_factory=dict)
 
 
 class _PageQuery(WireModel):
@@ -127,13 +130,8 @@ class _PageQuery(WireModel):
     order: Literal["asc", "desc"] = "asc"
 
 
-class _ChatsQuery(_PageQuery):
+class _ChatsQuery(_PageQuery, _Labels):
     model: str | None = None
-    metadata: Labels = Field(default_factory=dict)
-
-
-class _NewLabels(WireModel):
-    metadata: Labels = Field(default_factory=dict)
 
 
 async def list_chats(request: Request) -> Response:
@@ -149,16 +147,16 @@ async def list_chats(request: Request) -> Response:
 
 async def get_chat(request: Request) -> Response:
     """GET /v1/chat/completions/{id}."""
-    return _completion(_named(request))
+    return _json(_named(request).completion)
 
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
-    _, body = await read(request, _NewLabels)
+    _, body = await read(request, _Labels)
     old = _named(request)
-    chat = StoredChat.of(json.loads(old.completion), body.metadata, old.messages)
+    chat = _packed(json.loads(old.completion), body.metadata, old.messages)
     stored_chats(request).keep(chat)
-    return _completion(chat)
+    return _json(chat.completion)
 
 
 async def delete_chat(request: Request) -> Response:
@@ -178,8 +176,8 @@ def _named(request: Request) -> StoredChat:
     return stored_chats(request).get(request.path_params["name"])
 
 
-def _completion(chat: StoredChat) -> Response:
-    return Response(chat.completion, media_type="application/json")
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 Query = TypeVar("Query", bound=_PageQuery)
@@ -214,4 +212,4 @@ def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
     ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
     items = b",".join(packed for _, packed in listed[first:last])
     content = b'{"object":"list","data":[' + items + b"]," + packed_json(ends)[1:].encode()
-    return Response(content, media_type="application/json")
+    return _json(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -48,16 +47,11 @@ class _ToolCall(WireModel):
     provider_specific_fields: fields.Schema | None = None
 
 
-_FIELDS_OF_ONE_ROLE = {
-    "tool_calls": "assistant",
-    "reasoning_content": "assistant",
-    "reasoning": "assistant",
-    "refusal": "assistant",
-    "annotations": "assistant",
-    "parsed": "assistant",
-    "provider_specific_fields": "assistant",
-    "tool_call_id": "tool",
-}
+_OF_ASSISTANTS = (
+    *("tool_calls", "reasoning_content", "reasoning", "refusal", "annotations", "parsed"),
+    "provider_specific_fields",
+)
+_ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), "tool_call_id": "tool"}
 
 
 class Message(WireModel):
@@ -80,7 +74,7 @@ class Message(WireModel):
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Message:
-        for field, role in _FIELDS_OF_ONE_ROLE.items():
+        for field, role in _ROLES.items():
             if getattr(self, field) is not None and self.role != role:
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
@@ -165,14 +159,9 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
             raise refusal("needs stream: true", field="stream_options")
         return self
 
-    @property
-    @abstractmethod
-    def wanted_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None: no logprobs."""
-
     def options(self, **more: Any) -> RequestOptions:
         return RequestOptions(
-            sampling=self.sampling(top_logprobs=self.wanted_logprobs, **more),
+            sampling=self.sampling(**more),
             n=self.n,
             stop=self.stop,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
@@ -213,14 +202,9 @@ class ChatRequest(GenerateRequest):
             raise refusal("can't be combined with response_format", field=guided[0])
         return self
 
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """`logprobs` switches them on, `top_logprobs` says how many."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
     def options(self, **more: Any) -> RequestOptions:
-        if self.max_completion_tokens is not None:
-            more["max_tokens"] = self.max_completion_tokens
+        more["max_tokens"] = self.max_completion_tokens
+        more["top_logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         return super().options(**more)
 
     def conversation(self) -> Conversation:
@@ -277,10 +261,6 @@ class CompletionRequest(GenerateRequest):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self
 
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """One number does both."""
-        return self.logprobs
-
     def options(self, **more: Any) -> RequestOptions:
-        return replace(super().options(**more), num_prompts=len(self.prompt))
+        options = super().options(top_logprobs=self.logprobs, **more)
+        return replace(options, num_prompts=len(self.prompt))

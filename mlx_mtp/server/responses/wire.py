@@ -27,27 +27,19 @@ from mlx_mtp.server.structured_fields import schema_grammar
 
 logger = logging.getLogger(__name__)
 
+# Codex offers these to every server; the prompt describes only tools that the client runs.
 IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "image_generation"})
-"""Codex offers these to every server; the prompt describes only tools that the client runs."""
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
 
-_KINDS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
-_IGNORED = frozenset({"annotations", "logprobs"})  # of an earlier answer
+_KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
+_IGNORED = {"annotations", "logprobs"}  # of an earlier answer
 _Text = Annotated[
     str,
     BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED)),
     at_most(fields.MAX_MESSAGES),
 ]
-_MessageText = Annotated[
-    str,
-    BeforeValidator(lambda value: fields.joined_text(value, _KINDS | {"refusal"}, _IGNORED)),
-    at_most(fields.MAX_MESSAGES),
-]
-
-
-# The input's items: messages, calls, their results and reasoning.
 
 
 class _AnyItem(WireModel):
@@ -58,7 +50,7 @@ class _AnyItem(WireModel):
 class _MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _MessageText
+    content: _Text
     phase: Literal["commentary", "final_answer"] | None = None
 
     def message(self) -> Message:
@@ -124,7 +116,6 @@ _Item = Annotated[
 
 
 def _as_items(value: object) -> object:
-    """Text alone is short for one message of the user."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
