@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from mlx_mtp.server import body as body_module
 from mlx_mtp.server.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
 from mlx_mtp.server.openai.wire import ChatRequest
 from tests.server.conftest import MODEL, tokenizer_with
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
+from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import (
     CHAT,
     COUNT,
@@ -71,21 +72,15 @@ IMAGE = {"type": "input_image", "image_url": "x"}
 LARGE = {"x": [[]] * (1 << 16)}
 DEEP = json.loads('{"a":' * 200 + "1" + "}" * 200)
 G = {"type": "function", "function": {"name": "g"}}
-NO_TOOLS = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
 # Fields over the route's good body, the param that is named, and a part of the message.
 FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
     (CHAT, INVALID): [
         ({"model": None}, "model", "required"),
-        ({"model": 3}, "model", "string"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": ["hi"]}, "messages[0]", "dictionary"),
-        ({"messages": [{"content": "hi"}]}, "messages[0].role", "required"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
         ({"messages": [{**HI[0], "tool_calls": []}]}, "messages[0].tool_calls", "assistant"),
         ({"messages": [{**HI[0], "tool_call_id": "x"}]}, "messages[0].tool_call_id", "tool"),
-        (user(3), "messages[0].content", "string"),
         (part("text", text=3), "messages[0].content", "form"),
-        ({"stream": "yes"}, "stream", "boolean"),
         ({"stream": False, "stream_options": {}}, "stream_options", "stream: true"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"temperature": -0.1}, "temperature", "at least 0"),
@@ -95,22 +90,16 @@ FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
         ({"logit_bias": {"\uff11": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"1": "2"}}, "logit_bias.1", "number"),
         ({"seed": 10**4000}, "seed", "less than"),
-        ({"stop": "x" * 257}, "stop[0]", "at most 256"),
         ({"stop_token_ids": [4096]}, "stop_token_ids", "0 to 4095"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "0 to 4095"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
         ({"n": 5}, "n", "1 to 4"),
         ({"n": 1_000_000}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
-        ({"metadata": {"a": "x" * 513}}, "metadata.a", "512 characters"),
         ({"metadata": {"x" * 513: "a"}}, "metadata." + "x" * 111 + "...", "512 characters"),
-        ({"modalities": ["text", "audio"]}, "modalities", "at most 1"),
-        ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
         (tool(name="f", parameters=DEEP), "tools[0].function.parameters", "128 levels"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
         ({**tool(name="f"), "tool_choice": G}, "tool_choice", "'g'"),
-        ({"tool_choice": NO_TOOLS}, "tool_choice.allowed_tools.tools", "at least 1"),
         (template(thinking_budget=-1), "chat_template_kwargs.thinking_budget", "0 or more"),
         (template(x=[1]), "chat_template_kwargs.x", "string"),
         (arguments('{"a": "\\ud800"}'), f"{CALLS}[0].function.arguments", "surrogate"),
@@ -128,22 +117,15 @@ FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
         ({str(i): WRONG for i in range(101)}, None, "at most 100"),
     ],
     (CHAT, UNSUPPORTED): [
-        ({"messages": [{"role": "bishop", "content": "hi"}]}, "messages[0].role", "'system'"),
         ({"messages": [{**HI[0], "mood": "x"}]}, "messages[0].mood", "not a parameter"),
         (user(["hi"]), "messages[0].content", "text only"),
         (part("image_url", image_url={"url": "file:///x"}), "messages[0].content", "text only"),
-        (part("input_audio", input_audio={}), "messages[0].content", "input_audio"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a parameter"),
-        ({"prompt_cache_retention": "1h"}, "prompt_cache_retention", "or '24h'"),
-        ({"modalities": ["audio"]}, "modalities[0]", "'text'"),
         ({"verbosity": "low"}, "verbosity", 'only "medium"'),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-        ({"tool_choice": "any"}, "tool_choice", "'auto'"),
         (template(mood="x"), "chat_template_kwargs.mood", "has no mood"),
         (template(tools="x"), "chat_template_kwargs.tools", "may not set"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort", "'none'"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not a parameter"),
-        ({"adapters": "/tmp/x"}, "adapters", "not a parameter"),
         ({"x" * 5000: 1}, "x" * 120 + "...", "not a parameter"),
     ],
     (CHAT, CONTEXT): [
@@ -155,8 +137,6 @@ FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
     (TEXT, INVALID): [
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": ["a", ""]}, "prompt", "prompt 1 is empty"),
-        ({"prompt": [[]]}, "prompt", "empty"),
-        ({"prompt": [1, "a"]}, "prompt", "neither"),
         ({"prompt": [True]}, "prompt", "neither"),
         ({"prompt": [[1], [-1]]}, "prompt", "0 to 4095"),
         ({"prompt": [BIG]}, "prompt", "0 to 4095"),
@@ -171,8 +151,6 @@ FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
         ({"echo": True}, "echo", "only false"),
         ({"suffix": "x"}, "suffix", 'only ""'),
         ({"best_of": 2}, "best_of", "equal to n"),
-        ({"messages": HI}, "messages", "not a parameter"),
-        ({"n_discard": -1}, "n_discard", "not a parameter"),
     ],
     (TEXT, CONTEXT): [
         ({"prompt": [5] * 1000, "max_tokens": 30}, "max_tokens", "1024 tokens, but 1030"),
@@ -181,13 +159,11 @@ FIELDS: dict[tuple[str, str], list[tuple[Fields, str | None, str]]] = {
     ],
     (RESPONSES, INVALID): [
         ({"tools": [1] * 1025}, "tools", "at most 1024"),
-        ({"cache_salt": 5}, "cache_salt", "string"),
     ],
     (RESPONSES, UNSUPPORTED): [
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content", "text only")
     ],
     (MESSAGES, INVALID): [
-        ({"stop_sequences": ["x" * 257]}, None, "at most 256"),
         ({"cache_salt": ""}, None, "cache_salt"),
     ],
     (MESSAGES, UNSUPPORTED): [(part("image", source={}), None, "blocks of these types")],
@@ -210,12 +186,9 @@ def text(value: str | bytes) -> bytes:
 
 BODIES: list[tuple[bytes, str]] = [
     (b"", "empty"),
-    (b" \r\n\t ", "empty"),
     (b'{"model": "x"', "not valid JSON"),
     (b"{} {}", "Extra data"),
     (b"[]", "must be a JSON object"),
-    (b"null", "must be a JSON object"),
-    (b'{"model": "x",}', "not valid JSON"),
     (b"\xef\xbb\xbf{}", "not valid JSON"),
     (json.dumps(GOOD[TEXT]).encode("utf-16"), "UTF-8"),
     (text(b'"\xff"'), "not valid UTF-8"),
@@ -241,7 +214,6 @@ BODIES: list[tuple[bytes, str]] = [
 # Headers over a good request, status, code, a part of the message.
 HEADERS: list[tuple[dict[str, str], int, str, str]] = [
     ({"Content-Encoding": "gzip"}, 415, MEDIA, "uncompressed"),
-    ({"Content-Encoding": "br"}, 415, MEDIA, "'br'"),
     ({"Content-Type": "text/plain"}, 415, MEDIA, "application/json"),
     ({"Content-Type": ";;;"}, 415, MEDIA, "JSON"),
     ({"Content-Type": "text/json+json; charset=latin1"}, 415, MEDIA, "must be UTF-8"),
@@ -253,7 +225,6 @@ HEADERS: list[tuple[dict[str, str], int, str, str]] = [
 ]
 ROUTES: list[tuple[str, str, int, str, str]] = [
     ("POST", "/v1", 404, "not_found", "no route POST /v1."),
-    ("POST", "/v1/embeddings", 404, "not_found", "no embeddings"),
     ("GET", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
     ("DELETE", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
     ("GET", "/v1/models/gpt-4", 404, "model_not_found", MODEL),
@@ -261,8 +232,10 @@ ROUTES: list[tuple[str, str, int, str, str]] = [
     ("GET", "/v1/models/%00%ff", 404, "model_not_found", "not served"),
     ("GET", "/" + "a" * 9000, 404, "not_found", "aaa..."),
     ("PUT", CHAT, 405, "", "Method Not Allowed: PUT"),
-    ("GET", TEXT, 405, "", "Not Allowed"),
     ("DELETE", "/health", 405, "", "Not Allowed"),
+    ("POST", "/v1/embeddings", 404, "not_found", "no embeddings"),
+    ("GET", MESSAGES, 405, "", "Not Allowed"),
+    ("POST", MESSAGES + "/x", 404, "not_found", "no route"),
 ]
 TYPES = dict.fromkeys((400, 405, 413, 415), "invalid_request_error")
 TYPES |= {403: "permission_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
@@ -303,12 +276,9 @@ def test_fields(
 
 @pytest.mark.parametrize(("content", "word"), BODIES, ids=lambda value: str(value)[:40])
 def test_bodies(client: httpx.Client, content: bytes, word: str) -> None:
-    paths = (TEXT, MESSAGES) if len(content) < 9999 else (TEXT,)
-    for path in paths:
-        if b'"prompt"' in content and path != TEXT:
-            continue
-        code = UNSUPPORTED if word == "not a parameter" else INVALID
-        param = "x" if word == "not a parameter" else None
+    is_field = word == "not a parameter"
+    code, param = (UNSUPPORTED, "x") if is_field else (INVALID, None)
+    for path in (TEXT,) if b'"prompt"' in content else (TEXT, MESSAGES):
         check(client.post(path, content=content), path, 400, code, word, param)
 
 
@@ -329,12 +299,10 @@ def test_routes(
 
 
 @pytest.mark.parametrize("path", [TEXT, MESSAGES])
-def test_a_body_that_is_too_long_is_refused_with_and_without_its_length(
-    client: httpx.Client, path: str
-) -> None:
+def test_a_body_that_is_too_long(client: httpx.Client, path: str) -> None:
+    """With and without its length."""
     for content in (b" " * (MAX_BODY + 1), iter([b" " * MAX_BODY, b" "])):
-        response = client.post(path, content=content)
-        check(response, path, 413, "payload_too_large", "longer than")
+        check(client.post(path, content=content), path, 413, "payload_too_large", "longer than")
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -362,7 +330,7 @@ def test_a_clients_value_is_repeated_in_part(client: httpx.Client) -> None:
         assert len(error_of(response, TEXT)) < 250
 
 
-def test_only_the_first_wrong_item_is_reported() -> None:
+def test_only_the_first_wrong_item_is_looked_at() -> None:
     wrong = {"messages": [WRONG] * 9, "tools": [WRONG] * 9, "stop_token_ids": [WRONG] * 9}
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate({"model": MODEL} | wrong)
@@ -392,17 +360,15 @@ def test_a_broken_template_is_not_the_clients_fault() -> None:
         check(response, CHAT, 500, "internal_error", "chat template is wrong")
 
 
-NO_NUMBERS = [TokenLogprobs(math.nan, ()), TokenLogprobs(-1.0, ((5, math.nan),))]
-
-
-@pytest.mark.parametrize("logprobs", NO_NUMBERS)
-def test_logprobs_that_are_no_numbers_are_an_error(logprobs: TokenLogprobs) -> None:
-    engine = FakeEngine(lambda _: iter([out(300, finish="length", logprobs=(logprobs,))]))
-    with in_process(engine) as client:
-        for path, wanted in ((CHAT, {"logprobs": True}), (TEXT, {"logprobs": 1})):
-            for stream in (False, True):
-                response = client.post(path, json=GOOD[path] | wanted | {"stream": stream})
-                check(response, path, 500, "internal_error", "computed NaN")
+@pytest.mark.parametrize("entry", [(math.nan, ()), (-1.0, ((5, math.nan),))])
+def test_logprobs_that_are_no_numbers_are_an_error(entry: tuple[Any, ...]) -> None:
+    logprobs = (TokenLogprobs(*entry),)
+    with in_process(
+        FakeEngine(lambda _: iter([out(300, finish="length", logprobs=logprobs)]))
+    ) as c:
+        for stream in (False, True):
+            response = c.post(CHAT, json=GOOD[CHAT] | {"logprobs": True, "stream": stream})
+            check(response, CHAT, 500, "internal_error", "computed NaN")
 
 
 FAILURES = [
@@ -429,23 +395,21 @@ def test_what_fails_before_the_first_token_is_a_status(
     if where == "at submission":
         engine.refusal = failure
     with in_process(engine) as client:
-        for path in GENERATING:
-            for stream in (False, True):
-                response = client.post(path, json=GOOD[path] | {"stream": stream})
-                check(response, path, status, code, message)
+        for path, stream in itertools.product(GENERATING, (False, True)):
+            response = client.post(path, json=GOOD[path] | {"stream": stream})
+            check(response, path, status, code, message)
 
 
 def test_when_one_sequence_is_refused_the_others_are_cancelled() -> None:
-    engine = FakeEngine(answer([300]), FakeInfo(vocab_size=5000))
-    submit, calls = engine.submit, []
+    engine = FakeEngine(answer([300]))
+    submit = engine.submit
 
     def second_fails(request: Any) -> None:
-        calls.append(request.request_id)
-        if len(calls) == 2:
+        if engine.submitted:
             raise EngineStoppedError("full")
         submit(request)
 
     engine.submit = second_fails
     with in_process(engine) as client:
         assert client.post(CHAT, json=GOOD[CHAT] | {"n": 3}).status_code == 503
-        assert calls[0] in engine.cancelled
+    assert engine.submitted[0].request_id in engine.cancelled

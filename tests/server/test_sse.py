@@ -17,8 +17,8 @@ from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generate import Admitted
-from mlx_mtp.server.openai.wire import ChatRequest
 from mlx_mtp.server.openai.routes import ChatWriter
+from mlx_mtp.server.openai.wire import ChatRequest
 from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
 from mlx_mtp.server.tokenizer import Tokenizer

@@ -56,15 +56,6 @@ def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
         assert getattr(sampled(chat(**{name: given})), name) == expected != known[name]
 
 
-def test_a_tools_schema_is_passed_on_whole() -> None:
-    schema = {"type": "object", "properties": {"x": {"default": None}}, "required": []}
-    function = {"parameters": schema, "description": "d", "name": "f", "strict": True}
-    (tool,) = chat(tools=[{"type": "function", "function": function}]).conversation().tools
-    written = tool.for_template()["function"]
-    assert written == {"name": "f", "description": "d", "parameters": schema}
-    assert list(written) == ["name", "description", "parameters"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "read"),
     [*((text, text) for text in ("not json", "[1]", "3", "[" * 100_000)), ("", {}), (" \n", {})],
@@ -87,15 +78,6 @@ def test_system_messages_are_folded_where_they_stand() -> None:
         said,
         Message("user", "v"),
     ]
-
-
-def test_prompts_have_four_forms_and_stops_two() -> None:
-    for prompt in ("ab", [1, 2]):
-        assert completion(prompt=prompt).prompt == [prompt]
-    for prompts in (["a", "b"], [[1], [2, 3]], ["a", [1]]):
-        assert completion(prompt=prompts).prompt == prompts
-    assert chat(stop="x").stop == ["x"]
-    assert chat(stop=["x", "y"]).stop == ["x", "y"]
 
 
 @pytest.mark.parametrize("ids", [["x"], [1]])
