@@ -79,15 +79,8 @@ def run(
     work.mkdir(parents=True)
     environ = environment(place, home, **agent.variables)
     connect = [sys.executable, "-m", "mlx_mtp", "connect", agent.name, "--url", url, "--write"]
-    done = subprocess.run(connect, env=environ, capture_output=True, text=True, timeout=60)
+    quietly = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "env": environ}
+    done = subprocess.run(connect, timeout=60, **quietly)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Wrote {home}")
-    return subprocess.run(
-        agent.command(question),
-        cwd=work,
-        env=environ,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=RUN_SECONDS,
-    )
+    return subprocess.run(agent.command(question), cwd=work, timeout=RUN_SECONDS, **quietly)

@@ -26,31 +26,18 @@ _QUIETLY = ("-q", "--timeout=120", "--tb=short")
 
 @dataclass(frozen=True)
 class Suite:
-    """Some of a project's tests, as a file of `expected` describes them.
+    """Some of a project's tests, as a file of `expected` describes them."""
 
-    Args:
-        name: of the file.
-        source: where the tests come from.
-        passing: the cases that must pass; without parameters, a name stands for all of a test's.
-        excluded: the cases that aren't run, each with its reason.
-        adapter: the plugin that points them at a server of ours.
-        files: what pytest is given, below the source's directory.
-        folder: where pytest runs, below the source's directory.
-        paths: of imports, below that folder.
-        model: the name by which the tests ask for a model.
-        arguments: more of pytest's; ADAPTERS stands for the adapters' folder.
-    """
-
-    name: str
+    name: str  # of the file
     source: Package
-    passing: Sequence[str]
-    excluded: Mapping[str, str]
-    adapter: str
-    files: Sequence[str]
-    folder: str = "."
-    paths: Sequence[str] = (".",)
-    model: str = MODEL
-    arguments: Sequence[str] = ()
+    passing: Sequence[str]  # cases that must pass, as `stands_for` has them
+    excluded: Mapping[str, str]  # cases that aren't run, each with its reason
+    adapter: str  # the plugin that points them at a server of ours
+    files: Sequence[str]  # what pytest is given, below the source's directory
+    folder: str = "."  # where pytest runs, below the source's directory
+    paths: Sequence[str] = (".",)  # of imports, below that folder
+    model: str = MODEL  # the name by which the tests ask for a model
+    arguments: Sequence[str] = ()  # more of pytest's; ADAPTERS stands for the adapters' folder
 
     @classmethod
     def load(cls, path: Path) -> Suite:
@@ -63,12 +50,7 @@ SUITES = [Suite.load(path) for path in sorted((HERE / "expected").glob("*.toml")
 
 
 def run(suite: Suite) -> dict[str, Any]:
-    """Run all cases but the excluded ones.
-
-    Returns:
-        `outcomes`: "passed", "failed" or "skipped" for each case that ran; `words`: the end of what
-        pytest said of those that did not pass; `excluded`: the cases that were left out; `output`.
-    """
+    """Run all cases but the excluded ones; return what `suite_outcomes` tells, and `output`."""
     folder = directory(suite.source) / suite.folder
     adapters = HERE / "adapters"
     with tempfile.TemporaryDirectory() as temporary:
@@ -104,10 +86,8 @@ def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
             found.append(f"{case} {outcome}: {ended['words'].get(case, '')}")
         elif not any(stands_for(name, case) for name in suite.passing):
             found.append(f"{case} passed, but stands in no list")
-    for name in suite.passing:
-        if not any(stands_for(name, case) for case in ended["outcomes"]):
-            found.append(f"{name} is to pass, but did not run")
-    for name in suite.excluded:
-        if not any(stands_for(name, case) for case in ended["excluded"]):
-            found.append(f"{name} is excluded, but there is no such case")
+    for names, cases in ((suite.passing, "outcomes"), (suite.excluded, "excluded")):
+        for name in names:
+            if not any(stands_for(name, case) for case in ended[cases]):
+                found.append(f"{name}: there is no such case")
     return found

@@ -6,7 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import h11
 import pytest
@@ -22,15 +22,13 @@ CHUNKED = {"Transfer-Encoding": "chunked"}
 BODY = json.dumps(GOOD[TEXT]).encode()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     name: str
     status: int
     word: str
     body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    raw: bytes = b""
-    """The whole request, in place of a POST with the above."""
+    headers: dict[str, str] | None = None
+    raw: bytes = b""  # the whole request, in place of a POST with the above
     end: bool = False
 
 

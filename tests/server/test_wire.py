@@ -89,9 +89,9 @@ def test_a_prompt_of_too_many_ids_is_refused_by_their_number(ids: list[Any]) -> 
 
 
 def test_both_names_of_max_tokens_and_both_ways_to_ask_for_logprobs() -> None:
-    for fields in ({"max_tokens": 3}, {"max_completion_tokens": 3}):
-        assert chat(**fields).options().sampling["max_tokens"] == 3
-    assert chat(max_tokens=3, max_completion_tokens=3).options().sampling["max_tokens"] == 3
+    names = ("max_tokens", "max_completion_tokens")
+    for given in (names[:1], names[1:], names):
+        assert chat(**dict.fromkeys(given, 3)).options().sampling["max_tokens"] == 3
     wanted = [chat(), chat(logprobs=True), chat(logprobs=True, top_logprobs=5), completion()]
     assert [body.options().sampling.get("top_logprobs") for body in wanted] == [None, 0, 5, None]
     assert completion(logprobs=0).options().sampling["top_logprobs"] == 0
@@ -142,9 +142,7 @@ def test_the_answer_gets_the_room_that_is_left() -> None:
 
 
 def test_seeds_are_repeatable_and_exact_in_a_double() -> None:
-    first, second = random.Random(3), random.Random(3)
-    options = chat().options()
-    seeds = [sampling_params(options, NEUTRAL, first, 100).seed for _ in range(100)]
-    assert seeds == [sampling_params(options, NEUTRAL, second, 100).seed for _ in range(100)]
-    assert len(set(seeds)) == 100
+    seeds = [sampled(chat(), seed=number).seed for number in (*range(50), *range(50))]
+    assert seeds[:50] == seeds[50:]
+    assert len(set(seeds)) == 50
     assert all(json.loads(str(seed)) == float(seed) for seed in seeds)
