@@ -57,11 +57,6 @@ def test_the_seed_is_told_and_taken(client: Served, engine: FakeEngine) -> None:
     assert found[0]["message"]["seed"] == found[-2]["seed"] == -9
 
 
-def test_counting_counts_what_an_answer_would_and_more_than_fits(client: Served) -> None:
-    count = f"{PATH}/count_tokens"
-    counted = ask(client, count, messages=HI, system="Be kind.", tools=[TOOL])
-    usage = message(client, system="Be kind.", tools=[TOOL])["usage"]
-    assert counted == {"input_tokens": usage["input_tokens"]}
-    # Counting is what one does with a chat that may be too long.
+def test_counting_counts_more_than_fits(client: Served) -> None:
     long = [{"role": "user", "content": "word " * 3000}]
-    assert ask(client, count, messages=long)["input_tokens"] > 1024
+    assert ask(client, f"{PATH}/count_tokens", messages=long)["input_tokens"] > 1024

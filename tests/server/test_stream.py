@@ -82,14 +82,6 @@ def test_what_a_step_brings_changes_neither_text_nor_counts(
         assert text_of(events(client, **fields)) == "one, two, "
 
 
-def test_a_streams_logprobs_belong_to_its_text(client: Served) -> None:
-    for chunk in events(client, logprobs=True):
-        choice = chunk["choices"][0]
-        if choice["logprobs"]:
-            raw = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
-            assert raw.decode() == choice["delta"]["content"]
-
-
 def test_no_more_drafts_are_accepted_than_tokens_are_used(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
