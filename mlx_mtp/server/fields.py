@@ -107,10 +107,7 @@ def is_id(value: object) -> bool:
 
 
 def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> object:
-    """Text, of a list of text parts too; other media are refused by name.
-
-    A part of type refusal has its text under that name, which is the text of an answer too.
-    """
+    """The text of a list of text parts, refusals among them; other media are refused by name."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -264,10 +261,9 @@ class Function(WireModel):
 
 
 def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
-    """Finds an object's form by its `type`; the tag of each form begins with FORM.
+    """Finds the form of an object by its `type`; `message` is for a value of no form.
 
-    `word` is the form of values that are no objects, and `role` that of objects without a type that
-    have a role; `message` is for a value of no form.
+    `word` is the form of other values, `role` that of objects with a role and without a type.
     """
 
     def form(value: object) -> str | None:

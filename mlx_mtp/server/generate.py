@@ -55,10 +55,7 @@ class Admitted(Generic[Body]):
     async def complete(
         self, prompts: Sequence[str | list[int]], guided: tuple[str, GrammarSpec] | None
     ) -> Generation:
-        """Continue some prompts, texts or token ids; raises RequestError if that can't be.
-
-        `guided` is the field that asks for a form of the answers, and the form.
-        """
+        """Continue texts or token ids; `guided` is a field, and the form that it asks for."""
         context = self.context
         limit = context.engine.info.max_model_len
 
@@ -105,11 +102,7 @@ class Admitted(Generic[Body]):
 async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Body]:
     """Read and check what is asked for, and reserve slots for its sequences.
 
-    `prefix` begins the answer's id.
-
-    Raises:
-        RequestError: it can't be answered as it is.
-        QueueFullError: there are not so many slots.
+    `prefix` begins the answer's id. Raises RequestError if it can't be answered, as it is or now.
     """
     context, body = await read(request, model)
     options, info = body.options(), context.engine.info

@@ -87,11 +87,10 @@ class Usage(NamedTuple):
 
 
 class Generation:
-    """The choices of one HTTP request, from submission to the last token.
+    """The choices of one HTTP request, `num_choices` of each prompt, until their last tokens.
 
     Use as a context manager: entering submits the requests, and leaving cancels those that are
-    unfinished. There is a request and a stream for each choice, and there are `num_choices` of each
-    prompt, together. All of it may take `timeout` seconds; 0: any time.
+    unfinished. All of it may take `timeout` seconds; 0: any time.
     """
 
     def __init__(
@@ -154,9 +153,7 @@ class Generation:
         return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """What is new, as it comes, until every choice is finished.
-
-        An empty list says that nothing has come for `patience` seconds.
+        """What is new, as it comes, until all is finished; nothing after `patience` seconds.
 
         Raises:
             RequestTimeoutError: it has taken too long.
@@ -238,11 +235,7 @@ class Generation:
         )
 
     def timings(self) -> dict[str, Any]:
-        """The times, in llama.cpp's form.
-
-        The prompt's time lasts until the first token, waiting included; the rate of prediction is
-        that of the tokens after the first step, whose time is the prompt's.
-        """
+        """The times, in llama.cpp's form; up to the first step's end they are the prompt's."""
         first = self._last if self._first is None else self._first
         prompt, predicted = first - self._began, self._last - first
         cached = self._cached_tokens

@@ -50,11 +50,7 @@ class OutputStream:
         self._in_content = True
 
     def push(self, output: RequestOutput) -> Delta:
-        """Read one step's output.
-
-        Raises:
-            MlxMtpError: the one that the output carries, or one for logprobs that are no numbers.
-        """
+        """Read one step's output; raises the error that it carries, or one for logprobs of NaN."""
         if output.error is not None:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):

@@ -97,12 +97,8 @@ _Block = Annotated[
     | Annotated[_ToolResultBlock, Tag(FORM + "tool_result")],
     _of_these("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
-_ROLES: dict[type[WireModel], str] = {
-    _ThinkingBlock: "assistant",
-    _RedactedThinkingBlock: "assistant",
-    _ToolUseBlock: "assistant",
-    _ToolResultBlock: "user",
-}
+_OF_ASSISTANTS = (_ThinkingBlock, _RedactedThinkingBlock, _ToolUseBlock)
+_ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), _ToolResultBlock: "user"}
 
 
 def _text_of(blocks: Iterable[WireModel]) -> str:
@@ -120,10 +116,8 @@ class _Message(WireModel):
         for number, block in enumerate(self.content):
             role = _ROLES.get(type(block), self.role)
             if role != self.role:
-                raise refusal(
-                    f"block {number} of type {block.type} belongs to messages of role {role}",
-                    field="content",
-                )
+                message = f"block {number} of type {block.type} belongs to messages of role {role}"
+                raise refusal(message, field="content")
         return self
 
     def messages(self) -> Iterator[conversation.Message]:
@@ -151,11 +145,8 @@ class _Tool(fields.Function):
 def _client_tool(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
-        raise refusal(
-            f"this server runs no tools of its own, such as {json.dumps(kind)[:80]}",
-            field="type",
-            unsupported=True,
-        )
+        message = f"this server runs no tools of its own, such as {json.dumps(kind)[:80]}"
+        raise refusal(message, field="type", unsupported=True)
     return value
 
 
@@ -205,7 +196,7 @@ class _Metadata(WireModel):
 
 
 class KeptThinking(WireModel):
-    """How many of the latest turns keep their thinking. Errors name this class."""
+    """How many of the latest turns keep their thinking; errors name this class."""
 
     type: Literal["thinking_turns", "all"]
     value: Annotated[int, Field(ge=1)] | None = None

@@ -100,11 +100,7 @@ def stored_chats(request: Request) -> StoredChats:
 
 
 async def keeper(request: Request, body: ChatRequest, answer_id: str) -> Keep:
-    """What stores the answer, with what was asked.
-
-    Raises:
-        UnsupportedParameterError: this server keeps none.
-    """
+    """What stores the answer and its request; raises UnsupportedParameterError if none is kept."""
     if not context_of(request).config.max_stored_completions:
         raise UnsupportedParameterError(
             "store: this server keeps no completions (--max-stored-completions 0).", param="store"

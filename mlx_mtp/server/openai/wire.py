@@ -46,6 +46,9 @@ class _ToolCall(WireModel):
     # LiteLLM's notes on an answer, which it sends back with the chat.
     provider_specific_fields: fields.Schema | None = None
 
+    def call(self) -> conversation.ToolCall:
+        return conversation.ToolCall(self.function.name, self.function.arguments, self.id)
+
 
 _OF_ASSISTANTS = (
     *("tool_calls", "reasoning_content", "reasoning", "refusal", "annotations", "parsed"),
@@ -82,23 +85,17 @@ class Message(WireModel):
         # An answer that was cut while the model thought has reasoning alone.
         said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
         if all(text is None for text in said) and not self.tool_calls:
-            alternative = " or tool_calls" if self.role == "assistant" else ""
-            raise refusal(
-                f"a message of role {self.role} needs content{alternative}", field="content"
-            )
+            more = " or tool_calls" if self.role == "assistant" else ""
+            raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
 
     def message(self) -> conversation.Message:
-        calls = (
-            conversation.ToolCall(call.function.name, call.function.arguments, call.id)
-            for call in self.tool_calls or ()
-        )
         return conversation.Message(
             # Templates know no developer; OpenAI made it the new name of system.
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
-            tool_calls=tuple(calls),
+            tool_calls=tuple(call.call() for call in self.tool_calls or ()),
             tool_call_id=self.tool_call_id,
             name=self.name,
         )
@@ -194,9 +191,8 @@ class ChatRequest(GenerateRequest):
             raise refusal("needs logprobs: true", field="top_logprobs")
         given = {self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}
         if len(given) > 1:
-            raise refusal(
-                "differs from max_completion_tokens; give one of them", field="max_tokens"
-            )
+            message = "differs from max_completion_tokens; give one of them"
+            raise refusal(message, field="max_tokens")
         guided = self.guided()
         if guided is not None and self.response_format is not None:
             raise refusal("can't be combined with response_format", field=guided[0])
@@ -233,10 +229,8 @@ def _as_prompts(value: object) -> object:
         raise refusal(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are allowed")
     for number, prompt in enumerate(value):
         if isinstance(prompt, list) and len(prompt) > fields.MAX_PROMPT_IDS:
-            raise refusal(
-                f"prompt {number} has {len(prompt)} token ids; at most {fields.MAX_PROMPT_IDS} are "
-                "allowed"
-            )
+            most = f"at most {fields.MAX_PROMPT_IDS} are allowed"
+            raise refusal(f"prompt {number} has {len(prompt)} token ids; {most}")
         ids = isinstance(prompt, list) and all(fields.is_id(token) for token in prompt)
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")

@@ -32,7 +32,6 @@ IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "ima
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
-
 _KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 _IGNORED = {"annotations", "logprobs"}  # of an earlier answer
 _Text = Annotated[
@@ -239,12 +238,10 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     prompt_cache_retention: fields.Retention | None = None
 
     def options(self) -> RequestOptions:
-        wanted = self.top_logprobs is not None or LOGPROBS in self.include
+        wanted = 0 if LOGPROBS in self.include else None
+        top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
         return RequestOptions(
-            sampling=self.sampling(
-                max_tokens=self.max_output_tokens,
-                top_logprobs=(self.top_logprobs or 0) if wanted else None,
-            ),
+            self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
             user=self.end_user,
             cache_salt=self.cache_salt,
