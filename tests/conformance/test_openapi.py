@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.runner import HERE, MODEL
 from tests.conformance.sources import Repository, directory
+from tests.conformance.test_suites import HERE, MODEL
 from tests.harness import MEASURED
 from tests.process import Server
 
@@ -21,15 +21,10 @@ OPENAPI = Repository(
     "f85dbe223d40e1a31cba812ab2d755c7e98a92a3",
 )
 SECONDS = 90
+_CHATS = "/chat/completions"
 PATHS = (
-    "/chat/completions",
-    "/chat/completions/{completion_id}",
-    "/chat/completions/{completion_id}/messages",
-    "/completions",
-    "/models",
-    "/models/{model}",
-    "/responses",
-    "/responses/{response_id}",
+    *(_CHATS, f"{_CHATS}/{{completion_id}}", f"{_CHATS}/{{completion_id}}/messages"),
+    *("/completions", "/models", "/models/{model}", "/responses", "/responses/{response_id}"),
 )
 # The one operation whose errors the file describes without the `error` around them, as no server
 # of OpenAI's sends them.
