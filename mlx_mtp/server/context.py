@@ -6,23 +6,20 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
-from mlx_mtp.server.admission import RequestLimiter, key_of
+from mlx_mtp.server.admission import RequestLimiter
 from mlx_mtp.server.body import Model, read_body
-from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.server.generation import Dispatcher
 from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.openai.stored import StoredChats
 from mlx_mtp.server.params import model_defaults
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
 from mlx_mtp.server.structured import Grammars
-from mlx_mtp.server.text import cut
 from mlx_mtp.server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,23 +45,17 @@ class Context:
         )
         self.prompter = Prompter(tokenizer, self.output_format, config.template_seconds)
         self.grammars = Grammars.for_tokenizer(tokenizer, engine.info.eos_token_ids)
-        self.dispatcher = Dispatcher(engine)
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.metrics = Metrics(engine, self.limiter)
+        self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
-        self._stored = cache(lambda _: StoredChats(config.max_stored_completions))
         self._created = int(time.time())
-
-    def stored(self, request: Request) -> StoredChats:
-        """The completions that were stored with the request's API key; without keys, all."""
-        # Without keys anything may stand there, and each would get its own share of memory.
-        return self._stored(key_of(request.scope) if self.config.api_keys else "")
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError, which names the served model, for any other."""
         if name != self.config.model_name:
             raise ModelNotFoundError(
-                f"The model {cut(name)!r} is not served here; this server has "
+                f"The model {name[:120]!r} is not served here; this server has "
                 f"{self.config.model_name!r}.",
                 param="model",
             )
@@ -75,7 +66,7 @@ class Context:
         for token in token_ids:
             if not 0 <= token < limit:
                 raise InvalidRequestError(
-                    f"{field} has token {cut(str(token))}, but this model's token ids are 0 to "
+                    f"{field} has token {str(token)[:40]}, but this model's token ids are 0 to "
                     f"{limit - 1}.",
                     param=field,
                 )
@@ -107,7 +98,11 @@ def context_of(request: Request) -> Context:
 
 
 async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
-    """The application's parts and the request's body; raises RequestError for a wrong one."""
+    """The application's parts and the body; raises RequestError for a wrong one or model."""
     context = context_of(request)
     limits = context.config.max_body_bytes, context.config.body_timeout
-    return context, await read_body(request, model, *limits)
+    body = await read_body(request, model, *limits)
+    name = getattr(body, "model", None)
+    if name is not None:
+        context.check_model(name)
+    return context, body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container, Set
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import (
@@ -26,46 +26,30 @@ from mlx_mtp.server import conversation
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.text import has_half_character
 
-MAX_MESSAGES = 4096
-"""Most messages of a chat, and most parts of a message: far above what fits a context."""
-MAX_TOOLS = 1024
-"""Most tools of a chat, and most tool calls of a message."""
-MAX_VALUES = 1 << 16
-"""Most values within one tool's parameters, and within the arguments of one tool call."""
-MAX_LEVELS = 128
-"""Most objects and lists within each other there: whoever writes them recurses."""
-MAX_FIELDS = 100
-"""Most fields of an object of the API."""
+MAX_MESSAGES = 4096  # of a chat, and parts of a message: far above what fits a context
+MAX_TOOLS = 1024  # of a chat, and tool calls of a message
+MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
+MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
+MAX_FIELDS = 100  # of an object of the API
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_PROMPT_IDS = 1 << 20
-"""Most token ids of one prompt, whatever the model's context."""
+MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
 MAX_SALT_CHARACTERS = 256
-MAX_LABELS = 64
-"""Most entries of `metadata` and of `chat_template_kwargs`."""
-MAX_LABEL_CHARACTERS = 512
-"""Longest name and value of `metadata`, as OpenAI has it."""
+MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
+MAX_LABEL_CHARACTERS = 512  # of a name and of a value of `metadata`, as OpenAI has it
 
-FORM = "\0"
-"""Begins the tag of a union's form, which pydantic puts among the names of fields."""
-UNSUPPORTED = "unsupported"
-"""The pydantic error type that becomes an UnsupportedParameterError."""
+FORM = "\0"  # begins the tag of a union's form, which pydantic puts among the names of fields
+UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
 
 
 def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
-    """An error for a validator to raise, which may name the field at fault.
-
-    It is `unsupported` if the value makes sense, but this server does not offer it.
-    """
+    """An error for a validator to raise; `unsupported`: for what this server does not offer."""
     kind = UNSUPPORTED if unsupported else "refused"
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Count the items of a list or an object before any of them is looked at.
-
-    `Field(max_length=...)` looks at each, and collects an error for each that is wrong.
-    """
+    """Count the items of a list or object before any is validated; `max_length` does so after."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -84,7 +68,6 @@ class WireModel(BaseModel):
     @classmethod
     def _null_is_absent(cls, data: object) -> object:
         if not isinstance(data, dict):
-            # As pydantic has it of a plain object: its own text here names the class as well.
             raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
@@ -107,7 +90,7 @@ def few_values(value: Any) -> Any:
 
 
 def whole_characters(arguments: str) -> str:
-    """Check a call's arguments, JSON or not; a template may have to write them."""
+    """Check a call's arguments, JSON or not, which a template may have to write."""
     value = few_values(conversation.object_or_text(arguments))
     try:
         half = has_half_character(arguments, value)
@@ -119,8 +102,29 @@ def whole_characters(arguments: str) -> str:
 
 
 def is_id(value: object) -> bool:
-    """It may be a token id; its range is the model's to check."""
+    """Whether this may be a token id, of whatever model."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> object:
+    """The text of a list of text parts, refusals among them; other media are refused by name."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise refusal(
+                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
+                unsupported=True,
+            )
+        key = "refusal" if kind == "refusal" else "text"
+        given = {name for name, inner in part.items() if inner is not None}
+        if given - ignored != {"type", key} or not isinstance(part[key], str):
+            form = f'{{"type": "{kind}", "{key}": "..."}}'
+            raise refusal(f"part {number} must have the form {form}")
+        texts.append(part[key])
+    return "".join(texts)
 
 
 def only(neutral: object) -> Callable[[Any], Any]:
@@ -145,11 +149,11 @@ Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
 ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
-# Exact ranges are the sampler's to check; this keeps integers that fit nowhere out of messages too.
+# Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
+# Without it nobody can find out, by the time to the first token, that such a prompt was here.
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
-"""Without it nobody can find out, by the time to the first token, that such a prompt was here."""
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[
     list[Stop],
@@ -163,16 +167,12 @@ Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Arguments = Annotated[str, AfterValidator(whole_characters)]
-"""Of a tool call in an earlier answer."""
+# What the openai package's parse() made of an answer's text, which stands beside it.
 Parsed = Annotated[Any, BeforeValidator(few_values)]
-"""What the openai package's parse() made of an answer's text, which stands beside it."""
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
+# A wish about OpenAI's caches, which has had both spellings; here flags say what is kept where.
 Retention = Literal["in_memory", "in-memory", "24h"]
-"""A wish about OpenAI's caches, which has had both spellings; here flags say what is kept where."""
 OnlyFalse = Annotated[bool, AfterValidator(only(False))]
-
-
-# Fields of SamplingParams.
 
 _JSON_TYPES: dict[Any, Any] = {
     int: Int,
@@ -182,6 +182,7 @@ _JSON_TYPES: dict[Any, Any] = {
     tuple[tuple[int, float], ...]: LogitBias,
 }
 _HINTS = get_type_hints(SamplingParams)
+# The fields of `SamplingParams` that clients may set.
 SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
 del SAMPLING["choice"]  # Follows from the body's `n`.
 
@@ -199,9 +200,6 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     return with_fields
 
 
-# Models that several APIs share.
-
-
 class GenerateRequest(WireModel):
     """What all bodies that ask for an answer have."""
 
@@ -211,8 +209,8 @@ class GenerateRequest(WireModel):
 
     def sampling(self, **more: Any) -> dict[str, Any]:
         """What is given of `SamplingParams`, by its names; `more` has other names in this API."""
-        values = {name: getattr(self, name, None) for name in SAMPLING} | more
-        return {name: value for name, value in values.items() if value is not None}
+        same = {name: getattr(self, name, None) for name in SAMPLING}
+        return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
     @abstractmethod
     def options(self) -> RequestOptions: ...
@@ -229,7 +227,6 @@ class OpenAILabels(WireModel):
 
     @property
     def end_user(self) -> str | None:
-        """Under either of its names."""
         return self.user or self.safety_identifier
 
 
@@ -264,12 +261,9 @@ class Function(WireModel):
 
 
 def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
-    """Tells the forms of an object by its `type`; the tag of each form begins with FORM.
+    """Finds the form of an object by its `type`; `message` is for a value of no form.
 
-    Args:
-        message: what to say of a value of no form.
-        word: the form of values that are no objects.
-        role: the form of objects without a type that have a role.
+    `word` is the form of other values, `role` that of objects with a role and without a type.
     """
 
     def form(value: object) -> str | None:
@@ -284,6 +278,7 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
 
 Named = TypeVar("Named", bound=FunctionType)
 Allowed = TypeVar("Allowed", bound=WireModel)
+# Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[Named, Tag(FORM + "function")]
@@ -293,7 +288,6 @@ ToolChoice = Annotated[
         word="word",
     ),
 ]
-"""Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects."""
 
 
 def tool_choice(choice: Any) -> conversation.ToolChoice:

@@ -1,4 +1,4 @@
-"""One HTTP request's answers: engine outputs to deltas, counts and times."""
+"""From the engine's outputs to the deltas, counts and times of one HTTP request's answers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,75 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.errors import MlxMtpError, RequestTimeoutError
-from mlx_mtp.server.dispatch import Dispatcher
+from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.output_stream import Delta, OutputStream
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+
+
+class Dispatcher:
+    """Starts and stops the engine, and passes its outputs to generations, one call a step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: dict[str, Generation] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._engine.start(self._deliver)
+
+    async def stop(self, timeout: float | None = None) -> None:
+        # Joining the engine's thread takes up to a step, and its last outputs need this loop.
+        await asyncio.to_thread(self._engine.stop, timeout)
+        self.end_all()
+
+    def end_all(self) -> None:
+        """End every open request with an error, because the server is stopping."""
+        for generation in set(self._open.values()):
+            generation.fail(EngineStoppedError("The server is shutting down."))
+
+    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
+        """Submit all sequences, or none and raise what `Engine.submit` raised."""
+        try:
+            for request in requests:
+                self._open[request.request_id] = generation
+                self._engine.submit(request)
+        except BaseException:
+            self.cancel(request.request_id for request in requests)
+            raise
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Free the rows of those sequences that have not ended."""
+        for request_id in request_ids:
+            if self._open.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def engine_failure(self) -> MlxMtpError | None:
+        """The error that requests end with when the engine can't serve them any more."""
+        if self._engine.healthy:
+            return None
+        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        assert self._loop is not None, "the engine delivers only after start()"
+        # On the engine's thread. The loop may have been closed by force.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
+
+    def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            generation = self._open.get(output.request_id)
+            if generation is not None:
+                if output.finish_reason is not None:
+                    del self._open[output.request_id]
+                generation.put(at, output)
 
 
 class Usage(NamedTuple):
@@ -26,18 +87,10 @@ class Usage(NamedTuple):
 
 
 class Generation:
-    """The choices of one HTTP request, from submission to the last token.
+    """The choices of one HTTP request, `num_choices` of each prompt, until their last tokens.
 
     Use as a context manager: entering submits the requests, and leaving cancels those that are
-    unfinished.
-
-    Args:
-        dispatcher: submits the requests.
-        metrics: notes the times.
-        requests: one for each choice, those of the same prompt together.
-        streams: likewise.
-        num_choices: of each prompt.
-        timeout: seconds that all of it may take; 0: any.
+    unfinished. All of it may take `timeout` seconds; 0: any time.
     """
 
     def __init__(
@@ -51,9 +104,7 @@ class Generation:
     ) -> None:
         self.streams = streams
         self._requests = requests
-        self._by_id: Mapping[str, OutputStream] = {
-            request.request_id: stream for request, stream in zip(requests, streams)
-        }
+        self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
         self._lengths = [len(request.prompt_token_ids) for request in requests[::num_choices]]
         self._num_choices = num_choices
         self._dispatcher = dispatcher
@@ -77,7 +128,6 @@ class Generation:
         self._dispatcher.cancel(self._by_id)
 
     def put(self, at: float, output: RequestOutput) -> None:
-        """An output has arrived (on the event loop)."""
         self._arrived.append((at, output))
         self._wakeup.set()
 
@@ -103,10 +153,7 @@ class Generation:
         return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """What is new, as it comes, until every choice is finished.
-
-        Args:
-            patience: an empty list says that nothing has come for so many seconds.
+        """What is new, as it comes, until all is finished; nothing after `patience` seconds.
 
         Raises:
             RequestTimeoutError: it has taken too long.
@@ -119,19 +166,16 @@ class Generation:
                 yield []
                 continue
             found: list[Delta] = []
-            failure: MlxMtpError | None = None
             for at, output in arrived:
                 try:
                     delta = self._push(at, output)
                 except MlxMtpError as error:
-                    failure = error  # What came before it is still sent.
+                    self._error = error  # Raised as soon as what came before it has been sent.
                     break
-                if delta is not None and (delta.events or delta.finish_reason is not None):
+                if delta.events or delta.finish_reason is not None:
                     found.append(delta)
             if found:
                 yield found
-            if failure is not None:
-                raise failure
 
     def _seconds_left(self) -> float:
         if not self._timeout:
@@ -146,28 +190,26 @@ class Generation:
             )
         return left
 
-    def _push(self, at: float, output: RequestOutput) -> Delta | None:
+    def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
-            return None  # Arrived with the step that completed a stop.
+            return Delta(stream.index)  # Arrived with the step that completed a stop.
         before = stream.num_tokens
         delta = stream.push(output)
-        self._note_times(at, output.request_id, stream.num_tokens - before)
+        if stream.num_tokens > before:
+            self._note_times(at, output.request_id, stream.num_tokens - before)
         if delta.finish_reason is not None:
             self._dispatcher.cancel([output.request_id])
         return delta
 
     def _note_times(self, at: float, request_id: str, count: int) -> None:
-        if not count:
-            return
         previous = self._times.get(request_id)
         if previous is None:
             self._metrics.first_token(at - self._began)
         else:
             self._metrics.more_tokens(at - previous, count)
         self._times[request_id] = self._last = at
-        if self._first is None:
-            self._first = at
+        self._first = at if self._first is None else self._first
         if at == self._first:
             self._first_tokens += count
 
@@ -181,8 +223,7 @@ class Generation:
 
     def usage(self) -> Usage:
         reasoning = sum(stream.num_reasoning_tokens for stream in self.streams)
-        prompts = sum(self._lengths)
-        return Usage(prompts, self.completion_tokens, reasoning, self._cached_tokens)
+        return Usage(sum(self._lengths), self.completion_tokens, reasoning, self._cached_tokens)
 
     @property
     def _cached_tokens(self) -> int:
@@ -194,11 +235,7 @@ class Generation:
         )
 
     def timings(self) -> dict[str, Any]:
-        """The times, in llama.cpp's form.
-
-        The prompt's time lasts until the first token, waiting included; the rate of prediction is
-        that of the tokens after the first step, whose time is the prompt's.
-        """
+        """The times, in llama.cpp's form; up to the first step's end they are the prompt's."""
         first = self._last if self._first is None else self._first
         prompt, predicted = first - self._began, self._last - first
         cached = self._cached_tokens

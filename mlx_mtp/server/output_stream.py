@@ -16,27 +16,22 @@ from mlx_mtp.server.parsing.events import Event, OutputToken, Text, ToolBroken, 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice; its last delta has a finish reason.
-
-    Args:
-        index: of the choice.
-        events: in order.
-        finish_reason: "stop", "length" or "tool_calls"; None while it goes on.
-        stop: the stop string that ended it.
-    """
+    """What is new in one choice; the last one has a finish reason, as in `OutputStream`."""
 
     index: int
     events: Sequence[Event] = ()
     finish_reason: str | None = None
-    stop: str | None = None
 
 
 class OutputStream:
     """Detokenizes one sequence, parses it and counts its tokens.
 
     Tokens are read singly: nothing of what comes out depends on how many a step brought, but for
-    the number of events that it comes in. `num_reused_tokens` of the prompt came from the prefix
-    cache; `finish_reason` is None until the choice has ended.
+    the number of events that it comes in.
+
+    Attributes:
+        num_reused_tokens: of the prompt, from the prefix cache.
+        finish_reason: "stop", "length" or "tool_calls"; None until the choice has ended.
     """
 
     def __init__(self, index: int, detokenizer: Detokenizer, parser: AnswerParser) -> None:
@@ -55,11 +50,7 @@ class OutputStream:
         self._in_content = True
 
     def push(self, output: RequestOutput) -> Delta:
-        """Read one step's output.
-
-        Raises:
-            MlxMtpError: the one that the output carries, or one for logprobs that are no numbers.
-        """
+        """Read one step's output; raises the error that it carries, or one for logprobs of NaN."""
         if output.error is not None:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):
@@ -77,7 +68,7 @@ class OutputStream:
                 break
         self.num_reused_tokens += output.num_reused_tokens
         self.num_drafts += output.num_draft_tokens
-        # Drafts come first in a step: where a stop string cut it, some were accepted for nothing.
+        # Drafts come first in a step, of which a stop string may have cut some.
         self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
         reason = "stop" if self._ended_early else output.finish_reason
         if reason is None:
@@ -97,15 +88,19 @@ class OutputStream:
         return events
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._detokenizer.stop
+
+    @property
     def _ended_early(self) -> bool:
         # The engine would go on, but nothing more is wanted.
-        return self._detokenizer.stop is not None or self._parser.done
+        return self.stop is not None or self._parser.done
 
     def _finish(self, reason: str, events: list[Event]) -> Delta:
         events += self._parser.feed(self._detokenizer.flush())
         events += self._parser.finish()
-        stop = self._detokenizer.stop
-        if stop is not None:
+        if self.stop is not None:
             reason = "stop"  # What was held until now has completed a stop string after all.
         # Half a call is not to be acted on, nor is what comes before it as if that were all.
         is_cut = any(isinstance(event, ToolCut) for event in events)
@@ -113,12 +108,12 @@ class OutputStream:
             reason = "tool_calls"
         self.finish_reason = reason
         events = self._with_tokens(events)
-        if stop is None and self._in_content:
+        if self.stop is None and self._in_content:
             # Tokens without any text of their own, at the end of the answer proper.
             rest = tuple(token for token in self._waiting if token.start >= self._emitted)
             if rest:
                 events.append(Text("", self._emitted, rest))
-        return Delta(self.index, events, reason, stop)
+        return Delta(self.index, events, reason)
 
     def _with_tokens(self, events: Iterable[Event]) -> list[Event]:
         """Join a step's events, and give each piece of content its tokens."""

@@ -7,42 +7,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, check_num_draft_tokens
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, SamplingParams
 
 MAX_SEQUENCES = 128
 """Most prompts times choices in one request."""
-# Seeds that we choose stay exact in clients whose numbers are doubles.
-_SEED_BITS = 53
+_SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How an answer is made, whichever API it was asked through.
+    """How an answer is made, whichever API it was asked through."""
 
-    Args:
-        sampling: the values of `SamplingParams` that the client gave, by their names; the tokens of
-            `logit_bias` are texts.
-        max_tokens_field: what the API calls the most tokens of an answer.
-        cut_to_context: where there is no room for `max_tokens`, fewer will do.
-        n: choices for each prompt.
-        user: the name that the client gave its end user.
-    """
-
+    # The values of `SamplingParams` that the client gave; the tokens of `logit_bias` are texts.
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    max_tokens_field: str = "max_tokens"
-    cut_to_context: bool = False
+    max_tokens_field: str = "max_tokens"  # the API's name for the most tokens of an answer
+    cut_to_context: bool = False  # where there is no room for `max_tokens`, fewer will do
     num_prompts: int = 1
-    n: int = 1
+    n: int = 1  # choices for each prompt
     stop: Sequence[str] = ()
     num_draft_tokens: int | None = None
-    user: str | None = None
+    user: str | None = None  # the client's name for its end user
     cache_salt: str | None = None
 
-    def check_choices(self, max_choices: int) -> None:
-        """Raise InvalidRequestError if there are too many sequences, or none."""
+    def check(self, max_choices: int, *, mtp_enabled: bool) -> None:
+        """Raise InvalidRequestError for too many sequences or none, and for wrong drafts."""
         if not 1 <= self.n <= max_choices:
             raise InvalidRequestError(f"n is {self.n}, but must be 1 to {max_choices}.", param="n")
         if self.num_prompts * self.n > MAX_SEQUENCES:
@@ -51,6 +42,7 @@ class RequestOptions:
                 "answers that one request may ask for.",
                 param="prompt",
             )
+        check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
 
     def room(self, prompt_tokens: int, max_model_len: int) -> int:
         """Most tokens that the answer to a prompt may have; ContextLengthError if too few."""
@@ -73,11 +65,7 @@ class RequestOptions:
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """The values that apply where a request has none: the model's own, or neutral ones.
-
-    Raises:
-        ModelError: the generation_config.json has a value that no sampler could use.
-    """
+    """The model's own values, or neutral ones; raises ModelError for what no sampler could use."""
     given = {name: generation_config.get(name) for name, r in RANGES.items() if r.from_model}
     given = _all_kept({name: value for name, value in given.items() if value is not None})
     if generation_config.get("do_sample") is False:
@@ -97,17 +85,15 @@ def sampling_params(
 ) -> SamplingParams:
     """How the request's sequences are sampled, before the context's room is known.
 
-    The `defaults` are the model's; `seeds` chooses a seed where the request has none.
-
-    Raises:
-        InvalidRequestError: some value is out of its range; it names the field.
+    The `defaults` are the model's; `seeds` chooses a seed where the request has none. Raises
+    InvalidRequestError, which names the field, for a value that is out of its range.
     """
     values = _all_kept(options.sampling)
     if "seed" not in values:
         values["seed"] = seeds.getrandbits(_SEED_BITS)
-    bias = values.pop("logit_bias", {})
+    bias = values.get("logit_bias", {})
     values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias.items())
-    values["stop_token_ids"] = tuple(values.pop("stop_token_ids", ()))
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     params = replace(defaults, **values)
     params.validate(vocab_size)
     return params
@@ -126,8 +112,7 @@ def engine_requests(
     """One engine request for each prompt and choice, in the order of the answer's choices.
 
     Raises:
-        InvalidRequestError: a prompt came out empty.
-        ContextLengthError: prompt and answer don't fit the context.
+        InvalidRequestError, ContextLengthError: a prompt is empty, or it and the answer don't fit.
     """
     requests = []
     for number, prompt in enumerate(prompts):

@@ -10,21 +10,13 @@ ErrorStyle = Literal["openai", "anthropic"]
 
 
 class Route(NamedTuple):
-    """A route.
+    """A route."""
 
-    Args:
-        methods: of HTTP, with spaces between them.
-        path: as FastAPI takes it; it is served with a slash at its end too.
-        handler: module and function within this package.
-        generates: its requests take slots of the engine's.
-        errors: the API in whose form its errors are, and those of unknown paths that begin so.
-    """
-
-    methods: str
-    path: str
-    handler: str
-    generates: bool = False
-    errors: ErrorStyle = "openai"
+    methods: str  # of HTTP, with spaces between them
+    path: str  # as FastAPI takes it; it is served with a slash at its end too
+    handler: str  # module and function within this package
+    generates: bool = False  # its requests take slots of the engine's
+    errors: ErrorStyle = "openai"  # their form, and that for unknown paths that begin so
 
     def load(self) -> Callable[..., Any]:
         module, _, function = self.handler.rpartition(".")
@@ -36,11 +28,11 @@ _CHATS = "/v1/chat/completions"
 
 ROUTES = (
     Route("POST", _CHATS, "openai.routes.chat_completions", generates=True),
-    Route("GET", _CHATS, "openai.stored_routes.list_chats"),
-    Route("GET", _CHATS + "/{name}", "openai.stored_routes.get_chat"),
-    Route("POST", _CHATS + "/{name}", "openai.stored_routes.label_chat"),
-    Route("DELETE", _CHATS + "/{name}", "openai.stored_routes.delete_chat"),
-    Route("GET", _CHATS + "/{name}/messages", "openai.stored_routes.list_messages"),
+    Route("GET", _CHATS, "openai.stored.list_chats"),
+    Route("GET", _CHATS + "/{name}", "openai.stored.get_chat"),
+    Route("POST", _CHATS + "/{name}", "openai.stored.label_chat"),
+    Route("DELETE", _CHATS + "/{name}", "openai.stored.delete_chat"),
+    Route("GET", _CHATS + "/{name}/messages", "openai.stored.list_messages"),
     Route("POST", "/v1/completions", "openai.routes.completions", generates=True),
     Route("POST", "/v1/responses", "responses.routes.responses", generates=True),
     Route("GET DELETE", "/v1/responses/{name}", "info_routes.stored_response"),

@@ -1,27 +1,41 @@
-"""Streams: server-sent events, and what happens when the client leaves."""
+"""Answers over HTTP: whole, or as server-sent events, for as long as the client stays."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_mtp.errors import MlxMtpError
-from mlx_mtp.server.collect import Collector
-from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.context import context_of
 from mlx_mtp.server.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Keep = Callable[[dict[str, Any]], None]
-"""Gets the JSON of a whole answer."""
+"""Gets the JSON of a whole answer at its end, streamed or not."""
+
+
+async def respond(
+    request: Request, writer: Writer, stream: bool, keep: Keep | None = None
+) -> Response:
+    """Generate for as long as the client stays, and answer in the writer's words."""
+    patience = context_of(request).config.keep_alive_seconds
+    if stream:
+        return EventStreamResponse(writer, patience, keep)
+    with writer.generation:
+        answer = await until_disconnect(request.receive, collect_response(writer, patience))
+    if keep is not None:
+        keep(answer)
+    return JSONResponse(answer)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -48,41 +62,41 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+async def collect_response(writer: Writer, patience: float) -> dict[str, Any]:
+    """The whole answer of a generation that has been submitted."""
+    async for deltas in writer.generation.deltas(patience):
+        for delta in deltas:
+            deque(writer.read(delta), maxlen=0)
+    return writer.whole()
+
+
 async def stream_events(
-    generation: Generation, writer: Writer, patience: float, keep: Keep | None = None
+    writer: Writer, patience: float, keep: Keep | None = None
 ) -> AsyncIterator[bytes]:
     """One generation as server-sent events; those that have come together are one piece.
 
     An error before the first of them is raised, so that it can still become an HTTP status; a later
-    one is an event of the stream.
-
-    Args:
-        generation: its answers, submitted.
-        writer: words them.
-        patience: any longer silence is broken, in seconds.
-        keep: gets the whole answer at its end.
+    one is an event of the stream. Any silence longer than `patience`, in seconds, is broken.
     """
     begun = opened = False
-    collector = Collector(len(generation.streams))
     try:
-        async for deltas in generation.deltas(patience):
+        async for deltas in writer.generation.deltas(patience):
             if not deltas:
                 begun = True
                 yield writer.keep_alive
                 continue
-            events = [] if opened else [*writer.opening(generation)]
+            events = [] if opened else [*writer.opening()]
             opened = True
             for delta in deltas:
-                events += writer.delta(delta, generation)
-                if keep is not None:
-                    collector.add(delta)
+                for words in writer.read(delta):
+                    events += words()
             if events:
                 begun = True
                 yield b"".join(events)
         if keep is not None:
             # Before the client can know the end: from then on it may ask for the answer.
-            keep(writer.whole(collector.answers(), generation))
-        yield b"".join((*writer.ending(generation), writer.done))
+            keep(writer.whole())
+        yield b"".join((*writer.ending(), writer.done))
     except Exception as error:
         if not begun:
             raise
@@ -92,21 +106,15 @@ async def stream_events(
 
 
 class EventStreamResponse(Response):
-    """Sends a generation's events; when the client leaves, the generation ends within a step.
-
-    The generation is submitted when the response is sent, so that none runs without a reader. The
-    arguments are those of `stream_events`.
-    """
+    """Submits a generation, sends its events, and cancels it when the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, generation: Generation, writer: Writer, patience: float, keep: Keep | None
-    ) -> None:
+    def __init__(self, writer: Writer, patience: float, keep: Keep | None) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._generation = generation
-        self._events = stream_events(generation, writer, patience, keep)
+        self._generation = writer.generation
+        self._events = stream_events(writer, patience, keep)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # After the first byte nobody above could turn a disconnect into anything.

@@ -85,8 +85,6 @@ async def tokenize(request: Request) -> Response:
     """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
     context, body = await read(request, TokenizeRequest)
     tokenizer, text = context.tokenizer, body.text
-    if body.model is not None:
-        context.check_model(body.model)
     if text is None:
         prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
         ids = prompt.token_ids
@@ -109,8 +107,6 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize; the text goes by vLLM's name and by llama.cpp's."""
     context, body = await read(request, DetokenizeRequest)
-    if body.model is not None:
-        context.check_model(body.model)
 
     def text() -> str:
         ids = context.checked_ids(body.tokens, "tokens")

@@ -5,151 +5,146 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.parsing import events
 
-
-class Writer(ABC):
-    """Words one answer; used once, for a stream or for `whole`.
-
-    `opening` comes with the first that is new, before `delta`; `ending` after the last choice has
-    ended. `failure` ends a stream that fails. `whole` is the answer that isn't streamed, from one
-    delta for each choice.
-
-    Attributes:
-        keep_alive: sent to break a silence.
-        done: the end of every stream.
-    """
-
-    keep_alive = b": keep-alive\n\n"
-    done = b""
-
-    def __init__(self, answer_id: str) -> None:
-        self.answer_id = answer_id
-
-    @abstractmethod
-    def opening(self, generation: Generation) -> Iterable[bytes]: ...
-
-    @abstractmethod
-    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]: ...
-
-    @abstractmethod
-    def ending(self, generation: Generation) -> Iterable[bytes]: ...
-
-    @abstractmethod
-    def failure(self, error: Exception) -> Iterable[bytes]: ...
-
-    @abstractmethod
-    def whole(self, answers: Sequence[Delta], generation: Generation) -> dict[str, Any]: ...
+Kind = Literal["text", "reasoning", "call"]
+State = Literal["open", "complete", "cut", "broken"]
+Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
+Steps = Iterator[Callable[[], Iterable[bytes]]]
+"""Each step of an answer: call it for its events."""
 
 
 @dataclass(slots=True)
 class Block:
-    """A run of text, a run of reasoning or one tool call, as far as it has come.
+    """A run of text, a run of reasoning or one tool call of a choice, as far as it has come."""
 
-    Args:
-        name: of the function that it calls.
-        pieces: of the text; of a call, of the JSON text of its arguments.
-        tokens: those of the text, if logprobs were asked for.
-        state: "cut": the answer ended within it; "broken": it turned out to be no call.
-        raw: all of a call that is cut, as the model wrote it.
-    """
-
-    kind: Literal["text", "reasoning", "call"]
-    name: str = ""
-    pieces: list[str] = field(default_factory=list)
-    tokens: list[events.OutputToken] = field(default_factory=list)
-    state: Literal["open", "complete", "cut", "broken"] = "open"
-    raw: str = ""
+    kind: Kind
+    choice: int
+    id: str = ""
+    name: str = ""  # of the function that a call is of
+    number: int = 0  # of a call, among the choice's calls
+    pieces: list[str] = field(default_factory=list)  # of a call: of its arguments' JSON text
+    tokens: list[events.OutputToken] = field(default_factory=list)  # if logprobs were asked for
+    state: State = "open"  # "cut": the answer ended within it; "broken": it is no call after all
+    raw: str = ""  # all of a call that is cut, as the model wrote it
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
 
-Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
+class Writer(ABC):
+    """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
-
-class BlockWriter(Writer):
-    """Words the one choice of an answer block by block.
-
-    `start` gets a block that is empty; `add` one with some new content in it already; `stop` one
-    whose state says how it ended. `finished` is the whole answer, made of what they have noted.
-
-    Attributes:
-        last: the delta with the finish reason, as soon as it has come.
+    A stream begins with `opening`; `start` gets a block that is empty, `add` one that has just got
+    some content, `stop` one with the state that it ended in, and `finish` the last delta of a
+    choice. Then comes `ending` or `failure`. `whole` is the answer that isn't streamed.
     """
 
-    def __init__(self, answer_id: str) -> None:
-        super().__init__(answer_id)
-        self.last = Delta(0)
-        self._open: Block | None = None
+    keep_alive = b": keep-alive\n\n"  # breaks a silence
+    done = b""  # the end of every stream
+    prefixes: ClassVar[Mapping[Kind, str]] = {}  # of the ids of blocks
+    record = True  # blocks keep their content, which only `whole` may need
 
-    def delta(self, delta: Delta, generation: Generation) -> Iterable[bytes]:
+    def __init__(self, answer_id: str, generation: Generation) -> None:
+        self.answer_id = answer_id
+        self.generation = generation
+        self.blocks: defaultdict[int, list[Block]] = defaultdict(list)
+
+    def read(self, delta: Delta) -> Steps:
+        """Add what is new to the choice's blocks, step by step."""
         for found in delta.events:
             match found:
                 case events.Text():
-                    if found.text or found.tokens:
-                        yield from self._extend("text", found)
+                    yield from self._extend(delta, "text", found)
                 case events.Reasoning():
-                    yield from self._extend("reasoning", found)
+                    yield from self._extend(delta, "reasoning", found)
                 case events.ToolStart():
-                    yield from self._start(Block("call", found.name))
+                    yield from self._start(delta, "call", name=found.name, number=found.call)
                 case events.ToolArguments():
-                    yield from self._extend("call", found)
+                    yield from self._extend(delta, "call", found)
                 case events.ToolEnd():
-                    yield from self._stop("complete")
+                    yield from self._stop(delta, "complete")
                 case events.ToolCut():
-                    yield from self._stop("cut", found.text)
+                    yield from self._stop(delta, "cut", found.text)
                 case events.ToolBroken():
-                    yield from self._stop("broken")
-                    yield from self._extend("text", found)
+                    yield from self._stop(delta, "broken")
+                    yield from self._extend(delta, "text", found)
         if delta.finish_reason is not None:
-            self.last = delta
-            yield from self._stop("cut" if delta.finish_reason == "length" else "complete")
+            yield from self._stop(delta, "cut" if delta.finish_reason == "length" else "complete")
+            yield partial(self.finish, delta)
 
-    def whole(self, answers: Sequence[Delta], generation: Generation) -> dict[str, Any]:
-        (answer,) = answers
-        deque(self.delta(answer, generation), maxlen=0)
-        return self.finished(generation)
+    def whole_blocks(self, choice: int) -> list[Block]:
+        """A whole answer's blocks: a broken call is none, and the texts around it are one."""
+        found: list[Block] = []
+        for block in self.blocks[choice]:
+            if block.state == "broken":
+                continue
+            if found and found[-1].kind == block.kind == "text":
+                found[-1].pieces += block.pieces
+                found[-1].tokens += block.tokens
+            else:
+                found.append(replace(block, pieces=[*block.pieces], tokens=[*block.tokens]))
+        return found
 
-    def _extend(self, kind: Any, content: Content) -> Iterable[bytes]:
-        block = self._open
+    def _open(self, choice: int) -> Block | None:
+        blocks = self.blocks[choice]
+        return blocks[-1] if blocks and blocks[-1].state == "open" else None
+
+    def _extend(self, delta: Delta, kind: Kind, content: Content) -> Steps:
+        block = self._open(delta.index)
         if block is None or block.kind != kind:
-            block = Block(kind)
-            yield from self._start(block)
-        block.pieces.append(content.text)
-        block.tokens += getattr(content, "tokens", ())
-        yield from self.add(block, content)
+            yield from self._start(delta, kind)
+            block = self.blocks[delta.index][-1]
+        if self.record:
+            block.pieces.append(content.text)
+            block.tokens += getattr(content, "tokens", ())
+        yield partial(self.add, block, content)
 
-    def _start(self, block: Block) -> Iterable[bytes]:
-        yield from self._stop("complete")
-        self._open = block
-        yield from self.start(block)
+    def _start(self, delta: Delta, kind: Kind, **fields: Any) -> Steps:
+        yield from self._stop(delta, "complete")
+        block_id = new_id(self.prefixes[kind]) if kind in self.prefixes else ""
+        block = Block(kind, delta.index, block_id, **fields)
+        self.blocks[delta.index].append(block)
+        yield partial(self.start, block)
 
-    def _stop(self, state: Any, raw: str = "") -> Iterable[bytes]:
-        block, self._open = self._open, None
+    def _stop(self, delta: Delta, state: State, raw: str = "") -> Steps:
+        block = self._open(delta.index)
         if block is not None:
             block.state, block.raw = state, raw
-            yield from self.stop(block)
+            yield partial(self.stop, block)
 
-    @abstractmethod
-    def start(self, block: Block) -> Iterable[bytes]: ...
+    def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def start(self, block: Block) -> Iterable[bytes]:
+        return ()
 
     @abstractmethod
     def add(self, block: Block, content: Content) -> Iterable[bytes]: ...
 
-    @abstractmethod
-    def stop(self, block: Block) -> Iterable[bytes]: ...
+    def stop(self, block: Block) -> Iterable[bytes]:
+        return ()
+
+    def finish(self, delta: Delta) -> Iterable[bytes]:
+        return ()
 
     @abstractmethod
-    def finished(self, generation: Generation) -> dict[str, Any]: ...
+    def ending(self) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def failure(self, error: Exception) -> Iterable[bytes]: ...
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]: ...
 
 
 packed_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -164,4 +159,4 @@ def event(fields: dict[str, Any], name: str | None = None) -> bytes:
 
 def new_id(prefix: str) -> str:
     """A name that no other answer or call has."""
-    return f"{prefix}_{uuid.uuid4().hex[:24]}"
+    return prefix + uuid.uuid4().hex[:24]

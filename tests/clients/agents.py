@@ -19,22 +19,14 @@ RUN_SECONDS = 1200
 
 @dataclass(frozen=True)
 class Agent:
-    """A command line agent, by the name that `mlx-mtp connect` has for it.
-
-    Args:
-        package: of npm.
-        command: asks it a question; it may use its shell tool without asking.
-        tool: its shell tool.
-        parameter: the tool's for the command line.
-        variables: of its environment, beyond what `connect` writes.
-    """
+    """A command line agent, by the name that `mlx-mtp connect` has for it."""
 
     name: str
-    package: str
-    command: Callable[[str], list[str]]
-    tool: str
-    parameter: str = "command"
-    variables: Mapping[str, str] = field(default_factory=dict)
+    package: str  # of npm
+    command: Callable[[str], list[str]]  # asks; it may use its shell tool without permission
+    tool: str  # its shell tool
+    parameter: str = "command"  # of that tool
+    variables: Mapping[str, str] = field(default_factory=dict)  # beyond what `connect` writes
 
     def __str__(self) -> str:
         return self.name
@@ -87,15 +79,8 @@ def run(
     work.mkdir(parents=True)
     environ = environment(place, home, **agent.variables)
     connect = [sys.executable, "-m", "mlx_mtp", "connect", agent.name, "--url", url, "--write"]
-    done = subprocess.run(connect, env=environ, capture_output=True, text=True, timeout=60)
+    quietly = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "env": environ}
+    done = subprocess.run(connect, timeout=60, **quietly)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Wrote {home}")
-    return subprocess.run(
-        agent.command(question),
-        cwd=work,
-        env=environ,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=RUN_SECONDS,
-    )
+    return subprocess.run(agent.command(question), cwd=work, timeout=RUN_SECONDS, **quietly)

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.recorder import Exchange
+import pytest
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_mtp.server.app import create_app
+from tests.server import conftest
 
 FOLDER = Path(__file__).parents[1] / "data" / "clients"
 WRITE = "MLX_MTP_WRITE_CAPTURES"
@@ -53,6 +58,58 @@ _REPLACED = (
 )
 
 
+@dataclass
+class Exchange:
+    """One request, and how it was answered."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    content: bytes = b""
+    status: int = 0
+
+
+class Recorder:
+    """Middleware that keeps what clients send."""
+
+    def __init__(self, app: ASGIApp, exchanges: list[Exchange]) -> None:
+        self.app = app
+        self.exchanges = exchanges
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        query = scope["query_string"].decode()
+        path = scope["path"] + (f"?{query}" if query else "")
+        exchange = Exchange(scope["method"], path, Headers(scope=scope))
+        self.exchanges.append(exchange)
+
+        async def received() -> Message:
+            message = await receive()
+            exchange.content += message.get("body", b"")
+            return message
+
+        async def sent(message: Message) -> None:
+            exchange.status = message.get("status", exchange.status)
+            await send(message)
+
+        await self.app(scope, received, sent)
+
+
+def recording(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
+    """The exchanges, as they come, of whatever application is served from now on."""
+    exchanges: list[Exchange] = []
+
+    def recorded(*parts: Any) -> Any:
+        app = create_app(*parts)
+        app.add_middleware(Recorder, exchanges=exchanges)
+        return app
+
+    monkeypatch.setattr(conftest, "create_app", recorded)
+    return exchanges
+
+
 @dataclass(frozen=True)
 class Capture:
     """One client's requests, in order."""
@@ -82,7 +139,7 @@ def keep(client: str, version: str, exchanges: Sequence[Exchange]) -> None:
                 for name in HEADERS
                 if name in exchange.headers
             },
-            "body": scrubbed(exchange.body, ids),
+            "body": scrubbed(json.loads(exchange.content), ids),
         }
         for exchange in exchanges
     ]
@@ -93,12 +150,7 @@ def keep(client: str, version: str, exchanges: Sequence[Exchange]) -> None:
 
 
 def scrubbed(value: Any, ids: dict[str, str]) -> Any:
-    """The same structure, without what belongs to one machine, person or day.
-
-    Args:
-        value: JSON.
-        ids: the names of this server's answers so far; equal ones stay equal.
-    """
+    """JSON without what belongs to one machine, person or day; equal `ids` of ours stay equal."""
     if isinstance(value, dict):
         return {scrubbed(key, ids): scrubbed(inner, ids) for key, inner in value.items()}
     if isinstance(value, list):

@@ -18,14 +18,12 @@ _LOCK = "package-lock.json"
 
 
 def installed(folder: Path) -> Path:
-    """A directory with the `node_modules` of `folder/package.json`; skips where there is no npm.
-
-    Each list of versions has a directory of its own, so that a new pin is a new installation.
-    """
+    """A directory with the `node_modules` of `folder/package.json`; skips where there is no npm."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not installed")
     files = [file for file in (folder / "package.json", folder / _LOCK) if file.exists()]
+    # Each list of versions has a directory of its own: a new pin is a new installation.
     name = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     root = Path(
         os.environ.get("MLX_MTP_TEST_NPM_DIR")
@@ -44,14 +42,8 @@ def installed(folder: Path) -> Path:
 
 
 def _install(command: list[str], place: Path) -> None:
-    done = subprocess.run(
-        command,
-        cwd=place,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=INSTALL_SECONDS,
-    )
+    quietly = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, cwd=place, timeout=INSTALL_SECONDS, **quietly)
     if done.returncode == 0:
         return
     shutil.rmtree(place, ignore_errors=True)

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -16,7 +16,6 @@ from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients import captures
 from tests.clients.agents import AGENTS, FOLDER, Agent, run
 from tests.clients.npm import installed
-from tests.clients.recorder import Exchange, Recorder, recording
 from tests.harness import MEASURED
 from tests.process import Server
 from tests.server.conftest import Serve
@@ -24,11 +23,9 @@ from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
-QUESTION = "What is the capital of France?"
 LINE = "echo sum-$((40+2))"
 PRINTED = "sum-42"
 GOODBYE = "The command printed it."
-LONG = FakeInfo(max_model_len=262_144)
 
 
 @pytest.fixture(scope="module")
@@ -36,36 +33,29 @@ def place() -> Path:
     return installed(FOLDER)
 
 
-def generations(recorder: Recorder) -> list[Exchange]:
-    """What was asked of the model itself."""
-    return [e for e in recorder.exchanges if e.method == "POST"]
-
-
 def test_all_of_them_at_once_on_the_bundled_model(
     server: Server, place: Path, tmp_path: Path
 ) -> None:
-    def one(agent: Agent) -> tuple[CompletedProcess[str], Recorder]:
-        with recording(server.url) as recorder:
-            return run(agent, place, recorder.url, tmp_path / agent.name, QUESTION), recorder
-
+    ask = partial(run, place=place, url=server.url, question="What is the capital of France?")
     with ThreadPoolExecutor(len(AGENTS)) as pool:
-        outcomes = list(pool.map(one, AGENTS))
-    for agent, (outcome, recorder) in zip(AGENTS, outcomes):
+        outcomes = list(pool.map(lambda agent: ask(agent, home=tmp_path / agent.name), AGENTS))
+    for agent, outcome in zip(AGENTS, outcomes):
         assert outcome.returncode == 0, f"{agent}: {outcome.stderr[-2000:]}"
         assert outcome.stdout.strip(), f"{agent} told nothing: {outcome.stderr[-2000:]}"
-        asked = generations(recorder)
-        assert asked and all(e.status == 200 for e in asked), agent
-        MEASURED.append(
-            f"{agent} {agent.version}: {len(asked)} requests, "
-            f"answered {' '.join(outcome.stdout.split())[:60]!r}"
-        )
+        answered = " ".join(outcome.stdout.split())[:60]
+        MEASURED.append(f"{agent} {agent.version}: answered {answered!r}")
     server.wait_until_empty()
     assert server.metric("spec_decode_num_accepted_tokens_total") > 0
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=str)
 def test_a_tool_is_run_and_its_result_comes_back(
-    agent: Agent, serve: Serve, tokenizer: Tokenizer, place: Path, tmp_path: Path
+    agent: Agent,
+    serve: Serve,
+    tokenizer: Tokenizer,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine is scripted, so that there is a call: the bundled model makes none of these."""
 
@@ -78,12 +68,14 @@ def test_a_tool_is_run_and_its_result_comes_back(
             text = "I run it.\n" + f"<tool_call>\n{json.dumps(agent.call(LINE))}\n</tool_call>"
         return answer(tokenizer.encode(text), sizes=(3,))(request)
 
-    with serve(FakeEngine(script, LONG)) as client, recording(str(client.base_url)) as recorder:
-        outcome = run(agent, place, recorder.url, tmp_path / "home", f"Run this: {LINE}")
+    exchanges = captures.recording(monkeypatch)
+    with serve(FakeEngine(script, FakeInfo(max_model_len=262_144))) as client:
+        url = str(client.base_url)
+        outcome = run(agent, place, url, tmp_path / "home", f"Run this: {LINE}")
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert GOODBYE in outcome.stdout
     # Claude Code says so where it was not told of the model's context.
     assert "assumes a context window" not in outcome.stderr
-    asked = generations(recorder)
-    assert [e.status for e in asked] == [200] * len(asked)
+    asked = [exchange for exchange in exchanges if exchange.method == "POST"]
+    assert [exchange.status for exchange in asked] == [200] * len(asked)
     captures.keep(agent.name, agent.version, asked)

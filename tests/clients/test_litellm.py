@@ -35,21 +35,17 @@ def asked(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def test_completion(target: dict[str, Any]) -> None:
+def test_completions_and_streams(target: dict[str, Any]) -> None:
     answer = litellm.completion(**target, **asked(SENTENCE.question))
     assert answer.choices[0].message.content == SENTENCE.answer
     assert answer.choices[0].finish_reason == "stop"
     usage = answer.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens > 0
-
-
-def test_stream(target: dict[str, Any]) -> None:
-    options = {"stream_options": {"include_usage": True}}
-    chunks = list(litellm.completion(**target, **asked(SENTENCE.question), stream=True, **options))
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(litellm.completion(**target, **asked(SENTENCE.question), **options))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == SENTENCE.answer
-    usage = [c.usage for c in chunks if getattr(c, "usage", None)]
-    assert usage[-1].completion_tokens > 0
+    assert [c.usage for c in chunks if getattr(c, "usage", None)][-1].completion_tokens > 0
 
 
 def test_four_async_calls_of_a_tool(target: dict[str, Any]) -> None:
@@ -93,26 +89,6 @@ def test_a_tools_result_goes_back(target: dict[str, Any]) -> None:
     messages = [*question, first.model_dump(exclude_none=True), result]
     answer = litellm.completion(**target, messages=messages, tools=[WEATHER])
     assert "21" in answer.choices[0].message.content
-
-
-def test_structured_output(server: Server, target: dict[str, Any]) -> None:
-    if target["model"].startswith("anthropic/"):
-        pytest.skip("LiteLLM turns it into a forced tool, which test_a_forced_tool covers")
-    form = {
-        "type": "json_schema",
-        "json_schema": {
-            "name": "Capital",
-            "strict": True,
-            "schema": {
-                "type": "object",
-                "properties": {"capital": {"type": "string", "maxLength": 20}},
-                "required": ["capital"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    answer = litellm.completion(**target, **asked(SENTENCE.question), response_format=form)
-    assert list(json.loads(answer.choices[0].message.content)) == ["capital"]
 
 
 def test_a_prompt_that_is_too_long_has_its_own_error(target: dict[str, Any]) -> None:

@@ -32,22 +32,11 @@ def test_script(script: str, server: Server, tmp_path: Path) -> None:
     # Node.js looks for packages beside the script.
     for file in FOLDER.glob("*.mjs"):
         shutil.copy(file, place)
-    asked = {
-        "url": server.url,
-        "model": MODEL,
-        "question": SENTENCE.question,
-        "answer": SENTENCE.answer,
-        "cities": CITIES,
-        "tool": WEATHER,
-    }
-    done = subprocess.run(
-        ["node", f"{script}.mjs", json.dumps(asked)],
-        cwd=place,
-        env=environment(place, tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    asked = {"url": server.url, "model": MODEL, "cities": CITIES, "tool": WEATHER}
+    asked |= {"question": SENTENCE.question, "answer": SENTENCE.answer}
+    command = ["node", f"{script}.mjs", json.dumps(asked)]
+    how = {"cwd": place, "env": environment(place, tmp_path), "timeout": 300}
+    done = subprocess.run(command, capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stderr[-4000:]
     passed = json.loads(done.stdout.splitlines()[-1])["passed"]
     assert len(passed) > 3

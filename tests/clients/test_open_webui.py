@@ -11,7 +11,7 @@ import httpx
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
 from tests.clients.conftest import MODEL
-from tests.clients.shapes import CHAT, check_stream, check_whole
+from tests.clients.shapes import CHAT, check_stream
 from tests.process import Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
@@ -62,35 +62,23 @@ def read(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_four_chats_and_their_counts(server: Server) -> None:
-    def one(content: str) -> dict[str, Any]:
-        url = f"{server.url}{CHAT}"
-        return read(httpx.post(url, json=chat(content), headers=HEADERS, timeout=60))
+    def one(body: dict[str, Any]) -> dict[str, Any]:
+        return read(httpx.post(f"{server.url}{CHAT}", json=body, headers=HEADERS, timeout=60))
 
-    titles = {"model": MODEL, "max_completion_tokens": 20, "temperature": 0, "stream": False}
-    titles["messages"] = [{"role": "user", "content": SENTENCE.question}]
-    whole = httpx.post(f"{server.url}{CHAT}", json=titles, headers=HEADERS, timeout=60)
-    assert check_whole(CHAT, whole).choices[0].message.content == SENTENCE.answer
+    asked = [chat(SENTENCE.question) for _ in range(3)]
+    with_tool = chat(weather_question(CITIES[0]), tools=[WEATHER])
+    with_tool["messages"].pop(0)
     with ThreadPoolExecutor(4) as pool:
-        for message in pool.map(one, [SENTENCE.question] * 4):
-            assert message["content"] == SENTENCE.answer
-            usage = message["usage"]
-            assert usage["completion_tokens"] == usage["predicted_n"] > 0
-            assert usage["prompt_tokens"] == usage["prompt_n"] + usage["cache_n"] > 0
-            assert usage["predicted_per_second"] > 0
-
-
-def test_its_native_function_calling(server: Server) -> None:
-    def one(city: str) -> dict[str, Any]:
-        body = chat(weather_question(city), tools=[WEATHER])
-        body["messages"].pop(0)
-        url = f"{server.url}{CHAT}"
-        message = read(httpx.post(url, json=body, headers=HEADERS, timeout=60))
-        (call,) = message["calls"].values()
-        assert call["name"] == "get_weather"
-        return json.loads(call["arguments"])
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(one, CITIES)) == [called(city) for city in CITIES]
+        *messages, calling = pool.map(one, [*asked, with_tool])
+    for message in messages:
+        assert message["content"] == SENTENCE.answer
+        usage = message["usage"]
+        assert usage["completion_tokens"] == usage["predicted_n"] > 0
+        assert usage["prompt_tokens"] == usage["prompt_n"] + usage["cache_n"] > 0
+        assert usage["predicted_per_second"] > 0
+    (call,) = calling["calls"].values()
+    assert call["name"] == "get_weather"
+    assert json.loads(call["arguments"]) == called(CITIES[0])
 
 
 def test_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -2,65 +2,52 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import platformdirs
 import pytest
 
 DIRECTORY = "MLX_MTP_SUITES"
 """Names a directory that has unpacked sources, one folder each, named as the source."""
-_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Package:
-    """A file of the Python package index.
-
-    Args:
-        name: of the folder that it is unpacked into.
-        requirement: the pinned package.
-        pin: the file's SHA-256.
-        root: the folder within the file that is taken.
-        members: patterns of the paths below `root` that are taken.
-        wheel: the wheel, not the source distribution.
-    """
+    """A file of the Python package index: of a pinned package, the folder `root`."""
 
     name: str
     requirement: str
-    pin: str
+    pin: str  # the file's SHA-256
     root: str
-    members: tuple[str, ...]
+    members: Sequence[str] = (".",)  # files and folders of `root` that are taken
     wheel: bool = False
 
     def unpack(self, into: Path) -> None:
-        """Download the file and unpack what is wanted of it."""
         with tempfile.TemporaryDirectory() as downloads:
             form = "--only-binary" if self.wheel else "--no-binary"
             _run(sys.executable, "-m", "unearth", self.requirement, form, "-d", downloads)
             (path,) = Path(downloads).iterdir()
             found = hashlib.sha256(path.read_bytes()).hexdigest()
             assert found == self.pin, f"{path.name} has the SHA-256 {found}"
-            for name, content in _files(path):
-                below = PurePosixPath(name)
-                if not below.is_relative_to(self.root):
-                    continue
-                inner = str(below.relative_to(self.root))
-                if any(fnmatch.fnmatchcase(inner, pattern) for pattern in self.members):
-                    target = into / inner
-                    assert target.resolve().is_relative_to(into.resolve())
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(content)
+            unpacked = Path(downloads) / "unpacked"
+            if self.wheel:
+                shutil.unpack_archive(path, unpacked, "zip")
+            else:
+                shutil.unpack_archive(path, unpacked, filter="data")
+            for name in self.members:
+                taken = unpacked / self.root / name
+                if taken.is_file():
+                    shutil.copy(taken, into / name)
+                else:
+                    shutil.copytree(taken, into / name, dirs_exist_ok=True)
 
 
 @dataclass(frozen=True)
@@ -72,16 +59,12 @@ class Repository:
     pin: str
 
     def unpack(self, into: Path) -> None:
-        """Fetch the one commit."""
         _run("git", "init", "--quiet", str(into))
         _run("git", "-C", str(into), "fetch", "--quiet", "--depth", "1", self.url, self.pin)
         _run("git", "-C", str(into), "checkout", "--quiet", "FETCH_HEAD")
 
 
-Source = Package | Repository
-
-
-def directory(source: Source) -> Path:
+def directory(source: Package | Repository) -> Path:
     """The unpacked source, downloaded if it is not there yet; a test skips where it can't be."""
     own = os.environ.get(DIRECTORY)
     if own is not None and (Path(own) / source.name).is_dir():
@@ -105,18 +88,4 @@ def directory(source: Source) -> Path:
 
 def _run(*command: str) -> None:
     quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS, env=quiet)
-
-
-def _files(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Path and content of each file in an archive."""
-    if path.suffix == ".whl":
-        with zipfile.ZipFile(path) as wheel:
-            files = [info for info in wheel.infolist() if not info.is_dir()]
-            yield from ((info.filename, wheel.read(info)) for info in files)
-        return
-    with tarfile.open(path) as archive:
-        for member in archive:
-            content = archive.extractfile(member) if member.isfile() else None
-            if content is not None:
-                yield member.name, content.read()
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=900, env=quiet)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.runner import HERE, MODEL
 from tests.conformance.sources import Repository, directory
+from tests.conformance.test_suites import HERE, MODEL
 from tests.harness import MEASURED
-from tests.process import Server, running
+from tests.process import Server
 
 OPENAPI = Repository(
     "openai-openapi",
@@ -21,15 +21,10 @@ OPENAPI = Repository(
     "f85dbe223d40e1a31cba812ab2d755c7e98a92a3",
 )
 SECONDS = 90
+_CHATS = "/chat/completions"
 PATHS = (
-    "/chat/completions",
-    "/chat/completions/{completion_id}",
-    "/chat/completions/{completion_id}/messages",
-    "/completions",
-    "/models",
-    "/models/{model}",
-    "/responses",
-    "/responses/{response_id}",
+    *(_CHATS, f"{_CHATS}/{{completion_id}}", f"{_CHATS}/{{completion_id}}/messages"),
+    *("/completions", "/models", "/models/{model}", "/responses", "/responses/{response_id}"),
 )
 # The one operation whose errors the file describes without the `error` around them, as no server
 # of OpenAI's sends them.
@@ -38,20 +33,10 @@ LEFT_OUT = "deleteResponse"
 CHECKS = "not_a_server_error,response_schema_conformance,content_type_conformance"
 
 
-@pytest.fixture(scope="module")
-def server():
-    # A log of each request would fill the pipe, which nobody reads.
-    with running("--enable-mtp", "--dtype", "float32", "--log-level", "warning") as server:
-        yield server
-
-
 def run(server: Server, folder: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
     report = folder / "report.json"
-    command = [
-        str(Path(sys.executable).parent / "st"),
-        "run",
-        str(directory(OPENAPI) / "openapi.json"),
-    ]
+    program = Path(sys.executable).parent / "st"
+    command = [str(program), "run", str(directory(OPENAPI) / "openapi.json")]
     command += ["--url", f"{server.url}/v1", "--checks", CHECKS, "--max-time", str(SECONDS)]
     command += ["--continue-on-failure", "--no-color", "--seed", "1", "--workers", "4"]
     command += ["--request-timeout", "60", "--generation-database", "none"]
@@ -73,9 +58,9 @@ def run(server: Server, folder: Path) -> tuple[subprocess.CompletedProcess[str],
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_every_answer_fits_openais_description(server: Server, tmp_path: Path) -> None:
+def test_every_answer_fits_openais_description(mtp_server: Server, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
-    ended, report = run(server, tmp_path)
+    ended, report = run(mtp_server, tmp_path)
     told = ended.stdout[-8000:] + ended.stderr[-2000:]
     assert report, told
     assert not report["failures"], told

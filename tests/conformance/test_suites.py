@@ -2,10 +2,98 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tests.conformance.runner import SUITES, Suite, differences, run
+from tests.conformance.adapters.suite_names import stands_for
+from tests.conformance.sources import Package, directory
 from tests.harness import MEASURED
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODEL = "mlx-mtp-demo"
+_SECONDS = 3000
+_NOT_PASSED_ON = ("MLX_MTP_", "PYTEST_", "SUITE_")
+_QUIETLY = ("-q", "--timeout=120", "--tb=short")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Some of a project's tests, as a file of `expected` describes them."""
+
+    name: str  # of the file
+    source: Package
+    passing: Sequence[str]  # cases that must pass, as `stands_for` has them
+    excluded: Mapping[str, str]  # cases that aren't run, each with its reason
+    adapter: str  # the plugin that points them at a server of ours
+    files: Sequence[str]  # what pytest is given, below the source's directory
+    folder: str = "."  # where pytest runs, below the source's directory
+    paths: Sequence[str] = (".",)  # of imports, below that folder
+    model: str = MODEL  # the name by which the tests ask for a model
+    arguments: Sequence[str] = ()  # more of pytest's; ADAPTERS stands for the adapters' folder
+
+    @classmethod
+    def load(cls, path: Path) -> Suite:
+        told = tomllib.loads(path.read_text("utf-8"))
+        source = Package(**told["source"])
+        return cls(path.stem, source, told["passing"], told["excluded"], **told["suite"])
+
+
+SUITES = [Suite.load(path) for path in sorted((HERE / "expected").glob("*.toml"))]
+
+
+def run(suite: Suite) -> dict[str, Any]:
+    """Run all cases but the excluded ones; return what `suite_outcomes` tells, and `output`."""
+    folder = directory(suite.source) / suite.folder
+    adapters = HERE / "adapters"
+    with tempfile.TemporaryDirectory() as temporary:
+        told = Path(temporary) / "outcomes.json"
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(_NOT_PASSED_ON)},
+            "MLX_MTP_CACHE_DIR": temporary,
+            "SUITE_EXCLUDED": json.dumps(list(suite.excluded)),
+            "SUITE_OUTCOMES": str(told),
+            "SUITE_MODEL": suite.model,
+            "SUITE_ROOT": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, [adapters, *(folder / path for path in suite.paths)])
+            ),
+        }
+        plugins = ["-p", "suite_outcomes", "-p", suite.adapter, "-p", "no:cacheprovider"]
+        files = [str((adapters if f.startswith("suite_") else folder) / f) for f in suite.files]
+        arguments = [word.replace("ADAPTERS", str(adapters)) for word in suite.arguments]
+        command = [sys.executable, "-m", "pytest", *plugins, *arguments, *_QUIETLY, *files]
+        process = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS
+        )
+        output = process.stdout[-6000:] + process.stderr[-2000:]
+        assert told.exists(), output
+        return {**json.loads(told.read_text()), "output": output}
+
+
+def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
+    """How the outcomes differ from what is written down, a line each."""
+    found = []
+    for case, outcome in sorted(ended["outcomes"].items()):
+        if outcome != "passed":
+            found.append(f"{case} {outcome}: {ended['words'].get(case, '')}")
+        elif not any(stands_for(name, case) for name in suite.passing):
+            found.append(f"{case} passed, but stands in no list")
+    for names, cases in ((suite.passing, "outcomes"), (suite.excluded, "excluded")):
+        for name in names:
+            if not any(stands_for(name, case) for case in ended[cases]):
+                found.append(f"{name}: there is no such case")
+    return found
 
 
 @pytest.mark.full

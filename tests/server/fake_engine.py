@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
@@ -145,14 +144,8 @@ class FakeEngine:
             with self._changed:
                 self._changed.wait_for(lambda: self._running or self._stopping)
                 if self._stopping:
-                    self._deliver(
-                        [
-                            RequestOutput(
-                                name, finish_reason="error", error=EngineStoppedError("stopped")
-                            )
-                            for name in self._running
-                        ]
-                    )
+                    ended = out(finish="error", error=EngineStoppedError("stopped"))
+                    self._deliver([replace(ended, request_id=name) for name in self._running])
                     return
                 outputs = self._step()
                 # A breath between steps; without it an endless script floods the event loop.
@@ -165,7 +158,7 @@ class FakeEngine:
         for name, script in list(self._running.items()):
             output = next(script)
             if output is not None:
-                outputs.append(dataclasses.replace(output, request_id=name))
+                outputs.append(replace(output, request_id=name))
                 if output.finish_reason is not None:
                     del self._running[name]
         self._changed.notify_all()

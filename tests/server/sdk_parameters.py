@@ -34,11 +34,8 @@ Variant = tuple[str, Any]
 def variants(kind: Any, path: str = "", inside: tuple[Any, ...] = ()) -> Iterator[Variant]:
     """Values of a type; of an object, the smallest one first, then each key in each form.
 
-    Args:
-        kind: a type of an SDK's request.
-        path: names the place: keys, `[]` for a list's item, `(kind)` for an object's `type`, and
-            `=value` for one of a few values.
-        inside: the object types that this is a part of.
+    A path has keys, `[]` for a list's item, `(kind)` for an object's `type`, and `=value` for one
+    of a few values; `inside` are the object types that this is a part of.
     """
     origin = get_origin(kind)
     if origin in _WRAPPERS:

@@ -6,7 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import h11
 import pytest
@@ -22,15 +22,13 @@ CHUNKED = {"Transfer-Encoding": "chunked"}
 BODY = json.dumps(GOOD[TEXT]).encode()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     name: str
     status: int
     word: str
     body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    raw: bytes = b""
-    """The whole request, in place of a POST with the above."""
+    headers: dict[str, str] | None = None
+    raw: bytes = b""  # the whole request, in place of a POST with the above
     end: bool = False
 
 
@@ -48,19 +46,15 @@ CASES = [
     Case("two hosts", 400, "Host", raw=head("Host: localhost")),
     # More than the system takes by itself: its client gets to read the answer.
     Case("8 MB of headers", 431, LONG, raw=head("X: " + "a" * (1 << 23))),
-    Case("a long name", 431, LONG, raw=head("a" * (1 << 20) + ": x")),
     Case("some long headers", 431, LONG, raw=head(*["Cookie: " + "a" * 4096] * 5)),
     Case("many headers", 431, f"{MAX_HEADERS} headers", raw=head(*["X: a"] * MAX_HEADERS)),
     Case("as many as allowed", 404, "no route", raw=head(*["X: a"] * 99, path="/x")),
-    Case("very many headers", 431, "headers", raw=head(*["X: a"] * 50_000)),
     Case("headers without end", 431, "headers", raw=head(*["X: a"] * 5000)[:-2]),
     Case("a long path", 431, "request line", raw=head(path="/" + "a" * MAX_HEADER_BYTES)),
-    Case("a long path that fits", 404, "no route", raw=head(path="/" + "a" * 16_000)),
     Case("a header without a colon", 400, "not valid HTTP", raw=head("Secret")),
     Case("a space before the colon", 400, "not valid HTTP", raw=head("Secret : x")),
     Case("control characters", 400, "not valid HTTP", raw=head("X: a\x00b")),
     Case("a length of letters", 400, "Length", raw=head("Content-Length: abc")),
-    Case("a negative length", 400, "Length", raw=head("Content-Length: -1")),
     Case("two lengths", 400, "Length", raw=head("Content-Length: 5", "Content-Length: 6")),
     Case("a length of 30 digits", 400, "Length", raw=head("Content-Length: " + "9" * 30)),
     Case("a length too large", 413, "longer", b"{}", {"Content-Length": "9" * 12}),
@@ -77,12 +71,10 @@ CASES = [
     Case("no HTTP", 400, "not valid HTTP", raw=b"hello\r\n\r\n"),
     Case("half a request line", 400, "ended", raw=b"GET /v1/mod", end=True),
     Case("TLS", 400, "not valid HTTP", raw=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
-    Case("HTTP/2", 400, "Host", raw=b"PRI * HTTP/1.1\r\n\r\nSM\r\n\r\n"),
     Case("a target with a space", 400, "request line", raw=head(path="/a b")),
     Case("a very long method", 405, "Not Allowed", raw=head(method="A" * 5000)),
     Case("CONNECT", 404, "no route", raw=head(path="evil.example:443", method="CONNECT")),
     Case("an absolute target", 404, "no route", raw=head(path="http://localhost/health")),
-    Case("a foreign host", 403, "evil.example", headers={"Host": "evil.example"}),
 ]
 
 

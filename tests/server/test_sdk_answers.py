@@ -17,9 +17,8 @@ from pydantic import BaseModel, TypeAdapter
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients.shapes import CHAT, MESSAGES, RESPONSES, TYPES
 from tests.server.conftest import MODEL, Serve
-from tests.server.fake_engine import FakeEngine, answer
 from tests.server.test_exchanges import GROUPS, MASKED
-from tests.server.wire_help import CALL, WEATHER
+from tests.server.wire_help import CALL, WEATHER, saying
 
 HI: Any = [{"role": "user", "content": "hi"}]
 # llama.cpp's and vLLM's fields, which clients read; the seed, to ask for the same again; and those
@@ -93,15 +92,12 @@ def test_recorded_answers(number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def url(serve: Serve, tokenizer: Tokenizer) -> Iterator[str]:
-    with serve(FakeEngine(answer(tokenizer.encode(f"See. {CALL}"))), api_keys=("k",)) as client:
-        yield str(client.base_url)
-
-
-@pytest.fixture(scope="module")
-def sdk(url: str) -> Iterator[openai.OpenAI]:
+def sdk(serve: Serve, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]:
     strict: Any = {"_strict_response_validation": True, "max_retries": 0}
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="k", **strict) as made:
+    with (
+        serve(saying(tokenizer, f"See. {CALL}"), api_keys=("k",)) as client,
+        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="k", **strict) as made,
+    ):
         yield made
 
 
@@ -122,7 +118,8 @@ def test_stored_chats(sdk: openai.OpenAI) -> None:
         chats.retrieve(made.id)
 
 
-def test_models_and_errors(sdk: openai.OpenAI, url: str) -> None:
+def test_models_and_errors(sdk: openai.OpenAI) -> None:
+    url = str(sdk.base_url).removesuffix("v1/")
     with anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as claude:
         check(claude.messages.count_tokens(model=MODEL, messages=HI))
         for model in (*sdk.models.list(), sdk.models.retrieve(MODEL), *claude.models.list()):

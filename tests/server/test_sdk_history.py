@@ -6,6 +6,7 @@ Answers of other servers are among the recorded exchanges.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -46,20 +47,21 @@ class get_weather(BaseModel):  # noqa: N801
     city: str
 
 
+@dataclass
 class Answering:
     """A served engine, and the history that it was asked with last."""
 
-    def __init__(self, engine: FakeEngine, url: str, tokenizer: Tokenizer, said: str) -> None:
-        self.engine = engine
-        self.said = said
-        self.sdk = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-        self.claude = anthropic.Anthropic(base_url=url, api_key="k", max_retries=0)
-        self._tokenizer = tokenizer
+    engine: FakeEngine
+    said: str
+    sdk: openai.OpenAI
+    claude: anthropic.Anthropic
+    tokenizer: Tokenizer
 
-    def check(self) -> None:
+    def check(self, num_results: int) -> None:
         """The prompt has what the model said, and nothing else of the answer."""
+        assert num_results == (self.said == "call")
         ids = self.engine.submitted[-1].prompt_token_ids
-        prompt = b"".join(map(self._tokenizer.token_bytes, ids)).decode()
+        prompt = b"".join(map(self.tokenizer.token_bytes, ids)).decode()
         turn = prompt.rpartition("<|im_start|>user\nAnd?")[0].rpartition("\nhi<|im_end|>")[2]
         assert "Here it is." in turn
         assert ("<tool_call>" in turn) == ("Rome" in turn) == (self.said == "call")
@@ -71,9 +73,12 @@ class Answering:
 def served(request: Any, serve: Serve, tokenizer: Tokenizer) -> Iterator[Answering]:
     engine = FakeEngine(answer(tokenizer.encode(SAID[request.param])))
     with serve(engine) as client:
-        answering = Answering(engine, str(client.base_url), tokenizer, request.param)
-        with answering.sdk, answering.claude:
-            yield answering
+        url = str(client.base_url)
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as sdk,
+            anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as claude,
+        ):
+            yield Answering(engine, request.param, sdk, claude, tokenizer)
 
 
 @pairs("create", "parse", "stream")
@@ -91,9 +96,8 @@ def test_chats(served: Answering, how: str, form: str) -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
         for call in message.tool_calls or ()
     ]
-    assert len(results) == (served.said == "call")
     chats.create(**fields | {"messages": [*HI, FORMS[form](message), *results, AND]})
-    served.check()
+    served.check(len(results))
 
 
 @pairs("create", "parse", "stream")
@@ -115,10 +119,9 @@ def test_responses(served: Answering, how: str, summary: dict[str, str], form: s
         for item in response.output
         if item.type == "function_call"
     ]
-    assert len(results) == (served.said == "call")
     history = [FORMS[form](item) for item in response.output]
     responses.create(**fields | {"input": [*HI, *history, *results, AND]})
-    served.check()
+    served.check(len(results))
 
 
 @pairs("create", "parse", "stream", "beta")
@@ -139,11 +142,10 @@ def test_messages(served: Answering, how: str, form: str) -> None:
         for block in message.content
         if block.type == "tool_use"
     ]
-    assert len(results) == (served.said == "call")
     blocks = [FORMS[form](block) for block in message.content]
     turns = [
         {"role": "assistant", "content": blocks},
         {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
     ]
     claude.messages.create(**fields | {"messages": [*HI, *turns]})
-    served.check()
+    served.check(len(results))

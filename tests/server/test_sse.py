@@ -1,4 +1,4 @@
-"""Streams from within: what is written at one time, who is cancelled, and the lock's interval."""
+"""Streams from within: what is written at one time, and who is cancelled."""
 
 from __future__ import annotations
 
@@ -11,50 +11,63 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.admission import RequestLimiter
-from mlx_mtp.server.detokenizer import Detokenizer
-from mlx_mtp.server.dispatch import Dispatcher
-from mlx_mtp.server.generation import Generation
-from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.openai.writer import ChatWriter
-from mlx_mtp.server.output_stream import OutputStream
-from mlx_mtp.server.parsing.formats import OutputFormat
+from mlx_mtp.server.context import Context
+from mlx_mtp.server.generate import Admitted
+from mlx_mtp.server.openai.routes import ChatWriter
+from mlx_mtp.server.openai.wire import ChatRequest
 from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
 from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.writer import new_id
+from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, endless, fake_logprobs, out
+from tests.server.wire_help import chat_body
 
-PATIENCE = 30.0
+PARAMS = SamplingParams(max_tokens=8, top_logprobs=1)
+USAGE = {"include_usage": True}
+
+
+@pytest.fixture(scope="module")
+def context(tokenizer: Tokenizer) -> Iterator[Context]:
+    context = Context(FakeEngine(endless(40)), tokenizer, ServerConfig(MODEL), {})
+    yield context
+    context.grammars.close()
 
 
 class Stream:
     """One chat's events, whose steps the test brings."""
 
-    def __init__(self, tokenizer: Tokenizer, *, thinking: bool = False) -> None:
-        form = OutputFormat.choose(tokenizer.template)
-        engine = FakeEngine(endless(40))
-        self.dispatcher = Dispatcher(engine)
-        self.request = Request("a", (1,), SamplingParams(max_tokens=8, top_logprobs=1))
-        detokenizer = Detokenizer(tokenizer.text_bytes_with(form.markers))
-        stream = OutputStream(0, detokenizer, form.parser(thinking=thinking, schemas=None))
-        metrics = Metrics(engine, cast(RequestLimiter, None))
-        generation = Generation(self.dispatcher, metrics, [self.request], [stream])
-        writer = ChatWriter(
-            "a", {}, tokenizer, with_logprobs=True, include_usage=True, continuous_usage=False
-        )
+    def __init__(self, context: Context) -> None:
+        self.name = new_id("chatcmpl-")
+        self._context = context
+
+    async def open(self, **kwargs: Any) -> None:
+        body = chat_body(stream=True, stream_options=USAGE, chat_template_kwargs=kwargs)
+        asked = ChatRequest.model_validate(body)
+        admitted = Admitted(self._context, asked, self.name, (), asked.options(), PARAMS)
+        generation = await admitted.chat(asked.conversation())
         generation.__enter__()
-        self.pieces: AsyncIterator[bytes] = stream_events(generation, writer, PATIENCE)
+        writer = ChatWriter(admitted, generation)
+        self.pieces: AsyncIterator[bytes] = stream_events(writer, patience=30.0)
 
     def step(self, *tokens: int, finish: Any = None) -> None:
         """A step has brought tokens."""
-        logprobs = tuple(fake_logprobs(token, self.request) for token in tokens)
+        request = cast(FakeEngine, self._context.engine).submitted[-1]
+        logprobs = tuple(fake_logprobs(token, request) for token in tokens)
         self.arrived(out(*tokens, finish=finish, logprobs=logprobs))
 
     def arrived(self, output: RequestOutput) -> None:
-        self.dispatcher._dispatch(0.0, [dataclasses.replace(output, request_id="a")])
+        output = dataclasses.replace(output, request_id=f"{self.name}-0")
+        self._context.dispatcher._dispatch(0.0, [output])
+
+
+@pytest.fixture
+def stream(context: Context) -> Stream:
+    return Stream(context)
 
 
 def events(piece: bytes) -> list[Any]:
@@ -71,18 +84,25 @@ def told(event: Any) -> tuple[str, list[str]]:
     return choice["delta"].get("content", ""), [entry["token"] for entry in logprobs["content"]]
 
 
-def test_steps_that_have_come_together_are_written_at_once(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_steps_that_have_come_together_are_written_at_once(
+    stream: Stream, tokenizer: Tokenizer, together: bool
+) -> None:
     tokens = tokenizer.encode("one two three")
-    assert len(tokens) > 2
     words = [tokenizer.token_text(token) for token in tokens]
 
     async def main() -> None:
-        stream = Stream(tokenizer)
+        await stream.open()
+        pieces = []
         for token in tokens:
             stream.step(token, finish="length" if token == tokens[-1] else None)
-        first, last = [events(piece) async for piece in stream.pieces]
-        role, *contents, finish = first
-        assert told(role) == ("", [])
+            if not together:
+                pieces.append(events(await anext(stream.pieces)))
+        *more, last = [events(piece) async for piece in stream.pieces]
+        pieces += more
+        assert len(pieces) == (1 if together else len(tokens))
+        role, *contents, finish = [event for piece in pieces for event in piece]
+        assert role["choices"][0]["delta"]["role"] == "assistant"
         # Each still is an event of its own, with its own logprobs.
         assert [told(event) for event in contents] == [(word, [word]) for word in words]
         assert finish["choices"][0]["finish_reason"] == "length"
@@ -92,29 +112,13 @@ def test_steps_that_have_come_together_are_written_at_once(tokenizer: Tokenizer)
     asyncio.run(main())
 
 
-def test_a_step_does_not_wait_for_the_next(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("one two three")
-
-    async def main() -> None:
-        stream = Stream(tokenizer)
-        for number, token in enumerate(tokens):
-            stream.step(token, finish="length" if token == tokens[-1] else None)
-            piece = await anext(stream.pieces)
-            assert tokenizer.token_text(token) in [told(e)[0] for e in events(piece)]
-            assert (b'"role"' in piece) == (number == 0)
-        (last,) = [piece async for piece in stream.pieces]
-        assert events(last)[-1] == "[DONE]"
-
-    asyncio.run(main())
-
-
-def test_what_a_step_brings_of_one_kind_is_one_event(tokenizer: Tokenizer) -> None:
+def test_what_a_step_brings_of_one_kind_is_one_event(stream: Stream, tokenizer: Tokenizer) -> None:
     said = tokenizer.encode("It is so.")
     words = [tokenizer.token_text(token) for token in said]
-    tokens = (*tokenizer.encode("I think so."), *tokenizer.encode("</think>"), *said)
+    tokens = (*tokenizer.encode("<think>I think so."), *tokenizer.encode("</think>"), *said)
 
     async def main() -> None:
-        stream = Stream(tokenizer, thinking=True)
+        await stream.open(enable_thinking=True)
         stream.step(*tokens)
         _, reasoning, content = events(await anext(stream.pieces))
         assert reasoning["choices"][0]["delta"] == {"reasoning_content": "I think so."}
@@ -126,11 +130,11 @@ def test_what_a_step_brings_of_one_kind_is_one_event(tokenizer: Tokenizer) -> No
     asyncio.run(main())
 
 
-def test_what_came_before_an_error_is_written(tokenizer: Tokenizer) -> None:
+def test_what_came_before_an_error_is_written(stream: Stream, tokenizer: Tokenizer) -> None:
     (token,) = tokenizer.encode("a")
 
     async def main() -> None:
-        stream = Stream(tokenizer)
+        await stream.open()
         stream.step(token)
         stream.arrived(out(finish="error", error=StepError("lost")))
         first, last = [events(piece) async for piece in stream.pieces]
@@ -142,11 +146,9 @@ def test_what_came_before_an_error_is_written(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("ticks", range(4))
-def test_a_reader_cancelled_as_something_arrives_is_cancelled(
-    tokenizer: Tokenizer, ticks: int
-) -> None:
+def test_a_reader_cancelled_as_something_arrives_is_cancelled(stream: Stream, ticks: int) -> None:
     async def main() -> None:
-        stream = Stream(tokenizer)
+        await stream.open()
         reader = asyncio.ensure_future(anext(stream.pieces))
         await asyncio.sleep(0)
         stream.step(40)
@@ -162,21 +164,16 @@ def test_a_reader_cancelled_as_something_arrives_is_cancelled(
     asyncio.run(main())
 
 
-@pytest.fixture
-def switch_interval() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("switch_interval")
 def test_a_server_has_its_threads_take_turns_more_often() -> None:
-    seen = []
+    before, seen = sys.getswitchinterval(), []
 
     class Stub:
         def run(self, sockets: object) -> None:
             seen.append(sys.getswitchinterval())
 
-    with bind("127.0.0.1", 0) as sock:
-        assert run(cast(Server, Stub()), sock, lambda _: True)
+    try:
+        with bind("127.0.0.1", 0) as sock:
+            assert run(cast(Server, Stub()), sock, lambda _: True)
+    finally:
+        sys.setswitchinterval(before)
     assert seen == [pytest.approx(SWITCH_SECONDS)]

@@ -9,8 +9,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from mlx_mtp.engine.request import Request
@@ -18,33 +16,8 @@ from mlx_mtp.errors import StepError
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
-
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-STORY = "Once upon a time, 🎉 and then: the end."
-
-
-def chat_body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
-
-
-def post(client: httpx.Client, path: str = CHAT, **fields: Any) -> dict[str, Any]:
-    body = chat_body(**fields) if path == CHAT else {"model": MODEL, "prompt": "hi", **fields}
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def stream(client: httpx.Client, path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
-    """A stream's events, [DONE] checked and left out, comments left out."""
-    body = chat_body(**fields) if path == CHAT else {"model": MODEL, "prompt": "hi", **fields}
-    response = client.post(path, json={**body, "stream": True})
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    events = [line for line in response.text.split("\n\n") if line and not line.startswith(":")]
-    assert all(event.startswith("data: ") for event in events)
-    assert events[-1] == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+from tests.server.in_process import GOOD, MESSAGES, TEXT
+from tests.server.wire_help import CHAT, ask, chat_body, events, saying
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
@@ -54,19 +27,19 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def client(serve: Serve, tokenizer: Tokenizer) -> Iterator[Served]:
-    with serve(FakeEngine(answer(tokenizer.encode(STORY)))) as client:
+    with serve(saying(tokenizer, "Once upon a time, 🎉 and then: the end.")) as client:
         yield client
 
 
 def test_usage_counts_in_every_chunk_and_comes_to_that_of_a_whole_answer(client: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last, end = stream(client, stream_options=options)
+    *chunks, last, end = events(client, stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in (*chunks, last, end)]
     assert counts == sorted(counts)
     assert len(set(counts)) > 3
     prompts = {chunk["usage"]["prompt_tokens"] for chunk in (*chunks, last)}
     assert prompts == {end["usage"]["prompt_tokens"]}
-    assert last["usage"] == end["usage"] == post(client)["usage"]
+    assert last["usage"] == end["usage"] == ask(client)["usage"]
 
 
 def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -76,16 +49,18 @@ def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: 
 
     engine = FakeEngine(echo)
     with serve(engine) as client:
-        body = post(client, TEXT, prompt=[[5], [6, 7]], n=2)
+        fields = {"prompt": [[5], [6, 7]], "n": 2, "logprobs": 0}
+        body = ask(client, TEXT, **fields)
         expected = ["[5] 0", "[5] 1", "[6, 7] 0", "[6, 7] 1"]
         assert [choice["text"] for choice in body["choices"]] == expected
+        assert ["".join(c["logprobs"]["tokens"]) for c in body["choices"]] == expected
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
         assert body["usage"]["prompt_tokens"] == 3
         assert {request.sampling.seed for request in engine.submitted} == {body["seed"]}
-        assert post(client)["seed"] != body["seed"]
-        chunks = stream(client, TEXT, prompt=[[5], [6, 7]], n=2)
+        assert ask(client)["seed"] != body["seed"]
+        chunks = events(client, TEXT, **fields)
         assert [text_of(chunks, index) for index in range(4)] == expected
-        chats = stream(client, CHAT, n=2)
+        chats = events(client, n=2)
         assert [c["choices"][0]["index"] for c in chats[:2]] == [0, 1]
         assert all(c["choices"][0]["delta"]["role"] == "assistant" for c in chats[:2])
 
@@ -94,10 +69,9 @@ def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: 
 def test_what_a_step_brings_changes_neither_text_nor_counts(
     serve: Serve, tokenizer: Tokenizer, sizes: tuple[int, ...]
 ) -> None:
-    engine = FakeEngine(answer(tokenizer.encode("one, two, three, four, five"), sizes))
-    with serve(engine) as client:
+    with serve(saying(tokenizer, "one, two, three, four, five", sizes)) as client:
         fields = {"stop": ["four", "three,"], "logprobs": True}
-        body = post(client, **fields)
+        body = ask(client, **fields)
         assert body["choices"][0]["message"]["content"] == "one, two, "
         assert body["choices"][0]["finish_reason"] == "stop"
         expected = len(tokenizer.encode("one, two, three,"))
@@ -105,15 +79,7 @@ def test_what_a_step_brings_changes_neither_text_nor_counts(
         tokens = [entry["token"] for entry in body["choices"][0]["logprobs"]["content"]]
         # " three" is shown by its space, the comma that completes the stop not at all.
         assert "".join(tokens) == "one, two, three"
-        assert text_of(stream(client, **fields)) == "one, two, "
-
-
-def test_a_streams_logprobs_belong_to_its_text(client: Served) -> None:
-    for chunk in stream(client, logprobs=True):
-        choice = chunk["choices"][0]
-        if choice["logprobs"]:
-            raw = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
-            assert raw.decode() == choice["delta"]["content"]
+        assert text_of(events(client, **fields)) == "one, two, "
 
 
 def test_no_more_drafts_are_accepted_than_tokens_are_used(
@@ -122,49 +88,43 @@ def test_no_more_drafts_are_accepted_than_tokens_are_used(
     # One step of nine tokens, of which the stop string leaves the first: an accepted draft.
     step = out(*[tokenizer.encode("a")[0]] * 9, num_draft_tokens=8, num_accepted_tokens=8)
     with serve(FakeEngine(lambda _: itertools.chain([step], itertools.repeat(None)))) as client:
-        timings = post(client, stop="a")["timings"]
-    assert (timings["predicted_n"], timings["draft_n_accepted"]) == (1, 1)
-    assert timings["draft_n"] == 8
+        timings = ask(client, stop="a")["timings"]
+    counts = [timings[name] for name in ("predicted_n", "draft_n_accepted", "draft_n")]
+    assert counts == [1, 1, 8]
 
 
 def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    (token,) = tokenizer.encode("a")
-    engine = FakeEngine(endless(token))
+    engine = FakeEngine(endless(tokenizer.encode("a")[0]))
     with serve(engine) as client:
-        body = post(client, stop="aaa")
+        body = ask(client, stop="aaa")
         assert body["choices"][0]["message"]["content"] == ""
         assert body["usage"]["completion_tokens"] == 3
         assert engine.wait_for(lambda: not engine.running)
         assert engine.cancelled == {engine.submitted[0].request_id}
         engine.script = answer([300])
-        post(client)
-        stream(client)
+        ask(client)
+        events(client)
     assert len(engine.cancelled) == 1
 
 
 def test_a_special_token_is_no_text(serve: Serve) -> None:
-    engine = FakeEngine(lambda _: iter([out(40, EOS, 40, finish="length")]))
-    with serve(engine) as client:
-        body = post(client, ignore_eos=True)
-        assert body["usage"]["completion_tokens"] == 3
-        assert len(body["choices"][0]["message"]["content"]) == 2
+    with serve(FakeEngine(lambda _: iter([out(40, EOS, 40, finish="length")]))) as client:
+        body = ask(client, ignore_eos=True)
+    assert body["usage"]["completion_tokens"] == 3
+    assert len(body["choices"][0]["message"]["content"]) == 2
 
 
 def test_without_mtp_no_drafts_can_be_asked_for(serve: Serve) -> None:
     engine = FakeEngine(answer([300]), FakeInfo(num_draft_tokens=0, mtp_enabled=False))
-    with (
-        serve(engine) as served,
-        openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0) as sdk,
-    ):
+    with serve(engine) as client:
         for mtp in ({"num_draft_tokens": 0}, {}, None):
-            sdk.completions.create(model=MODEL, prompt="hi", extra_body={"mtp": mtp})
-        with pytest.raises(openai.BadRequestError, match="without MTP") as wrong:
-            sdk.completions.create(
-                model=MODEL, prompt="hi", extra_body={"mtp": {"num_draft_tokens": 2}}
-            )
-    assert wrong.value.param == "mtp.num_draft_tokens"
+            ask(client, mtp=mtp)
+        refused = client.post(CHAT, json=chat_body(mtp={"num_draft_tokens": 2}))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "mtp.num_draft_tokens")
+    assert "without MTP" in error["message"]
     assert [request.num_draft_tokens for request in engine.submitted] == [0, None, None]
 
 
@@ -181,21 +141,29 @@ class Waiting:
         yield self.then
 
 
-@pytest.mark.parametrize("error", [None, StepError("late")])
-def test_silence_is_broken_by_comments_and_errors_after_them_are_events(
-    serve: Serve, error: StepError | None
+@pytest.mark.parametrize(
+    ("path", "error", "silence", "first", "last"),
+    [
+        (TEXT, None, ": keep-alive", "", "[DONE]"),
+        (TEXT, StepError("late"), ": keep-alive", "late", "[DONE]"),
+        (MESSAGES, None, "event: ping", '"ping"', "message_stop"),
+        (MESSAGES, StepError("late"), "event: ping", '"ping"', "late"),
+    ],
+)
+def test_silence_is_broken_and_errors_after_that_are_events(
+    serve: Serve, path: str, error: StepError | None, silence: str, first: str, last: str
 ) -> None:
     script = Waiting(out(finish="error", error=error) if error else out(40, finish="length"))
     with (
         serve(FakeEngine(script), keep_alive_seconds=0.02) as client,
-        client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
+        client.stream("POST", path, json=GOOD[path] | {"stream": True}) as response,
     ):
         lines = response.iter_lines()
-        assert [next(lines) for _ in range(4)] == [": keep-alive", "", ": keep-alive", ""]
+        assert next(line for line in itertools.islice(lines, 3, None) if line) == silence
         script.is_over = True
-        first, *_, last = [line for line in lines if line.startswith("data")]
-        assert ("late" if error else '"role":"assistant"') in first
-        assert last == "data: [DONE]"
+        data = [line for line in lines if line.startswith("data")]
+        assert first in data[0]
+        assert last in data[-1]
 
 
 def test_an_engine_that_dies_silently_ends_its_requests(serve: Serve) -> None:
@@ -218,26 +186,18 @@ def silence(_: Request) -> Iterator[Output]:
         yield None
 
 
-@pytest.mark.parametrize(("streaming", "script"), [(0, silence), (1, silence), (0, endless(40))])
-def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: int, script: Any) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("script", [silence, endless(40)])
+def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: bool, script: Any) -> None:
     engine = FakeEngine(script)
     with serve(engine) as client:
-        payload = json.dumps(chat_body(stream=bool(streaming), n=3)).encode()
+        payload = json.dumps(chat_body(stream=streaming, n=3)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n"
         with socket.create_connection(client.address) as raw:
             raw.sendall(head.encode() + payload)
             assert engine.wait_for(lambda: len(engine.submitted) == 3)
         assert engine.wait_for(lambda: not engine.running)
         assert engine.cancelled == {request.request_id for request in engine.submitted}
-
-
-def test_a_reader_that_stops_reading_a_stream_frees_its_row(serve: Serve) -> None:
-    engine = FakeEngine(endless(40))
-    with serve(engine) as client:
-        with client.stream("POST", CHAT, json=chat_body(stream=True)) as response:
-            next(response.iter_lines())
-        assert engine.wait_for(lambda: not engine.running)
-        assert len(engine.cancelled) == 1
 
 
 @pytest.mark.parametrize(
@@ -266,6 +226,5 @@ def test_models_and_paths_that_end_in_a_slash(client: Served) -> None:
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 1024)
     for path in (MODEL, "test%2Fmodel", MODEL + "/"):
         assert client.get(f"/v1/models/{path}").json() == card
-    assert client.post(CHAT + "/", json=chat_body()).status_code == 200
     assert client.get("/health/").json() == {"status": "ok"}
     assert client.head("/health").status_code == 200

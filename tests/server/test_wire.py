@@ -56,15 +56,6 @@ def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
         assert getattr(sampled(chat(**{name: given})), name) == expected != known[name]
 
 
-def test_a_tools_schema_is_passed_on_whole() -> None:
-    schema = {"type": "object", "properties": {"x": {"default": None}}, "required": []}
-    function = {"parameters": schema, "description": "d", "name": "f", "strict": True}
-    (tool,) = chat(tools=[{"type": "function", "function": function}]).conversation().tools
-    written = tool.for_template()["function"]
-    assert written == {"name": "f", "description": "d", "parameters": schema}
-    assert list(written) == ["name", "description", "parameters"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "read"),
     [*((text, text) for text in ("not json", "[1]", "3", "[" * 100_000)), ("", {}), (" \n", {})],
@@ -89,15 +80,6 @@ def test_system_messages_are_folded_where_they_stand() -> None:
     ]
 
 
-def test_prompts_have_four_forms_and_stops_two() -> None:
-    for prompt in ("ab", [1, 2]):
-        assert completion(prompt=prompt).prompt == [prompt]
-    for prompts in (["a", "b"], [[1], [2, 3]], ["a", [1]]):
-        assert completion(prompt=prompts).prompt == prompts
-    assert chat(stop="x").stop == ["x"]
-    assert chat(stop=["x", "y"]).stop == ["x", "y"]
-
-
 @pytest.mark.parametrize("ids", [["x"], [1]])
 def test_a_prompt_of_too_many_ids_is_refused_by_their_number(ids: list[Any]) -> None:
     many = ids * (MAX_PROMPT_IDS + 1)
@@ -107,12 +89,12 @@ def test_a_prompt_of_too_many_ids_is_refused_by_their_number(ids: list[Any]) -> 
 
 
 def test_both_names_of_max_tokens_and_both_ways_to_ask_for_logprobs() -> None:
-    for fields in ({"max_tokens": 3}, {"max_completion_tokens": 3}):
-        assert chat(**fields).options().sampling["max_tokens"] == 3
-    assert chat(max_tokens=3, max_completion_tokens=3).options().sampling["max_tokens"] == 3
+    names = ("max_tokens", "max_completion_tokens")
+    for given in (names[:1], names[1:], names):
+        assert chat(**dict.fromkeys(given, 3)).options().sampling["max_tokens"] == 3
     wanted = [chat(), chat(logprobs=True), chat(logprobs=True, top_logprobs=5), completion()]
-    assert [body.wanted_logprobs for body in wanted] == [None, 0, 5, None]
-    assert completion(logprobs=0).wanted_logprobs == 0
+    assert [body.options().sampling.get("top_logprobs") for body in wanted] == [None, 0, 5, None]
+    assert completion(logprobs=0).options().sampling["top_logprobs"] == 0
 
 
 def test_the_models_defaults_apply_and_the_request_wins() -> None:
@@ -160,9 +142,7 @@ def test_the_answer_gets_the_room_that_is_left() -> None:
 
 
 def test_seeds_are_repeatable_and_exact_in_a_double() -> None:
-    first, second = random.Random(3), random.Random(3)
-    options = chat().options()
-    seeds = [sampling_params(options, NEUTRAL, first, 100).seed for _ in range(100)]
-    assert seeds == [sampling_params(options, NEUTRAL, second, 100).seed for _ in range(100)]
-    assert len(set(seeds)) == 100
+    seeds = [sampled(chat(), seed=number).seed for number in (*range(50), *range(50))]
+    assert seeds[:50] == seeds[50:]
+    assert len(set(seeds)) == 50
     assert all(json.loads(str(seed)) == float(seed) for seed in seeds)

@@ -1,30 +1,154 @@
-"""Anthropic's routes. Any `anthropic-version` will do: the form has not changed with it."""
+"""Anthropic's routes, and how their answers are worded.
+
+Any `anthropic-version` will do: the form has not changed with it.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
-from mlx_mtp.server.anthropic.writer import MessageWriter
 from mlx_mtp.server.context import read
 from mlx_mtp.server.fields import MAX_PROMPT_IDS
-from mlx_mtp.server.generate import admit, respond
+from mlx_mtp.server.generate import Admitted, admit
+from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.http_errors import anthropic_error_body
+from mlx_mtp.server.opaque_reasoning import wrap
+from mlx_mtp.server.sse import respond
+from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
+
+SIGNATURE = "mlx-mtp"
+"""Clients send thinking blocks back only if they have a signature, which they don't look into."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageWriter(Writer):
+    """/v1/messages."""
+
+    keep_alive = event({"type": "ping"}, "ping")
+    prefixes: ClassVar[dict[Kind, str]] = {"call": "toolu_"}
+
+    def __init__(self, admitted: Admitted[MessagesRequest], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        self._model = admitted.body.model
+        # Not of this API: clients get the seed so that they can ask for the same again.
+        self._seed = admitted.params.seed
+        self._omit_thinking = admitted.body.thinking.display == "omitted"
+
+    def opening(self) -> Iterable[bytes]:
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message=self._message([], nothing))
+
+    def ending(self) -> Iterable[bytes]:
+        usage = usage_fields(self.generation)
+        yield _event("message_delta", delta=self._reason(), usage=usage, seed=self._seed)
+        yield _event("message_stop")
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        yield event(anthropic_error_body(error), "error")
+
+    def start(self, block: Block) -> Iterable[bytes]:
+        yield self._block_event("start", content_block=self._content(block))
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        if block.kind == "text":
+            yield self._delta("text_delta", text=content.text)
+        elif block.kind == "call":
+            yield self._delta("input_json_delta", partial_json=content.text)
+        elif not self._omit_thinking:
+            yield self._delta("thinking_delta", thinking=content.text)
+
+    def stop(self, block: Block) -> Iterable[bytes]:
+        if block.kind == "reasoning":
+            yield self._delta("signature_delta", signature=self._content(block)["signature"])
+        yield self._block_event("stop")
+
+    def whole(self) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        for block in self.whole_blocks(0):
+            found = self._content(block)
+            if content and content[-1]["type"] == found["type"] == "text":
+                content[-1]["text"] += found["text"]
+            else:
+                content.append(found)
+        return self._message(content, self._reason())
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        """A block as it is so far; of a call in a stream, the beginning."""
+        if block.kind == "reasoning":
+            whole = block.text
+            shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, SIGNATURE)
+            is_open = block.state == "open"
+            return {
+                "type": "thinking",
+                "thinking": shown,
+                "signature": "" if is_open else signature,
+            }
+        if block.kind == "call" and block.state != "cut":
+            # Complete calls have an object for arguments: the parsers see to that.
+            given = json.loads(block.text) if block.state == "complete" else {}
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+        # A `tool_use` has an object for its input, and an object made of half a call looks like a
+        # whole one: a client would write half a file. So a call that is cut is text in a whole
+        # message; in a stream its input is left open, which no client takes for whole.
+        return {"type": "text", "text": block.raw or block.text}
+
+    def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "seed": self._seed,
+            "content": content,
+            **reason,
+            "usage": usage_fields(self.generation),
+        }
+
+    def _reason(self) -> dict[str, Any]:
+        (stream,) = self.generation.streams
+        reason = _STOP_REASONS[stream.finish_reason or "stop"]
+        if stream.stop is not None and stream.finish_reason == "stop":
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stream.stop}
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return self._block_event("delta", delta={"type": kind, **fields})
+
+    def _block_event(self, kind: str, **fields: Any) -> bytes:
+        return _event(f"content_block_{kind}", index=len(self.blocks[0]) - 1, **fields)
+
+
+def usage_fields(generation: Generation) -> dict[str, Any]:
+    """The counts in Anthropic's form: `input_tokens` are those that were computed."""
+    usage = generation.usage()
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages."""
-    context, body = await read(request, MessagesRequest)
-    admitted = admit(context, request, body)
-    omit = body.thinking.display == "omitted"
-    writer = MessageWriter(context.config.model_name, admitted.params.seed, omit_thinking=omit)
-    generation = await admitted.chat(writer.answer_id, body.conversation())
-    return await respond(request, generation, writer, stream=body.stream)
+    admitted = await admit(request, MessagesRequest, "msg_")
+    generation = await admitted.chat(admitted.body.conversation())
+    return await respond(request, MessageWriter(admitted, generation), admitted.body.stream)
 
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     context, body = await read(request, CountRequest)
-    context.check_model(body.model)
     prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

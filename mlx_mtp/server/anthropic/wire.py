@@ -16,8 +16,8 @@ from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 
+# Claude Code's first system block begins so; its nonce changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Claude Code's first system block begins so; its nonce changes with each turn."""
 
 
 class _CacheControl(WireModel):
@@ -39,6 +39,10 @@ class _ThinkingBlock(WireModel):
     thinking: str
     signature: str | None = None
 
+    @property
+    def text(self) -> str:
+        return self.thinking or unwrap(self.signature or "")
+
 
 class _RedactedThinkingBlock(WireModel):
     # What another server's model thought, encrypted.
@@ -46,17 +50,16 @@ class _RedactedThinkingBlock(WireModel):
     data: str
 
 
-def _object(value: object) -> object:
-    return fields.few_values(value) if isinstance(value, dict) else value
-
-
 class _ToolUseBlock(WireModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Annotated[dict[str, Any], BeforeValidator(_object)] = Field({})
+    input: fields.Schema = Field({})
     cache_control: _CacheControl | None = None
     caller: dict[str, Any] | None = None
+
+    def call(self) -> ToolCall:
+        return ToolCall(self.name, json.dumps(self.input, ensure_ascii=False), self.id)
 
 
 def _of_these(*names: str) -> Discriminator:
@@ -64,7 +67,6 @@ def _of_these(*names: str) -> Discriminator:
 
 
 def _as_blocks(value: object) -> object:
-    """Text alone is short for one block of it."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -95,16 +97,12 @@ _Block = Annotated[
     | Annotated[_ToolResultBlock, Tag(FORM + "tool_result")],
     _of_these("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
-_ROLES: dict[type[WireModel], str] = {
-    _ThinkingBlock: "assistant",
-    _RedactedThinkingBlock: "assistant",
-    _ToolUseBlock: "assistant",
-    _ToolResultBlock: "user",
-}
+_OF_ASSISTANTS = (_ThinkingBlock, _RedactedThinkingBlock, _ToolUseBlock)
+_ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), _ToolResultBlock: "user"}
 
 
 def _text_of(blocks: Iterable[WireModel]) -> str:
-    """The text blocks, a paragraph each, without Claude Code's billing header."""
+    # A paragraph each, without Claude Code's billing header.
     texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
     return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
@@ -118,30 +116,19 @@ class _Message(WireModel):
         for number, block in enumerate(self.content):
             role = _ROLES.get(type(block), self.role)
             if role != self.role:
-                raise refusal(
-                    f"block {number} of type {block.type} belongs to messages of role {role}",
-                    field="content",
-                )
+                message = f"block {number} of type {block.type} belongs to messages of role {role}"
+                raise refusal(message, field="content")
         return self
 
     def messages(self) -> Iterator[conversation.Message]:
         """The message as the server knows it: a tool's result is a message of its own."""
-        calls: list[ToolCall] = []
-        thoughts: list[str] = []
-        for block in self.content:
-            if isinstance(block, _ToolResultBlock):
-                yield block.message()
-            elif isinstance(block, _ToolUseBlock):
-                arguments = json.dumps(block.input, ensure_ascii=False)
-                calls.append(ToolCall(block.name, arguments, block.id))
-            elif isinstance(block, _ThinkingBlock):
-                thoughts.append(block.thinking or unwrap(block.signature or ""))
+        yield from (b.message() for b in self.content if isinstance(b, _ToolResultBlock))
         text = _text_of(self.content)
         if self.role == "assistant":
+            thoughts = [b.text for b in self.content if isinstance(b, _ThinkingBlock)]
+            calls = tuple(b.call() for b in self.content if isinstance(b, _ToolUseBlock))
             reasoning = "\n".join(thoughts) or None
-            yield conversation.Message(
-                "assistant", text, reasoning=reasoning, tool_calls=tuple(calls)
-            )
+            yield conversation.Message("assistant", text, reasoning, calls)
         elif text or any(isinstance(block, _TextBlock) for block in self.content):
             yield conversation.Message(self.role, text)
 
@@ -156,14 +143,10 @@ class _Tool(fields.Function):
 
 
 def _client_tool(value: object) -> object:
-    """Name the tools that Anthropic's own servers run."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
-        raise refusal(
-            f"this server runs no tools of its own, such as {json.dumps(kind)[:80]}",
-            field="type",
-            unsupported=True,
-        )
+        message = f"this server runs no tools of its own, such as {json.dumps(kind)[:80]}"
+        raise refusal(message, field="type", unsupported=True)
     return value
 
 
@@ -213,7 +196,7 @@ class _Metadata(WireModel):
 
 
 class KeptThinking(WireModel):
-    """How many of the latest turns keep their thinking. Errors name this class."""
+    """How many of the latest turns keep their thinking; errors name this class."""
 
     type: Literal["thinking_turns", "all"]
     value: Annotated[int, Field(ge=1)] | None = None

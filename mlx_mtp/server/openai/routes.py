@@ -1,80 +1,243 @@
-"""OpenAI's routes. Each reads as its steps: body, checks, prompt, generation, answer."""
+"""OpenAI's routes for chats and plain completions: whole answers and the chunks of streams."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp import __version__
-from mlx_mtp.errors import UnsupportedParameterError
-from mlx_mtp.server.context import context_of, read
-from mlx_mtp.server.generate import Admitted, admit, respond
-from mlx_mtp.server.openai.stored import StoredChat
+from mlx_mtp.server.generate import Admitted, admit
+from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.http_errors import error_body
+from mlx_mtp.server.openai.stored import keeper
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
-from mlx_mtp.server.openai.writer import ChatWriter, TextWriter
-from mlx_mtp.server.sse import Keep
-from mlx_mtp.server.writer import packed_json
+from mlx_mtp.server.output_stream import Delta
+from mlx_mtp.server.parsing.events import OutputToken
+from mlx_mtp.server.sse import respond
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
+
+# JSON has no infinity; OpenAI's servers write this for an impossible token.
+_LEAST_LOGPROB = -9999.0
+Tokens = Sequence[OutputToken]
+
+
+class OpenAIWriter(Writer):
+    """What chats and completions have in common."""
+
+    done = b"data: [DONE]\n\n"
+    answer_kind: str
+    chunk_kind: str
+    chunk_key: str  # of the content in the choice of a chunk
+    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
+
+    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        body: GenerateRequest = admitted.body
+        self.record = not body.stream or getattr(body, "store", False)
+        self._shared = {
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": f"mlx-mtp-{__version__}",
+            "seed": admitted.params.seed,
+        }
+        self._tokenizer = admitted.context.tokenizer
+        self._with_logprobs = admitted.params.top_logprobs is not None
+        options = body.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+
+    def finish(self, delta: Delta) -> Iterable[bytes]:
+        more = {"timings": self.generation.timings()} if self.generation.is_finished else {}
+        yield self.chunk(delta.index, self.empty, None, delta.finish_reason, **more)
+
+    def ending(self) -> Iterable[bytes]:
+        if self._include_usage:
+            yield event(self._fields(self.chunk_kind, [], **self._costs()))
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        yield event(error_body(error))
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.whole_choice(index) for index in range(len(self.generation.streams))]
+        return self._fields(self.answer_kind, choices, **self._costs())
+
+    @abstractmethod
+    def whole_choice(self, index: int) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+        """The logprobs of some tokens; None: of something that is no text."""
+
+    def choice(
+        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs(tokens) if self._with_logprobs else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def chunk(
+        self,
+        index: int,
+        content: Any,
+        tokens: Tokens | None = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        # All chunks have a null in the place of the usage, which comes last, or the usage so far.
+        if self._include_usage:
+            so_far = usage_fields(self.generation) if self._continuous_usage else None
+            more = {"usage": so_far, **more}
+        choice = self.choice(index, tokens, reason, **{self.chunk_key: content})
+        return event(self._fields(self.chunk_kind, [choice], **more))
+
+    def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        head = {"id": self.answer_id, "object": kind}
+        return {**head, **self._shared, "choices": choices, **more}
+
+    def _costs(self) -> dict[str, Any]:
+        return {"usage": usage_fields(self.generation), "timings": self.generation.timings()}
+
+
+class ChatWriter(OpenAIWriter):
+    """/v1/chat/completions."""
+
+    answer_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    chunk_key = "delta"
+    empty: ClassVar[Any] = {}
+    # An answer that is streamed and then stored has the same ids in both.
+    prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
+
+    def opening(self) -> Iterable[bytes]:
+        for stream in self.generation.streams:
+            yield self.chunk(stream.index, {"role": "assistant", "content": ""})
+
+    def start(self, block: Block) -> Iterable[bytes]:
+        if block.kind == "call":
+            call = {"index": block.number, **_call(block)}
+            yield self.chunk(block.choice, {"tool_calls": [call]})
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        text = content.text
+        found: dict[str, Any] = {"content": text}
+        if block.kind == "reasoning":
+            found = {"reasoning_content": text}
+        elif block.kind == "call":
+            found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+        yield self.chunk(block.choice, found, getattr(content, "tokens", None))
+
+    def whole_choice(self, index: int) -> dict[str, Any]:
+        """One message; its content is null if all that it has is calls."""
+        blocks = self.whole_blocks(index)
+        said, thoughts, calls = (
+            [block for block in blocks if block.kind == kind]
+            for kind in ("text", "reasoning", "call")
+        )
+        text = "".join(block.text for block in said)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = "".join(block.text for block in thoughts)
+        if calls:
+            message["content"] = text or None
+            message["tool_calls"] = [_call(block) for block in calls]
+        tokens = [token for block in said for token in block.tokens]
+        reason = self.generation.streams[index].finish_reason
+        return self.choice(index, tokens, reason, message=message)
+
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
+
+
+class TextWriter(OpenAIWriter):
+    """/v1/completions."""
+
+    answer_kind = chunk_kind = "text_completion"
+    chunk_key = "text"
+    empty = ""
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))
+
+    def whole_choice(self, index: int) -> dict[str, Any]:
+        blocks = self.whole_blocks(index)  # Plain text has one, or none.
+        text = "".join(block.text for block in blocks)
+        tokens = [token for block in blocks for token in block.tokens]
+        return self.choice(index, tokens, self.generation.streams[index].finish_reason, text=text)
+
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
+        name = self._tokenizer.token_text
+        tokens = tokens or ()
+        taken = [(token.token_id, _finite(token.logprobs.logprob)) for token in tokens]
+        return {
+            "tokens": [name(token_id) for token_id, _ in taken],
+            "token_logprobs": [logprob for _, logprob in taken],
+            # The token that was taken is always among them, as OpenAI has it.
+            "top_logprobs": [
+                {name(other): _finite(value) for other, value in (*token.logprobs.top, pair)}
+                for token, pair in zip(tokens, taken)
+            ],
+            "text_offset": [token.start for token in tokens],
+        }
+
+
+def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]]:
+    """The logprobs of some tokens, each with its alternatives."""
+
+    def candidate(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    return [
+        {
+            **candidate(token.token_id, token.logprobs.logprob),
+            "top_logprobs": [candidate(*pair) for pair in token.logprobs.top],
+        }
+        for token in tokens
+    ]
+
+
+def usage_fields(generation: Generation) -> dict[str, Any]:
+    """The counts in OpenAI's form."""
+    usage = generation.usage()
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def _call(block: Block) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
 
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
-    context, body = await read(request, ChatRequest)
-    admitted = admit(context, request, body)
-    writer = ChatWriter(**_settings("chatcmpl", admitted, body))
-    keep = await _keep(request, body, writer.answer_id) if body.store else None
-    generation = await admitted.chat(writer.answer_id, body.conversation())
-    return await respond(request, generation, writer, stream=body.stream, keep=keep)
+    admitted = await admit(request, ChatRequest, "chatcmpl-")
+    body = admitted.body
+    keep = await keeper(request, body, admitted.answer_id) if body.store else None
+    generation = await admitted.chat(body.conversation())
+    return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
-    context, body = await read(request, CompletionRequest)
-    admitted = admit(context, request, body)
-    writer = TextWriter(**_settings("cmpl", admitted, body))
-    generation = await admitted.complete(writer.answer_id, body.prompt, body.guided())
-    return await respond(request, generation, writer, stream=body.stream)
-
-
-async def _keep(request: Request, body: ChatRequest, answer_id: str) -> Keep:
-    """What keeps the answer, with what was asked.
-
-    Raises:
-        UnsupportedParameterError: this server keeps none.
-    """
-    context = context_of(request)
-    if not context.config.max_stored_completions:
-        raise UnsupportedParameterError(
-            "store: this server keeps no completions (--max-stored-completions 0).", param="store"
-        )
-
-    def pack() -> tuple[bytes, ...]:
-        asked = (message.model_dump(exclude_none=True) for message in body.messages)
-        named = ({"id": f"{answer_id}-{n}", **m} for n, m in enumerate(asked))
-        return tuple(packed_json(message).encode() for message in named)
-
-    messages = await asyncio.to_thread(pack)
-    stored = context.stored(request)
-    return lambda answer: stored.keep(StoredChat.of(answer, body.metadata or {}, messages))
-
-
-def _settings(prefix: str, admitted: Admitted, body: GenerateRequest) -> dict[str, Any]:
-    """The arguments of both writers."""
-    params, options = admitted.params, body.stream_options
-    return {
-        "answer_id": f"{prefix}-{uuid.uuid4().hex}",
-        "shared": {
-            "created": int(time.time()),
-            "model": admitted.context.config.model_name,
-            "system_fingerprint": f"mlx-mtp-{__version__}",
-            "seed": params.seed,
-        },
-        "tokenizer": admitted.context.tokenizer,
-        "with_logprobs": params.top_logprobs is not None,
-        "include_usage": options is not None and options.include_usage,
-        "continuous_usage": options is not None and options.continuous_usage_stats,
-    }
+    admitted = await admit(request, CompletionRequest, "cmpl-")
+    generation = await admitted.complete(admitted.body.prompt, admitted.body.guided())
+    return await respond(request, TextWriter(admitted, generation), admitted.body.stream)

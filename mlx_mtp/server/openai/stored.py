@@ -1,18 +1,32 @@
-"""Chat completions that clients asked to be kept (`store: true`): in memory, and not many."""
+"""Chat completions that clients asked to be kept (`store: true`), in memory, and their routes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from mlx_mtp.errors import NotFoundError
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
+from mlx_mtp.server.admission import key_of
+from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.fields import Labels, WireModel
+from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.openai.wire import ChatRequest
+from mlx_mtp.server.sse import Keep
 from mlx_mtp.server.text import cut
 from mlx_mtp.server.writer import packed_json
 
 MAX_STORED_BYTES = 64 << 20
 """Most bytes of JSON that are kept in all; only the newest completion may be larger."""
+MAX_PAGE = 100
+_LABEL = re.compile(r"metadata\[(.*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +39,20 @@ class StoredChat:
     completion: bytes
     messages: tuple[bytes, ...]
 
-    @classmethod
-    def of(
-        cls, completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
-    ) -> StoredChat:
-        """Pack a completion that has just been made."""
-        packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
-        return cls(completion["id"], completion["model"], metadata, packed, messages)
-
     @property
     def size(self) -> int:
         return len(self.completion) + sum(map(len, self.messages))
 
 
-class StoredChats:
-    """The latest stored completions, oldest first; the oldest are evicted for new ones.
+def _packed(
+    completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
+) -> StoredChat:
+    packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
+    return StoredChat(completion["id"], completion["model"], metadata, packed, messages)
 
-    Args:
-        max_count: most completions to keep.
-        max_bytes: most bytes of their JSON.
-    """
+
+class StoredChats:
+    """The latest stored completions, oldest first; the oldest are evicted for new ones."""
 
     def __init__(self, max_count: int, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_count = max_count
@@ -76,13 +84,128 @@ class StoredChats:
         return chat
 
     def delete(self, name: str) -> None:
-        """Forget the one with this id; raises NotFoundError."""
         self._size -= self.get(name).size
         del self._chats[name]
 
-    def label(self, name: str, metadata: Mapping[str, str]) -> StoredChat:
-        """Replace the metadata of the one with this id; raises NotFoundError."""
-        old = self.get(name)
-        chat = StoredChat.of(json.loads(old.completion), metadata, old.messages)
-        self.keep(chat)
-        return chat
+
+def stored_chats(request: Request) -> StoredChats:
+    """The completions that were stored with the request's API key; without keys, all."""
+    config, state = context_of(request).config, request.app.state
+    if not hasattr(state, "stored"):
+        state.stored = {}
+    # Without keys anything may stand there, and each would get its own share of memory.
+    key = key_of(request.scope) if config.api_keys else ""
+    found: StoredChats = state.stored.setdefault(key, StoredChats(config.max_stored_completions))
+    return found
+
+
+async def keeper(request: Request, body: ChatRequest, answer_id: str) -> Keep:
+    """What stores the answer and its request; raises UnsupportedParameterError if none is kept."""
+    if not context_of(request).config.max_stored_completions:
+        raise UnsupportedParameterError(
+            "store: this server keeps no completions (--max-stored-completions 0).", param="store"
+        )
+
+    def pack() -> tuple[bytes, ...]:
+        asked = (message.model_dump(exclude_none=True) for message in body.messages)
+        named = ({"id": f"{answer_id}-{n}", **m} for n, m in enumerate(asked))
+        return tuple(packed_json(message).encode() for message in named)
+
+    messages = await asyncio.to_thread(pack)
+    stored = stored_chats(request)
+    return lambda answer: stored.keep(_packed(answer, body.metadata or {}, messages))
+
+
+class _Labels(WireModel):
+    metadata: Labels = Field(default_factory=dict)
+
+
+class _PageQuery(WireModel):
+    after: str | None = None  # The id of the last item of the page before this one.
+    limit: Annotated[int, Field(strict=False, ge=1, le=MAX_PAGE)] = 20
+    order: Literal["asc", "desc"] = "asc"
+
+
+class _ChatsQuery(_PageQuery, _Labels):
+    model: str | None = None
+
+
+async def list_chats(request: Request) -> Response:
+    """GET /v1/chat/completions."""
+    query = _query(request, _ChatsQuery)
+    chats = [
+        chat
+        for chat in stored_chats(request).all()
+        if query.model in (None, chat.model) and query.metadata.items() <= chat.metadata.items()
+    ]
+    return _page([(chat.id, chat.completion) for chat in chats], query)
+
+
+async def get_chat(request: Request) -> Response:
+    """GET /v1/chat/completions/{id}."""
+    return _json(_named(request).completion)
+
+
+async def label_chat(request: Request) -> Response:
+    """POST /v1/chat/completions/{id}: only the metadata changes."""
+    _, body = await read(request, _Labels)
+    old = _named(request)
+    chat = _packed(json.loads(old.completion), body.metadata, old.messages)
+    stored_chats(request).keep(chat)
+    return _json(chat.completion)
+
+
+async def delete_chat(request: Request) -> Response:
+    """DELETE /v1/chat/completions/{id}."""
+    name = request.path_params["name"]
+    stored_chats(request).delete(name)
+    return JSONResponse({"object": "chat.completion.deleted", "id": name, "deleted": True})
+
+
+async def list_messages(request: Request) -> Response:
+    """GET /v1/chat/completions/{id}/messages: what was asked."""
+    query, chat = _query(request, _PageQuery), _named(request)
+    return _page([(f"{chat.id}-{n}", m) for n, m in enumerate(chat.messages)], query)
+
+
+def _named(request: Request) -> StoredChat:
+    return stored_chats(request).get(request.path_params["name"])
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+Query = TypeVar("Query", bound=_PageQuery)
+
+
+def _query(request: Request, model: type[Query]) -> Query:
+    fields: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        label = _LABEL.fullmatch(name)
+        if label is None:
+            fields[name] = value
+        elif isinstance(fields.setdefault("metadata", {}), dict):
+            fields["metadata"][label[1]] = value
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
+    """A page of a list, whose entries are the id and the JSON of each item, oldest first."""
+    listed = list(entries) if query.order == "asc" else list(reversed(entries))
+    ids = [name for name, _ in listed]
+    if query.after is not None and query.after not in ids:
+        raise InvalidRequestError(
+            f"after: there is no {cut(query.after)!r} in this list.", param="after"
+        )
+    first = 0 if query.after is None else ids.index(query.after) + 1
+    last = first + query.limit
+    # The ids are strings even where the page is empty.
+    shown = ids[first:last] or [""]
+    ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
+    items = b",".join(packed for _, packed in listed[first:last])
+    content = b'{"object":"list","data":[' + items + b"]," + packed_json(ends)[1:].encode()
+    return _json(content)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -20,39 +18,15 @@ from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server import conversation, fields
 from mlx_mtp.server.conversation import Conversation, Effort, split_template_kwargs
-from mlx_mtp.server.fields import (
-    MAX_PROMPT_IDS,
-    ManyTools,
-    OneOrMore,
-    WireModel,
-    at_most,
-    refusal,
-)
+from mlx_mtp.server.fields import ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.params import MAX_SEQUENCES, RequestOptions
 from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
 
 
 def _joined_text(value: object, info: ValidationInfo) -> object:
-    """A list of text parts becomes one string; other media are refused by name."""
-    if not isinstance(value, list):
-        return value
-    # A refusal is the text of an answer too.
     kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise refusal(
-                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
-                unsupported=True,
-            )
-        # A hint for caches of other servers, which LiteLLM and others pass on.
-        given = part.keys() - {"cache_control"}
-        if given != {"type", kind} or not isinstance(part[kind], str):
-            form = f'{{"type": "{kind}", "{kind}": "..."}}'
-            raise refusal(f"part {number} must have the form {form}")
-        texts.append(part[kind])
-    return "".join(texts)
+    # A hint for caches of other servers, which LiteLLM and others pass on.
+    return fields.joined_text(value, kinds, {"cache_control"})
 
 
 _Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(fields.MAX_MESSAGES)]
@@ -72,21 +46,19 @@ class _ToolCall(WireModel):
     # LiteLLM's notes on an answer, which it sends back with the chat.
     provider_specific_fields: fields.Schema | None = None
 
+    def call(self) -> conversation.ToolCall:
+        return conversation.ToolCall(self.function.name, self.function.arguments, self.id)
 
-_FIELDS_OF_ONE_ROLE = {
-    "tool_calls": "assistant",
-    "reasoning_content": "assistant",
-    "reasoning": "assistant",
-    "refusal": "assistant",
-    "annotations": "assistant",
-    "parsed": "assistant",
-    "provider_specific_fields": "assistant",
-    "tool_call_id": "tool",
-}
+
+_OF_ASSISTANTS = (
+    *("tool_calls", "reasoning_content", "reasoning", "refusal", "annotations", "parsed"),
+    "provider_specific_fields",
+)
+_ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), "tool_call_id": "tool"}
 
 
 class Message(WireModel):
-    """One message of a chat."""
+    """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content = None
@@ -105,7 +77,7 @@ class Message(WireModel):
 
     @model_validator(mode="after")
     def _fields_fit_the_role(self) -> Message:
-        for field, role in _FIELDS_OF_ONE_ROLE.items():
+        for field, role in _ROLES.items():
             if getattr(self, field) is not None and self.role != role:
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
@@ -113,23 +85,17 @@ class Message(WireModel):
         # An answer that was cut while the model thought has reasoning alone.
         said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
         if all(text is None for text in said) and not self.tool_calls:
-            alternative = " or tool_calls" if self.role == "assistant" else ""
-            raise refusal(
-                f"a message of role {self.role} needs content{alternative}", field="content"
-            )
+            more = " or tool_calls" if self.role == "assistant" else ""
+            raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
 
     def message(self) -> conversation.Message:
-        calls = (
-            conversation.ToolCall(call.function.name, call.function.arguments, call.id)
-            for call in self.tool_calls or ()
-        )
         return conversation.Message(
             # Templates know no developer; OpenAI made it the new name of system.
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
-            tool_calls=tuple(calls),
+            tool_calls=tuple(call.call() for call in self.tool_calls or ()),
             tool_call_id=self.tool_call_id,
             name=self.name,
         )
@@ -190,14 +156,9 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
             raise refusal("needs stream: true", field="stream_options")
         return self
 
-    @property
-    @abstractmethod
-    def wanted_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None: no logprobs."""
-
     def options(self, **more: Any) -> RequestOptions:
         return RequestOptions(
-            sampling=self.sampling(top_logprobs=self.wanted_logprobs, **more),
+            sampling=self.sampling(**more),
             n=self.n,
             stop=self.stop,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
@@ -230,22 +191,16 @@ class ChatRequest(GenerateRequest):
             raise refusal("needs logprobs: true", field="top_logprobs")
         given = {self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}
         if len(given) > 1:
-            raise refusal(
-                "differs from max_completion_tokens; give one of them", field="max_tokens"
-            )
+            message = "differs from max_completion_tokens; give one of them"
+            raise refusal(message, field="max_tokens")
         guided = self.guided()
         if guided is not None and self.response_format is not None:
             raise refusal("can't be combined with response_format", field=guided[0])
         return self
 
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """`logprobs` switches them on, `top_logprobs` says how many."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
     def options(self, **more: Any) -> RequestOptions:
-        if self.max_completion_tokens is not None:
-            more["max_tokens"] = self.max_completion_tokens
+        more["max_tokens"] = self.max_completion_tokens
+        more["top_logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         return super().options(**more)
 
     def conversation(self) -> Conversation:
@@ -273,10 +228,9 @@ def _as_prompts(value: object) -> object:
     if len(value) > MAX_SEQUENCES:
         raise refusal(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are allowed")
     for number, prompt in enumerate(value):
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPT_IDS:
-            raise refusal(
-                f"prompt {number} has {len(prompt)} token ids; at most {MAX_PROMPT_IDS} are allowed"
-            )
+        if isinstance(prompt, list) and len(prompt) > fields.MAX_PROMPT_IDS:
+            most = f"at most {fields.MAX_PROMPT_IDS} are allowed"
+            raise refusal(f"prompt {number} has {len(prompt)} token ids; {most}")
         ids = isinstance(prompt, list) and all(fields.is_id(token) for token in prompt)
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")
@@ -301,10 +255,6 @@ class CompletionRequest(GenerateRequest):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self
 
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """One number does both."""
-        return self.logprobs
-
     def options(self, **more: Any) -> RequestOptions:
-        return replace(super().options(**more), num_prompts=len(self.prompt))
+        options = super().options(top_logprobs=self.logprobs, **more)
+        return replace(options, num_prompts=len(self.prompt))

@@ -1,21 +1,206 @@
-"""The route of responses."""
+"""The route of responses, and how they are worded, whole and as the events of a stream."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_mtp.server.context import read
-from mlx_mtp.server.generate import admit, respond
-from mlx_mtp.server.responses.wire import ResponsesRequest
-from mlx_mtp.server.responses.writer import ResponseWriter
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.generate import Admitted, admit
+from mlx_mtp.server.generation import Generation
+from mlx_mtp.server.http_errors import error_body
+from mlx_mtp.server.opaque_reasoning import wrap
+from mlx_mtp.server.openai.routes import logprob_entries
+from mlx_mtp.server.parsing.events import OutputToken
+from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
+from mlx_mtp.server.sse import respond
+from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
+
+_DONE, _CUT = "completed", "incomplete"
+_STATUS = {"open": "in_progress", "complete": _DONE, "cut": _CUT, "broken": _CUT}
+_TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
+
+
+class ResponseWriter(Writer):
+    """/v1/responses. Each output item is made of one block."""
+
+    prefixes: ClassVar[dict[Kind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+
+    def __init__(self, admitted: Admitted[ResponsesRequest], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        body = admitted.body
+        self._echo = _echo(body, admitted.params)
+        self._tokenizer = admitted.context.tokenizer
+        self._with_logprobs = admitted.params.top_logprobs is not None
+        self._as_summary = body.reasoning.summary is not None
+        self._with_encrypted = ENCRYPTED in body.include
+        self._created = int(time.time())
+        self._number = -1
+
+    def whole(self) -> dict[str, Any]:
+        # Half a character of text has tokens, but is no message of a whole answer.
+        return self._ended(b for b in self.whole_blocks(0) if b.kind != "text" or b.text)
+
+    def _ended(self, blocks: Iterable[Block]) -> dict[str, Any]:
+        is_cut = self.generation.streams[0].finish_reason == "length"
+        fields = self._response(_CUT if is_cut else _DONE, blocks)
+        if is_cut:
+            fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        timings = self.generation.timings()
+        return fields | {"usage": usage_fields(self.generation), "timings": timings}
+
+    def _response(self, status: str, blocks: Iterable[Block]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == _DONE else None,
+            "status": status,
+            "output": [self._item(block) for block in blocks],
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            **self._echo,
+        }
+
+    def opening(self) -> Iterable[bytes]:
+        response = self._response("in_progress", [])
+        yield self._event("created", response=response)
+        yield self._event("in_progress", response=response)
+
+    def ending(self) -> Iterable[bytes]:
+        response = self._ended(self.blocks[0])
+        yield self._event(response["status"], response=response)
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        fields = error_body(error)["error"]
+        reason = {"code": fields["code"] or "server_error", "message": fields["message"]}
+        ended = [block for block in self.blocks[0] if block.state != "open"]
+        yield self._event("failed", response=self._response("failed", ended) | {"error": reason})
+
+    def start(self, block: Block) -> Iterable[bytes]:
+        yield self._item_event("output_item.added", item=self._item(block))
+        yield from self._part_event("added", block)
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        name, fields = self._place(block)
+        if block.kind == "text":
+            fields["logprobs"] = self._logprobs(getattr(content, "tokens", ()))
+        yield self._item_event(f"{name}.delta", item_id=block.id, delta=content.text, **fields)
+
+    def stop(self, block: Block) -> Iterable[bytes]:
+        name, fields = self._place(block)
+        if block.kind == "text":
+            fields |= {"text": block.text, "logprobs": self._logprobs(block.tokens)}
+        elif block.kind == "reasoning":
+            fields["text"] = block.text
+        else:
+            fields |= {"name": block.name, "arguments": block.text}
+        if block.kind != "call" or block.state == "complete":
+            yield self._item_event(f"{name}.done", item_id=block.id, **fields)
+        yield from self._part_event("done", block)
+        yield self._item_event("output_item.done", item=self._item(block))
+
+    def _place(self, block: Block) -> tuple[str, dict[str, Any]]:
+        """The name of a block's events, and the fields that say where its text is in the item."""
+        if block.kind == "text":
+            return "output_text", {"content_index": 0}
+        if block.kind == "call":
+            return "function_call_arguments", {}
+        if self._as_summary:
+            return "reasoning_summary_text", {"summary_index": 0}
+        return "reasoning_text", {"content_index": 0}
+
+    def _part_event(self, change: str, block: Block) -> Iterable[bytes]:
+        if block.kind == "text" or (block.kind == "reasoning" and self._as_summary):
+            part = "content_part" if block.kind == "text" else "reasoning_summary_part"
+            place = {"item_id": block.id, **self._place(block)[1]}
+            yield self._item_event(f"{part}.{change}", **place, part=self._part(block))
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, output_index=len(self.blocks[0]) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        kind = f"response.{kind}"
+        return event({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        status = _STATUS[block.state]
+        item: dict[str, Any] = {"id": block.id, "type": _TYPES[block.kind], "status": status}
+        if block.kind == "text":
+            content = [] if block.state == "open" else [self._part(block)]
+            return {**item, "role": "assistant", "content": content}
+        if block.kind == "call":
+            call_id = block.id.replace("fc_", "call_")
+            return {**item, "call_id": call_id, "name": block.name, "arguments": block.text}
+        item["summary"] = []
+        if block.pieces:
+            item["summary" if self._as_summary else "content"] = [self._part(block)]
+        if self._with_encrypted:
+            item["encrypted_content"] = wrap(block.text)
+        return item
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            kind = "summary_text" if self._as_summary else "reasoning_text"
+            return {"type": kind, "text": block.text}
+        fields = {"type": "output_text", "text": block.text, "annotations": []}
+        return {**fields, "logprobs": self._logprobs(block.tokens)}
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
+        return logprob_entries(self._tokenizer, tokens) if self._with_logprobs else []
+
+
+def usage_fields(generation: Generation) -> dict[str, Any]:
+    """The counts in the form of responses."""
+    usage = generation.usage()
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+_ECHOED = {
+    *("model", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls"),
+    *("tool_choice", "reasoning"),
+}
+
+
+def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+    """What of the request comes back with the response."""
+    # What is absent is left out here, not null: forms and tools of other kinds have such fields.
+    forms = body.model_dump(
+        mode="json", by_alias=True, exclude_none=True, include={"text", "tools"}
+    )
+    return {
+        **body.model_dump(mode="json", by_alias=True, include=_ECHOED),
+        **forms,
+        "metadata": body.metadata or {},
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        # Not of this API: the seed that was given, or chosen, to ask for the same again.
+        "seed": params.seed,
+        "top_logprobs": params.top_logprobs or 0,
+        "truncation": "disabled",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "service_tier": "default",
+        # The one field that has no null in OpenAI's description.
+        **({} if body.user is None else {"user": body.user}),
+    }
 
 
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
-    context, body = await read(request, ResponsesRequest)
-    admitted = admit(context, request, body)
-    name, tokenizer = context.config.model_name, context.tokenizer
-    writer = ResponseWriter(body, admitted.params, name, tokenizer)
-    generation = await admitted.chat(writer.answer_id, body.chat())
-    return await respond(request, generation, writer, stream=body.stream)
+    admitted = await admit(request, ResponsesRequest, "resp_")
+    generation = await admitted.chat(admitted.body.chat())
+    return await respond(request, ResponseWriter(admitted, generation), admitted.body.stream)

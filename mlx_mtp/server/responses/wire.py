@@ -19,7 +19,7 @@ from pydantic import (
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import fields
 from mlx_mtp.server.conversation import Conversation, Effort, Message, ToolCall
-from mlx_mtp.server.fields import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.fields import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.opaque_reasoning import unwrap
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
@@ -27,44 +27,18 @@ from mlx_mtp.server.structured_fields import schema_grammar
 
 logger = logging.getLogger(__name__)
 
+# Codex offers these to every server; the prompt describes only tools that the client runs.
 IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "image_generation"})
-"""Codex offers these to every server; the prompt describes only tools that the client runs."""
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
-
-# The input's items: messages, calls, their results and reasoning.
-
-
-class _TextPart(WireModel):
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: str
-    # Of an earlier answer, what clients got with it.
-    annotations: Annotated[list[Any], at_most(fields.MAX_MESSAGES)] | None = None
-    logprobs: Annotated[list[Any], at_most(1 << 16)] | None = None
-
-
-def _as_parts(value: object) -> object:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
-def _refusal_as_text(value: object) -> object:
-    """A refusal is the text of an answer too."""
-    if not isinstance(value, dict) or value.get("type") != "refusal":
-        return value
-    if value.keys() != {"type", "refusal"} or not isinstance(value["refusal"], str):
-        raise refusal('must have the form {"type": "refusal", "refusal": "..."}')
-    return {"type": "output_text", "text": value["refusal"]}
-
-
-_Parts = Annotated[Many[_TextPart], BeforeValidator(_as_parts)]
-_MessageParts = Annotated[
-    Many[Annotated[_TextPart, BeforeValidator(_refusal_as_text)]], BeforeValidator(_as_parts)
+_KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
+_IGNORED = {"annotations", "logprobs"}  # of an earlier answer
+_Text = Annotated[
+    str,
+    BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED)),
+    at_most(fields.MAX_MESSAGES),
 ]
-
-
-def _text(parts: Iterable[_TextPart]) -> str:
-    return "".join(part.text for part in parts)
 
 
 class _AnyItem(WireModel):
@@ -75,8 +49,12 @@ class _AnyItem(WireModel):
 class _MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _MessageParts
+    content: _Text
     phase: Literal["commentary", "final_answer"] | None = None
+
+    def message(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        return Message(role, self.content)
 
 
 class _DirectCaller(WireModel):
@@ -97,24 +75,30 @@ class _CallItem(_AnyItem):
         default=False, validation_alias=AliasChoices("async", "async_")
     )
 
+    def message(self) -> Message:
+        return Message("assistant", tool_calls=(ToolCall(self.name, self.arguments, self.call_id),))
+
 
 class _CallOutputItem(_AnyItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: _Parts
+    output: _Text
     caller: _DirectCaller | None = None
+
+    def message(self) -> Message:
+        return Message("tool", self.output, tool_call_id=self.call_id)
 
 
 class _ReasoningItem(_AnyItem):
     type: Literal["reasoning"]
-    summary: _Parts = Field([])
-    content: _Parts = Field([])
+    summary: _Text = ""
+    content: _Text = ""
     encrypted_content: str | None = None
 
-    @property
-    def text(self) -> str:
-        """The reasoning: itself, in the opaque form of this server, or in short."""
-        return _text(self.content) or unwrap(self.encrypted_content or "") or _text(self.summary)
+    def message(self) -> Message:
+        # Itself, in the opaque form of this server, or in short.
+        text = self.content or unwrap(self.encrypted_content or "") or self.summary
+        return Message("assistant", reasoning=text)
 
 
 _Item = Annotated[
@@ -131,66 +115,39 @@ _Item = Annotated[
 
 
 def _as_items(value: object) -> object:
-    """Text alone is short for one message of the user."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def _messages(items: Iterable[_Item]) -> list[Message]:
     """The chat that the items make up: one message for all that one answer brought."""
-    chat: list[Message] = []
-    answer: list[Message] = []
-    for item in items:
-        part = _part_of_answer(item)
-        if part is None or _begins_anew(answer, item):
-            chat += _joined(answer)
-            answer = []
-        if part is not None:
-            answer.append(part)
-        elif isinstance(item, _CallOutputItem):
-            chat.append(Message("tool", _text(item.output), tool_call_id=item.call_id))
+    turns: list[list[Message]] = []
+    for message in (item.message() for item in items):
+        if turns and _continues(turns[-1], message):
+            turns[-1].append(message)
         else:
-            assert isinstance(item, _MessageItem), "all other items are the model's own"
-            chat.append(Message("user" if item.role == "user" else "system", _text(item.content)))
-    return chat + _joined(answer)
+            turns.append([message])
+    return [_joined(turn) if turn[0].role == "assistant" else turn[0] for turn in turns]
 
 
-def _joined(parts: Sequence[Message]) -> list[Message]:
-    """One message of all that an answer brought; none of nothing.
+def _continues(turn: Sequence[Message], part: Message) -> bool:
+    """Whether it is a part of the answer: reasoning comes before text, and both before calls."""
+    if part.role != "assistant" or turn[0].role != "assistant":
+        return False
+    if part.tool_calls:
+        return True
+    if turn[-1].tool_calls:
+        return False
+    return part.reasoning is None or not any(earlier.content for earlier in turn)
 
-    At once: to add the parts one by one takes a time that grows with the square of their number.
-    """
-    if not parts:
-        return []
-    whole = Message(
+
+def _joined(parts: Sequence[Message]) -> Message:
+    # At once: to add the parts one by one takes a time that grows with the square of their number.
+    return Message(
         "assistant",
         "".join(part.content for part in parts),
         reasoning=next((part.reasoning for part in parts if part.reasoning), None),
         tool_calls=tuple(call for part in parts for call in part.tool_calls),
     )
-    return [whole]
-
-
-def _part_of_answer(item: _Item) -> Message | None:
-    """What an item adds to the model's own message; None if it is somebody else's."""
-    if isinstance(item, _ReasoningItem):
-        return Message("assistant", reasoning=item.text or None)
-    if isinstance(item, _CallItem):
-        return Message("assistant", tool_calls=(ToolCall(item.name, item.arguments, item.call_id),))
-    if isinstance(item, _MessageItem) and item.role == "assistant":
-        return Message("assistant", _text(item.content))
-    return None
-
-
-def _begins_anew(answer: Sequence[Message], item: _Item) -> bool:
-    """The item can't belong to the answer so far: reasoning and text come before calls."""
-    if not answer or isinstance(item, _CallItem):
-        return False
-    if answer[-1].tool_calls:
-        return True
-    return isinstance(item, _ReasoningItem) and any(part.content for part in answer)
-
-
-# The rest of the body.
 
 
 class _FunctionTool(fields.Function, fields.FunctionType):
@@ -281,12 +238,10 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     prompt_cache_retention: fields.Retention | None = None
 
     def options(self) -> RequestOptions:
-        wanted = self.top_logprobs is not None or LOGPROBS in self.include
+        wanted = 0 if LOGPROBS in self.include else None
+        top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
         return RequestOptions(
-            sampling=self.sampling(
-                max_tokens=self.max_output_tokens,
-                top_logprobs=(self.top_logprobs or 0) if wanted else None,
-            ),
+            self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
             user=self.end_user,
             cache_salt=self.cache_salt,

@@ -18,11 +18,7 @@ _QUIET = ("--log-level", "warning")
 
 @functools.cache
 def serve(*flags: str) -> str:
-    """Start a server, once for these flags.
-
-    Returns:
-        its address, without a slash at the end.
-    """
+    """Start a server, once for these flags; return its address, without a slash at the end."""
     command = [sys.executable, "-m", "mlx_mtp", "serve", *_COMMON, *_QUIET, *flags]
     # The suite's own packages must not be found before this project's.
     environment = {**os.environ, "PYTHONPATH": os.environ["SUITE_ROOT"]}

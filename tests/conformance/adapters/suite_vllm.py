@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import anthropic
@@ -36,12 +36,7 @@ class RemoteOpenAIServer:
     def __enter__(self) -> RemoteOpenAIServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     @property
