@@ -9,8 +9,7 @@ from typing import Any
 from mlx_mtp.server.parsing import harmony
 from mlx_mtp.server.parsing.answer import AnswerParser
 from mlx_mtp.server.parsing.harmony import HarmonyParser
-from mlx_mtp.server.parsing.hermes import HermesParser
-from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, QwenParser
+from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, HermesParser, QwenParser
 from mlx_mtp.server.parsing.qwen_xml import QwenXmlParser
 
 AUTO = "auto"

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, list[Any]]] = {
     "cut in a call": (CALL[:-1], [("cut", "f", '{"a": 1')]),
     "a broken call": (
         CALL.replace(": 1", " 1") + "<|call|>",
-        [("broken", OPENED + '{"a" '), ("text", "1}")],
+        [("broken", OPENED + '{"a"'), ("text", " 1}")],
     ),
     "a marker in a string": (OPENED + '{"<|end|>x', [("broken", OPENED + '{"'), ("text", "x")]),
     "a marker that ends nothing": (

@@ -101,7 +101,7 @@ HERMES_CASES: dict[str, tuple[str, list[Any]]] = {
     ),
     "an infinite number": (
         hermes("f", '{"a": Infinity}'),
-        [("broken", BROKEN + '"a": '), ("text", "Infinity" + CLOSED)],
+        [("broken", BROKEN + '"a":'), ("text", " Infinity" + CLOSED)],
     ),
     "cut in its tag": ("abc <tool_c", text("abc <tool_c")),
     "cut in its name": ('x <tool_call>{"name": "f', text('x <tool_call>{"name": "f')),
