@@ -9,18 +9,13 @@ from dataclasses import replace
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.parsing.formats import HERMES, QWEN3_CODER, OutputFormat
+from mlx_mtp.server.parsing.formats import HERMES, NONE, QWEN3_CODER, OutputFormat
 from mlx_mtp.server.parsing.qwen import CALL, CLOSE, OPEN
 from mlx_mtp.server.parsing.tool_grammar import call_rules, json_rule
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
-    """Refuse what no answer could fulfil.
-
-    Raises:
-        InvalidRequestError: a call is required, but there is no such tool.
-        UnsupportedParameterError: tools are given, but calls can't be read, or not be enforced.
-    """
+    """Raise InvalidRequestError or UnsupportedParameterError for what no answer could fulfil."""
     choice, offered = conversation.tool_choice, conversation.offered_tools
     missing = sorted((choice.names or frozenset()) - {tool.name for tool in conversation.tools})
     if missing:
@@ -32,7 +27,7 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
         raise InvalidRequestError(
             f"{choice.field} asks for a tool call, but there are no tools.", param=choice.field
         )
-    if offered and not output_format.has_tools:
+    if offered and output_format.tools == NONE:
         raise UnsupportedParameterError(
             "This server was started with --tool-call-parser none.", param="tools"
         )
@@ -64,11 +59,11 @@ def answer_grammar(
 ) -> GrammarSpec | None:
     """The grammar of the answer; None leaves it free. Of many tools it is a long text.
 
-    Args:
-        conversation: what was asked; see `check_tools`.
-        output_format: of the model's answers.
-        added_tokens: the tokenizer's, by their text.
-        thinking: the answer begins within a think block, which is left free, within its budget.
+    If `thinking`, the answer begins within a think block, which is left free, within its budget.
+    `added_tokens` are the tokenizer's, by their text.
+
+    Raises:
+        RequestError: what is asked can't be enforced.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"

@@ -55,10 +55,7 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
 
 
 class GrammarChecker:
-    """The process, from the server's side: for one thread, started when it is first needed.
-
-    Its arguments are those of `GrammarCompiler`.
-    """
+    """The process, from the server's side: for one thread, started when it is first needed."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
         self._header = json.dumps([tokenizer_json, list(eos_token_ids)])
@@ -86,7 +83,6 @@ class GrammarChecker:
             raise GrammarError(error)
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(OSError):
@@ -138,8 +134,7 @@ def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
     if os.WIFSIGNALED(status):
         crashed = "It is too deeply nested, or takes too much memory."
         return _DEATHS.get(os.WTERMSIG(status), crashed)
-    error: str | None = json.loads(answer or '"llguidance failed on it."')
-    return error
+    return None if answer == "null" else json.loads(answer or '"llguidance failed on it."')
 
 
 def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,30 +16,30 @@ from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, folded
-from mlx_mtp.server.limited_thread import run_in_thread
 from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.server.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+First = TypeVar("First")
 Result = TypeVar("Result")
 
 LARGE_TEXT = 1 << 18
 """Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
 hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
 LARGE_AT_ONCE = 1
+_PAUSE, _TRIES = 0.05, 20  # between two interruptions of a template, and how many there are
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chat as the model reads it; `thinking`: it ends within a think block.
-
-    `grammar` is that of the answer; None leaves it free.
-    """
+    """A chat as the model reads it."""
 
     token_ids: tuple[int, ...]
-    thinking: bool
-    grammar: GrammarSpec | None = None
+    thinking: bool  # it ends within a think block
+    grammar: GrammarSpec | None = None  # of the answer; None leaves it free
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,10 @@ class Prompter:
         """
 
         def encode(text: str) -> Prompt:
-            token_ids = self.tokenizer.encode_rendered(text, limit=limit)
+            token_ids = self.tokenizer.encode(text, limit=limit, add_special_tokens=False)
             thinking = self.output_format.opens_thinking(text)
             if not with_grammar:
                 return Prompt(token_ids, thinking)
-            # Of many tools the grammar is a long text.
             added = self.tokenizer.added_tokens
             spec = answer_grammar(conversation, self.output_format, added, thinking=thinking)
             return Prompt(token_ids, thinking, spec)
@@ -124,3 +127,62 @@ class Prompter:
             if value is not None and knows(key):
                 kwargs.setdefault(key, value)
         return kwargs
+
+
+class _TimeIsUp(BaseException):
+    """Raised within the first part of a job; no `except Exception` there stops it."""
+
+
+async def run_in_thread(
+    first: Callable[[], First], rest: Callable[[First], Result], seconds: float
+) -> Result:
+    """`rest(first())` on another thread; `first` is Python code that may never end.
+
+    When its time is up an exception is raised in it, at its next bytecode: CPython has no other way
+    to end a thread. A single call into C is not interrupted, but left behind.
+
+    Raises:
+        TimeoutError: `first` took more than `seconds`.
+    """
+    job: Future[Result] = Future()
+    lock = threading.Lock()
+    in_first = True
+
+    def work() -> None:
+        nonlocal in_first
+        # An interruption may come late: while the one before is dealt with.
+        with contextlib.suppress(_TimeIsUp):
+            if not job.set_running_or_notify_cancel():
+                return
+            try:
+                try:
+                    found = first()
+                finally:
+                    with lock:
+                        in_first = False
+                result = rest(found)
+            except BaseException as raised:
+                job.set_exception(TimeoutError() if isinstance(raised, _TimeIsUp) else raised)
+            else:
+                job.set_result(result)
+
+    thread = threading.Thread(target=work, daemon=True, name="limited")
+    thread.start()
+    ended = asyncio.wrap_future(job)
+    try:
+        await asyncio.wait([ended], timeout=seconds)
+        for _ in range(_TRIES):
+            with lock:
+                if job.cancel():
+                    raise TimeoutError  # It would begin too late.
+                has_time = ended.done() or not in_first
+                if not has_time:
+                    ident = ctypes.c_ulong(thread.ident or 0)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_TimeIsUp))
+            if has_time:
+                return await ended
+            await asyncio.wait([ended], timeout=_PAUSE)
+        logger.error("A thread does not end; it is abandoned.")
+        raise TimeoutError
+    finally:
+        ended.cancel()

@@ -22,18 +22,20 @@ class Grammars:
     """Compiles what requests ask for, one at a time, and keeps the latest.
 
     Build it before anything is served: a tokenizer's tables take up to a second, and hold up all
-    threads meanwhile. Without `eos_token_ids` there are no grammars.
+    threads meanwhile. Without `eos_token_ids` that the tokenizer has there are no grammars.
     """
 
-    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+        known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
+        tokenizer_json = tokenizer.to_json()
         self._compiler: GrammarCompiler | None = None
-        self._checker = GrammarChecker(tokenizer_json, eos_token_ids)
+        self._checker = GrammarChecker(tokenizer_json, known)
         self._kept: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
         self._lock = threading.Lock()
         self._missing = "this model names no token that ends an answer"
-        if eos_token_ids:
+        if known:
             try:
-                self._compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
+                self._compiler = GrammarCompiler(tokenizer_json, known)
             except ValueError as error:
                 self._missing = f"llguidance can't use its tokenizer: {error}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
@@ -41,12 +43,6 @@ class Grammars:
         before = threading.stack_size(8 * STACK_BYTES)
         self._pool.submit(int).result()
         threading.stack_size(before)
-
-    @classmethod
-    def for_tokenizer(cls, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Grammars:
-        """For a model's own tokenizer; ids that it lacks are left out."""
-        known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
-        return cls(tokenizer.to_json(), known)
 
     async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
         """Compile a grammar, or find the one that was kept.

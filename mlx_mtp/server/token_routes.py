@@ -52,11 +52,6 @@ class TokenizeRequest(WireModel):
             raise refusal("goes with messages", field="tools" if self.tools else None)
         return self
 
-    @property
-    def text(self) -> str | None:
-        """Under either of its names."""
-        return self.content if self.prompt is None else self.prompt
-
     def conversation(self) -> Conversation:
         kwargs, _ = split_template_kwargs(self.chat_template_kwargs)
         return Conversation(
@@ -84,7 +79,8 @@ class DetokenizeRequest(WireModel):
 async def tokenize(request: Request) -> Response:
     """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
     context, body = await read(request, TokenizeRequest)
-    tokenizer, text = context.tokenizer, body.text
+    tokenizer = context.tokenizer
+    text = body.content if body.prompt is None else body.prompt
     if body.model is not None:
         context.check_model(body.model)
     if text is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.server.limited_thread import run_in_thread
+from mlx_mtp.server.prompting import run_in_thread
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import anthropic_error_body
-from mlx_mtp.server.opaque_reasoning import wrap
 from mlx_mtp.server.output_stream import Delta
+from mlx_mtp.server.text import wrap
 from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
 
 SIGNATURE = "mlx-mtp"

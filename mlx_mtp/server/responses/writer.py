@@ -9,10 +9,10 @@ from typing import Any
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.opaque_reasoning import wrap
 from mlx_mtp.server.openai.writer import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
+from mlx_mtp.server.text import wrap
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.writer import Block, BlockWriter, Content, event, new_id
 

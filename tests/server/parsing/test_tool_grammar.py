@@ -301,7 +301,11 @@ BARE = ["", "null", "None", "5", "-3", "5.5", "true", "True", "a", "ab", "abcd",
 BARE += ['{"x": 1}', "{'x': 1}", " 5 ", "5a", "{a", "celsius", "kelvin", "x\ny", "5.0", "[1, 2]"]
 
 
-@settings(deadline=None, max_examples=int(__import__("os").environ.get("MAXEX","200")), suppress_health_check=list(HealthCheck))
+@settings(
+    deadline=None,
+    max_examples=int(__import__("os").environ.get("MAXEX", "200")),
+    suppress_health_check=list(HealthCheck),
+)
 @given(value_schemas)
 def test_whatever_is_let_through_is_read_as_what_fits(
     compiler: GrammarCompiler, tokenizer: Tokenizer, value: Any
