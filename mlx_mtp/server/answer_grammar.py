@@ -60,10 +60,7 @@ def answer_grammar(
     """The grammar of the answer; None leaves it free. Of many tools it is a long text.
 
     If `thinking`, the answer begins within a think block, which is left free, within its budget.
-    `added_tokens` are the tokenizer's, by their text.
-
-    Raises:
-        RequestError: what is asked can't be enforced.
+    `added_tokens` are the tokenizer's, by their text. RequestError: it can't be enforced.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"

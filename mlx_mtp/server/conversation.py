@@ -32,8 +32,7 @@ class ToolCall:
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
         """The call; arguments that are an object become one, as Qwen's templates want them.
 
-        If `as_object`, the template takes nothing else: text that is no object (the answer ended
-        within it) becomes the one field of one.
+        Where a template takes nothing else (`as_object`), a cut object's text becomes one's field.
         """
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
@@ -82,14 +81,11 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model may, must or can't call tools; `names` are the only ones, None all.
-
-    `field` of the request says so.
-    """
+    """Whether the model may, must or can't call tools."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    names: frozenset[str] | None = None
-    field: str = "tool_choice"
+    names: frozenset[str] | None = None  # the only ones; None: all
+    field: str = "tool_choice"  # of the request that says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +124,7 @@ class Conversation:
 
 
 def split_template_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The kwargs that are the template's, and the thinking budget, which is the server's.
-
-    Raises:
-        InvalidRequestError: the budget is no count of tokens.
-    """
+    """The kwargs that are the template's, and the thinking budget, which is the server's."""
     rest = dict(kwargs)
     budget = rest.pop(_BUDGET, None)
     if budget is None:

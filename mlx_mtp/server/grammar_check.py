@@ -62,11 +62,9 @@ class GrammarChecker:
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, spec: GrammarSpec) -> None:
-        """Try a grammar out.
+        """Try a grammar out; GrammarError: it is wrong, takes too long, or crashes.
 
-        Raises:
-            GrammarError: it is wrong, takes too long, or crashes.
-            EngineError: the process has ended; the next call starts another.
+        EngineError: the process has ended; the next call starts another.
         """
         answer = ""
         with contextlib.suppress(OSError):
@@ -113,7 +111,7 @@ def serve(source: IO[str], answers: IO[str]) -> None:
 
 
 def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
-    """What is wrong with a grammar; None: nothing."""
+    """What is wrong with a grammar; None: nothing. A child that dies has not found it right."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

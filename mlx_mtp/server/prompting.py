@@ -7,8 +7,9 @@ import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,11 +55,7 @@ class Prompter:
     async def prompt(
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> Prompt:
-        """The prompt, of at most `limit` tokens, up to where the answer begins.
-
-        Raises:
-            MlxMtpError: the template can't take this chat, or it is longer than `limit` tokens.
-        """
+        """The prompt, of at most `limit` tokens, up to where the answer begins."""
 
         def encode(text: str) -> Prompt:
             token_ids = self.tokenizer.encode(text, limit=limit, add_special_tokens=False)
@@ -84,17 +81,11 @@ class Prompter:
         async with self._turn(size):
             return await asyncio.to_thread(work)
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, size: int) -> AsyncIterator[None]:
-        async with self._large if size > LARGE_TEXT else contextlib.nullcontext():
-            yield
+    def _turn(self, size: int) -> AbstractAsyncContextManager[None]:
+        return self._large if size > LARGE_TEXT else contextlib.nullcontext()
 
     def render(self, conversation: Conversation) -> str:
-        """The chat as the template writes it.
-
-        Raises:
-            MlxMtpError: the template refuses it, or lacks what is asked of it.
-        """
+        """The chat as the template writes it; RequestError: it lacks what is asked of it."""
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
         messages = [
@@ -138,11 +129,9 @@ async def run_in_thread(
 ) -> Result:
     """`rest(first())` on another thread; `first` is Python code that may never end.
 
-    When its time is up an exception is raised in it, at its next bytecode: CPython has no other way
-    to end a thread. A single call into C is not interrupted, but left behind.
-
-    Raises:
-        TimeoutError: `first` took more than `seconds`.
+    When its `seconds` are up an exception is raised in it, at its next bytecode, and here a
+    TimeoutError: CPython has no other way to end a thread. A single call into C is not interrupted,
+    but left behind.
     """
     job: Future[Result] = Future()
     lock = threading.Lock()

@@ -14,7 +14,6 @@ from mlx_mtp.server.parsing.json_reader import loads
 
 
 def _as_schema(value: object) -> object:
-    """JSON text becomes the schema that it is the text of."""
     if not isinstance(value, str):
         return value
     _check_size(value)

@@ -56,11 +56,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer in a model's directory.
-
-        Raises:
-            ModelError: there is none, its files are damaged, or it isn't a byte-level BPE.
-        """
+        """Read the tokenizer in a model's directory; ModelError: there is none that can be used."""
         if not any((path / name).is_file() for name in _VOCABULARIES):
             # transformers makes an empty tokenizer for some types of model.
             raise ModelError(
@@ -98,11 +94,9 @@ class Tokenizer:
     def encode(
         self, text: str, *, limit: int | None = None, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a text. One that certainly has more than `limit` is not encoded to its end.
+        """Token ids of a text; ContextLengthError: it is more than `limit` tokens.
 
-        Raises:
-            InvalidRequestError: the text has half of a surrogate pair.
-            ContextLengthError: the text is more than `limit` tokens.
+        A text that certainly has more is not encoded to its end.
         """
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
@@ -151,12 +145,8 @@ class Tokenizer:
     ) -> str:
         """The chat as the model's template writes it.
 
-        If `continue_final`, the last message is the beginning of the answer.
-
-        Raises:
-            InvalidRequestError: the template refuses these messages; its own words are given.
-            ModelError: the template itself is wrong.
-            UnsupportedParameterError: there is no template, or a template_kwargs key is not open.
+        If `continue_final`, the last message is the beginning of the answer. ModelError: the
+        template is wrong; RequestError: it refuses these messages, or a template_kwargs key.
         """
         if not self.template:
             raise UnsupportedParameterError(

@@ -37,8 +37,7 @@ _COMMA = regex.compile(f"{_SPACE},")
 def loads(text: str) -> Any:
     """The value of a JSON text that can be passed on as JSON again.
 
-    Raises:
-        ValueError: it is no JSON, or has infinite numbers, half characters or too many levels.
+    ValueError: it is no JSON, or has infinite numbers, half characters or too many levels.
     """
     value = from_json(text, allow_inf_nan=False)
     json.dumps(value, allow_nan=False)  # A number as large as 1e999 has been read as infinite.
@@ -62,8 +61,7 @@ def loaded(text: str) -> Any:
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
     """Read any value; `emit` gets it in pieces, and `depth` counts what is around it.
 
-    Raises:
-        BrokenCall: it is no JSON; what has been emitted begins some all the same.
+    Text that is no JSON breaks the call; what has been emitted begins some all the same.
     """
     found = yield from _read(parser, emit, _VALUE)
     if found["scalar"]:

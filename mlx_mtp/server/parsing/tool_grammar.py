@@ -44,16 +44,8 @@ class Rules(dict[str, str]):
 def call_rules(tools: Sequence[Tool], added_tokens: Container[str], *, xml: bool) -> Rules:
     """The rule `call`, and what it needs: one call of any of the tools, as its schema has it.
 
-    What can't be enforced is an error for strict tools, and left open for others.
-
-    Args:
-        tools: those that may be called.
-        added_tokens: the tokenizer's added tokens, by their text.
-        xml: calls are written as tags; otherwise as JSON.
-
-    Raises:
-        UnsupportedParameterError: a strict tool's schema can't be enforced.
-        GrammarError: the grammar would be too long.
+    What can't be enforced is an error for strict tools, and left open for others. If `xml`, calls
+    are written as tags, otherwise as JSON. `added_tokens` are the tokenizer's, by their text.
     """
     rules = Rules()
     opening, closing = (tag if tag in added_tokens else json.dumps(tag) for tag in (CALL, CALL_END))

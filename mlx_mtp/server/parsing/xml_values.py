@@ -70,8 +70,7 @@ class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
 def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's parameters with its own references followed.
 
-    Raises:
-        NotExpressible: it says more than which parameters there are, or their tags can't be read.
+    NotExpressible: it says more than which parameters there are, or their tags can't be read.
     """
     plain = _definitions(schema)
     for part in _all_parts(schema, schema, "allOf"):
@@ -97,8 +96,7 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
     """What a parameter may be: terminals of bare text, and the schema of what is JSON.
 
-    Raises:
-        NotExpressible: for a keyword that can't be enforced of bare text.
+    NotExpressible: a keyword can't be enforced of bare text.
     """
     part, types = schema["properties"][key], value_types(schema, key)
     if types and "string" not in types:
