@@ -25,6 +25,7 @@ _ESCAPE = (
     r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
+_BLANK = regex.compile(_SPACE)
 _VALUE = regex.compile(rf'{_SPACE}(?:["{{[]|(?P<scalar>{_SCALAR})(?=[\s,}}\]]))')
 # "<" by itself: it may begin a tag, which ends the text.
 _IN_STRING = regex.compile(rf'(?:[^"\\<\x00-\x1f]|{_ESCAPE})+|<|(?P<control>[\x00-\x1f])|"')
@@ -103,6 +104,9 @@ def _read(parser: AnswerParser, emit: Emit, pattern: Any, *, optional: bool = Fa
             loaded(found["scalar"])
         emit(json.dumps(found[0])[1:-1] if found.lastgroup == "control" else found[0])
     elif not optional:
+        space = _BLANK.match(parser.text, parser.pos)
+        parser.pos = space.end()
+        emit(space[0])
         raise BrokenCall
     return found
 

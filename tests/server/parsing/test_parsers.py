@@ -119,7 +119,7 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (hermes("f", '{"a": 1,}'), [("broken", BROKEN + '"a": 1,'), text(CLOSED)]),
     (
         hermes("f", '{"a": Infinity}'),
-        [("broken", BROKEN + '"a":'), text(" Infinity" + CLOSED)],
+        [("broken", BROKEN + '"a": '), text("Infinity" + CLOSED)],
     ),
     ("abc <tool_c", [text("abc <tool_c")]),
     ('x <tool_call>{"name": "f', [text('x <tool_call>{"name": "f')]),
@@ -168,7 +168,7 @@ HARMONY_CASES: list[tuple[str, list[Any]]] = [
     (THOUGHT.removesuffix(".<|end|>"), [think("Let me see")]),
     (f"{THOUGHT}{NEXT}<|c", [think("Let me see."), text(NEXT + "<|c")]),
     (ONE[:-1], [("cut", "f", '{"a": 1')]),
-    (ONE.replace(": 1", " 1") + "<|call|>", [("broken", TO_F + '{"a"'), text(" 1}")]),
+    (ONE.replace(": 1", " 1") + "<|call|>", [("broken", TO_F + '{"a" '), text("1}")]),
     # A marker within a call breaks it, whether it ends anything or not.
     (TO_F + '{"<|end|>x', [("broken", TO_F + '{"'), text("x")]),
     (TO_F + '{"<|message|><|call|>', [("broken", TO_F + '{"<|message|>')]),
