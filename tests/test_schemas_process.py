@@ -39,9 +39,8 @@ def bias() -> dict[str, float]:
         return 8.0 if b'"' in text or text.strip()[-1:] in b"}]" else 0.0
 
     tokenizer = Tokenizer.load(BUNDLED_MODEL)
-    pushes = {str(t): push(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)}
-    wanted = sorted(pushes.items(), key=lambda item: -item[1])
-    return {token: value for token, value in wanted[:MAX_LOGIT_BIAS] if value}
+    pushes = [(str(t), push(tokenizer.token_bytes(t))) for t in range(tokenizer.vocab_size)]
+    return dict(sorted(pushes, key=lambda item: -item[1])[:MAX_LOGIT_BIAS])
 
 
 @pytest.mark.full

@@ -9,18 +9,13 @@ from dataclasses import replace
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.parsing.formats import HERMES, QWEN3_CODER, OutputFormat
-from mlx_mtp.server.parsing.qwen import CLOSE
-from mlx_mtp.server.parsing.tool_grammar import json_rule, tool_grammar
+from mlx_mtp.server.parsing.formats import HERMES, NONE, QWEN3_CODER, OutputFormat
+from mlx_mtp.server.parsing.qwen import CALL, CLOSE, OPEN
+from mlx_mtp.server.parsing.tool_grammar import call_rules, json_rule
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
-    """Refuse what no answer could fulfil.
-
-    Raises:
-        InvalidRequestError: a call is required, but there is no such tool.
-        UnsupportedParameterError: tools are given, but calls can't be read, or not be enforced.
-    """
+    """Raise InvalidRequestError or UnsupportedParameterError for what no answer could fulfil."""
     choice, offered = conversation.tool_choice, conversation.offered_tools
     missing = sorted((choice.names or frozenset()) - {tool.name for tool in conversation.tools})
     if missing:
@@ -32,7 +27,7 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
         raise InvalidRequestError(
             f"{choice.field} asks for a tool call, but there are no tools.", param=choice.field
         )
-    if offered and not output_format.has_tools:
+    if offered and output_format.tools == NONE:
         raise UnsupportedParameterError(
             "This server was started with --tool-call-parser none.", param="tools"
         )
@@ -64,36 +59,54 @@ def answer_grammar(
 ) -> GrammarSpec | None:
     """The grammar of the answer; None leaves it free. Of many tools it is a long text.
 
-    Args:
-        conversation: what was asked; see `check_tools`.
-        output_format: of the model's answers.
-        added_tokens: the tokenizer's, by their text.
-        thinking: the answer begins within a think block, which is left free, within its budget.
+    If `thinking`, the answer begins within a think block, which is left free, within its budget.
+    `added_tokens` are the tokenizer's, by their text. RequestError: it can't be enforced.
     """
-    tools, response = conversation.offered_tools, conversation.response
+    grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"
-    grammar = response
-    if tools and (required or response or any(tool.strict for tool in tools)):
+    if tools and (required or grammar or any(tool.strict for tool in tools)):
         if not _enforces_calls(output_format):
             raise UnsupportedParameterError(
                 f"With the format {output_format.tools} {conversation.response_field} does not go "
                 "with tools.",
                 param=conversation.response_field,
             )
-        text = tool_grammar(
-            tools,
-            added_tokens,
-            xml=output_format.tools == QWEN3_CODER,
-            text=not required and response is None,
-            answer=None if required or response is None else _rule(response),
-            parallel=max_calls(conversation) is None,
-            after_think=thinking,
-        )
+        text = _lark(conversation, output_format, added_tokens, thinking=thinking)
         grammar = GrammarSpec("lark", text)
     budget = conversation.thinking_budget
     if not thinking or (grammar is None and budget is None):
         return grammar
     return replace(grammar or GrammarSpec("free"), free_until=CLOSE, free_tokens=budget)
+
+
+def _lark(
+    conversation: Conversation,
+    output_format: OutputFormat,
+    added_tokens: Container[str],
+    *,
+    thinking: bool,
+) -> str:
+    """The grammar of an answer that may have calls, in llguidance's Lark."""
+    xml = output_format.tools == QWEN3_CODER
+    rules = call_rules(conversation.offered_tools, added_tokens, xml=xml)
+    required, response = conversation.tool_choice.mode == "required", conversation.response
+    if required or response is not None:
+        rules["calls"] = "call" if max_calls(conversation) == 1 else r'call ("\n" call)*'
+        rules["answer"] = "calls" if required or response is None else _rule(response)
+        start = r"/\n{0,2}/ (calls | answer)" if thinking else "calls | answer"
+    else:
+        # Calls may stand within text, or be missing.
+        if CALL not in added_tokens:
+            raise UnsupportedParameterError(
+                "strict: true needs a model with a token for tool calls; use tool_choice "
+                '"required" with this one.',
+                param="tools",
+            )
+        rules["TEXT"] = "/(?s:.+)/"
+        tags = [tag for tag in (OPEN, CLOSE) if tag in added_tokens]
+        start = f"({' | '.join(['TEXT', 'call', *tags])})*"
+    lines = (f"{name}: {body}\n" for name, body in {"start": start, **rules}.items())
+    return "%llguidance {}\n" + "".join(lines)
 
 
 def _rule(response: GrammarSpec) -> str:

@@ -44,7 +44,7 @@ class Context:
             tokenizer.template, config.reasoning_parser, config.tool_call_parser
         )
         self.prompter = Prompter(tokenizer, self.output_format, config.template_seconds)
-        self.grammars = Grammars.for_tokenizer(tokenizer, engine.info.eos_token_ids)
+        self.grammars = Grammars(tokenizer, engine.info.eos_token_ids)
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.metrics = Metrics(engine, self.limiter)
         self.dispatcher = Dispatcher(engine)

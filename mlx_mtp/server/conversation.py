@@ -32,9 +32,7 @@ class ToolCall:
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
         """The call; arguments that are an object become one, as Qwen's templates want them.
 
-        Args:
-            as_object: the template takes nothing else, so text that is no object (the answer ended
-                within it) becomes the one field of one.
+        Where a template takes nothing else (`as_object`), a cut object's text becomes one's field.
         """
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
@@ -55,17 +53,14 @@ class Message:
     name: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        """The message as chat templates take it; `as_object` is that of `ToolCall`."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
-        optional = {
-            "name": self.name,
-            "reasoning_content": self.reasoning,
-            "tool_call_id": self.tool_call_id,
-        }
-        fields |= {key: value for key, value in optional.items() if value is not None}
+        fields |= _given(
+            name=self.name, reasoning_content=self.reasoning, tool_call_id=self.tool_call_id
+        )
         if self.tool_calls:
-            calls = [call.for_template(as_object=as_object) for call in self.tool_calls]
-            fields["tool_calls"] = calls
+            fields["tool_calls"] = [
+                call.for_template(as_object=as_object) for call in self.tool_calls
+            ]
         return fields
 
 
@@ -80,53 +75,34 @@ class Tool:
 
     def for_template(self) -> dict[str, Any]:
         """The tool as the client described it, in the usual order of fields."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        if self.parameters is not None:
-            function["parameters"] = self.parameters
-        return {"type": "function", "function": function}
+        more = _given(description=self.description, parameters=self.parameters)
+        return {"type": "function", "function": {"name": self.name, **more}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model may, must or can't call tools; `names` are the only ones, None all.
-
-    `field` of the request says so.
-    """
+    """Whether the model may, must or can't call tools."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    names: frozenset[str] | None = None
-    field: str = "tool_choice"
+    names: frozenset[str] | None = None  # the only ones; None: all
+    field: str = "tool_choice"  # of the request that says so
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model is asked.
-
-    Args:
-        messages: in order; see `folded` for those of role system.
-        parallel_tool_calls: one answer may have several calls.
-        template_kwargs: the client's own settings for the chat template.
-        thinking: whether the model is to think first; None: as its template does by itself.
-        thinking_budget: most tokens to think; then the think block is closed.
-        response: the form that an answer must have if it is no tool call.
-        response_field: of the request that says so.
-        effort: OpenAI's word for how much to think, for templates that know it.
-        continue_final: the last message is the beginning of the answer.
-    """
+    """What the model is asked."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    thinking: bool | None = None
-    thinking_budget: int | None = None
-    response: GrammarSpec | None = None
-    response_field: str = "response_format"
-    effort: str | None = None
-    continue_final: bool = False
+    parallel_tool_calls: bool = True  # one answer may have several
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the client's own
+    thinking: bool | None = None  # None: as the template does by itself
+    thinking_budget: int | None = None  # most tokens to think; then the think block is closed
+    response: GrammarSpec | None = None  # the form of an answer that is no tool call
+    response_field: str = "response_format"  # of the request that says so
+    effort: str | None = None  # how much to think, for templates that know OpenAI's word
+    continue_final: bool = False  # the last message is the beginning of the answer
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -148,11 +124,7 @@ class Conversation:
 
 
 def split_template_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The kwargs that are the template's, and the thinking budget, which is the server's.
-
-    Raises:
-        InvalidRequestError: the budget is no count of tokens.
-    """
+    """The kwargs that are the template's, and the thinking budget, which is the server's."""
     rest = dict(kwargs)
     budget = rest.pop(_BUDGET, None)
     if budget is None:
@@ -186,6 +158,10 @@ def folded(messages: Iterable[Message]) -> list[Message]:
         else group[0]
         for group in groups
     ]
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def object_or_text(text: str) -> Any:

@@ -16,10 +16,6 @@ class Detokenizer:
     Args:
         text_bytes: the UTF-8 bytes that a token adds to the text, none for a special token.
         stops: strings that end the text; they and what follows are never returned.
-
-    Attributes:
-        num_decoded: characters decoded so far, held ones included.
-        stop: the stop string that was found; nothing more is returned after it.
     """
 
     def __init__(self, text_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
@@ -27,8 +23,8 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
         self._held = ""
-        self.num_decoded = 0
-        self.stop: str | None = None
+        self.num_decoded = 0  # characters, held ones included
+        self.stop: str | None = None  # the one that was found
 
     def push(self, token_id: int) -> str:
         """Read one token; return the text that is now certain."""
@@ -56,11 +52,12 @@ class Detokenizer:
             _, start, self.stop = min(found)
             self._held = ""
             return text[:start]
-        sure = len(text) - max(self._beginning(text, stop) for stop in self._stops)
+        sure = len(text) - max(_begun(text, stop) for stop in self._stops)
         self._held = text[sure:]
         return text[:sure]
 
-    def _beginning(self, text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
-        lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-        return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+def _begun(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

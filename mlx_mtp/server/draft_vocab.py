@@ -23,11 +23,7 @@ Wanted = int | tuple[int, ...] | None
 
 
 def read_wanted(given: int | Path | None) -> Wanted:
-    """The flag's value, with the file read: a text file with one token id per line.
-
-    Raises:
-        UsageError: the file can't be read, a line is no id, or there is none.
-    """
+    """The flag's value, with the file read: a text file with one token id per line."""
     if not isinstance(given, Path):
         return given
     try:
@@ -55,11 +51,7 @@ def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> t
     """Ids of the tokens that may be drafted, ascending and below `vocab_size`.
 
     The tokenizer's added tokens always may: `wanted` is how many tokens, these among them, or which
-    ones beside them.
-
-    Raises:
-        UsageError: an id is out of range or there twice, the number has no room for the added
-            tokens, or the tokenizer's vocabulary has no order.
+    ones beside them. UsageError: that can't be.
     """
     if wanted is None or (isinstance(wanted, int) and wanted >= vocab_size):
         return tuple(range(vocab_size))

@@ -55,21 +55,16 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
 
 
 class GrammarChecker:
-    """The process, from the server's side: for one thread, started when it is first needed.
-
-    Its arguments are those of `GrammarCompiler`.
-    """
+    """The process, from the server's side: for one thread, started when it is first needed."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
         self._header = json.dumps([tokenizer_json, list(eos_token_ids)])
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, spec: GrammarSpec) -> None:
-        """Try a grammar out.
+        """Try a grammar out; GrammarError: it is wrong, takes too long, or crashes.
 
-        Raises:
-            GrammarError: it is wrong, takes too long, or crashes.
-            EngineError: the process has ended; the next call starts another.
+        EngineError: the process has ended; the next call starts another.
         """
         answer = ""
         with contextlib.suppress(OSError):
@@ -86,7 +81,6 @@ class GrammarChecker:
             raise GrammarError(error)
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(OSError):
@@ -117,7 +111,7 @@ def serve(source: IO[str], answers: IO[str]) -> None:
 
 
 def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
-    """What is wrong with a grammar; None: nothing."""
+    """What is wrong with a grammar; None: nothing. A child that dies has not found it right."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -138,8 +132,7 @@ def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
     if os.WIFSIGNALED(status):
         crashed = "It is too deeply nested, or takes too much memory."
         return _DEATHS.get(os.WTERMSIG(status), crashed)
-    error: str | None = json.loads(answer or '"llguidance failed on it."')
-    return error
+    return None if answer == "null" else json.loads(answer or '"llguidance failed on it."')
 
 
 def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,30 +17,30 @@ from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, folded
-from mlx_mtp.server.limited_thread import run_in_thread
 from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.server.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
+First = TypeVar("First")
 Result = TypeVar("Result")
 
 LARGE_TEXT = 1 << 18
 """Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
 hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
 LARGE_AT_ONCE = 1
+_PAUSE, _TRIES = 0.05, 20  # between two interruptions of a template, and how many there are
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chat as the model reads it; `thinking`: it ends within a think block.
-
-    `grammar` is that of the answer; None leaves it free.
-    """
+    """A chat as the model reads it."""
 
     token_ids: tuple[int, ...]
-    thinking: bool
-    grammar: GrammarSpec | None = None
+    thinking: bool  # it ends within a think block
+    grammar: GrammarSpec | None = None  # of the answer; None leaves it free
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +55,13 @@ class Prompter:
     async def prompt(
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> Prompt:
-        """The prompt, of at most `limit` tokens, up to where the answer begins.
-
-        Raises:
-            MlxMtpError: the template can't take this chat, or it is longer than `limit` tokens.
-        """
+        """The prompt, of at most `limit` tokens, up to where the answer begins."""
 
         def encode(text: str) -> Prompt:
-            token_ids = self.tokenizer.encode_rendered(text, limit=limit)
+            token_ids = self.tokenizer.encode(text, limit=limit, add_special_tokens=False)
             thinking = self.output_format.opens_thinking(text)
             if not with_grammar:
                 return Prompt(token_ids, thinking)
-            # Of many tools the grammar is a long text.
             added = self.tokenizer.added_tokens
             spec = answer_grammar(conversation, self.output_format, added, thinking=thinking)
             return Prompt(token_ids, thinking, spec)
@@ -81,17 +81,11 @@ class Prompter:
         async with self._turn(size):
             return await asyncio.to_thread(work)
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, size: int) -> AsyncIterator[None]:
-        async with self._large if size > LARGE_TEXT else contextlib.nullcontext():
-            yield
+    def _turn(self, size: int) -> AbstractAsyncContextManager[None]:
+        return self._large if size > LARGE_TEXT else contextlib.nullcontext()
 
     def render(self, conversation: Conversation) -> str:
-        """The chat as the template writes it.
-
-        Raises:
-            MlxMtpError: the template refuses it, or lacks what is asked of it.
-        """
+        """The chat as the template writes it; RequestError: it lacks what is asked of it."""
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
         messages = [
@@ -124,3 +118,60 @@ class Prompter:
             if value is not None and knows(key):
                 kwargs.setdefault(key, value)
         return kwargs
+
+
+class _TimeIsUp(BaseException):
+    """Raised within the first part of a job; no `except Exception` there stops it."""
+
+
+async def run_in_thread(
+    first: Callable[[], First], rest: Callable[[First], Result], seconds: float
+) -> Result:
+    """`rest(first())` on another thread; `first` is Python code that may never end.
+
+    When its `seconds` are up an exception is raised in it, at its next bytecode, and here a
+    TimeoutError: CPython has no other way to end a thread. A single call into C is not interrupted,
+    but left behind.
+    """
+    job: Future[Result] = Future()
+    lock = threading.Lock()
+    in_first = True
+
+    def work() -> None:
+        nonlocal in_first
+        # An interruption may come late: while the one before is dealt with.
+        with contextlib.suppress(_TimeIsUp):
+            if not job.set_running_or_notify_cancel():
+                return
+            try:
+                try:
+                    found = first()
+                finally:
+                    with lock:
+                        in_first = False
+                result = rest(found)
+            except BaseException as raised:
+                job.set_exception(TimeoutError() if isinstance(raised, _TimeIsUp) else raised)
+            else:
+                job.set_result(result)
+
+    thread = threading.Thread(target=work, daemon=True, name="limited")
+    thread.start()
+    ended = asyncio.wrap_future(job)
+    try:
+        await asyncio.wait([ended], timeout=seconds)
+        for _ in range(_TRIES):
+            with lock:
+                if job.cancel():
+                    raise TimeoutError  # It would begin too late.
+                has_time = ended.done() or not in_first
+                if not has_time:
+                    ident = ctypes.c_ulong(thread.ident or 0)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_TimeIsUp))
+            if has_time:
+                return await ended
+            await asyncio.wait([ended], timeout=_PAUSE)
+        logger.error("A thread does not end; it is abandoned.")
+        raise TimeoutError
+    finally:
+        ended.cancel()

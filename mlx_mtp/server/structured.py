@@ -22,18 +22,19 @@ class Grammars:
     """Compiles what requests ask for, one at a time, and keeps the latest.
 
     Build it before anything is served: a tokenizer's tables take up to a second, and hold up all
-    threads meanwhile. Without `eos_token_ids` there are no grammars.
+    threads meanwhile. Without `eos_token_ids` that the tokenizer has there are no grammars.
     """
 
-    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+        known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
+        tokenizer_json = tokenizer.to_json()
         self._compiler: GrammarCompiler | None = None
-        self._checker = GrammarChecker(tokenizer_json, eos_token_ids)
-        self._kept: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
-        self._lock = threading.Lock()
+        self._checker = GrammarChecker(tokenizer_json, known)
+        self._kept: OrderedDict[GrammarSpec, asyncio.Future[Grammar | str]] = OrderedDict()
         self._missing = "this model names no token that ends an answer"
-        if eos_token_ids:
+        if known:
             try:
-                self._compiler = GrammarCompiler(tokenizer_json, eos_token_ids)
+                self._compiler = GrammarCompiler(tokenizer_json, known)
             except ValueError as error:
                 self._missing = f"llguidance can't use its tokenizer: {error}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
@@ -42,30 +43,31 @@ class Grammars:
         self._pool.submit(int).result()
         threading.stack_size(before)
 
-    @classmethod
-    def for_tokenizer(cls, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Grammars:
-        """For a model's own tokenizer; ids that it lacks are left out."""
-        known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
-        return cls(tokenizer.to_json(), known)
-
     async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
         """Compile a grammar, or find the one that was kept.
 
-        Raises:
-            GrammarError: it is wrong, too large, or too expensive; `field` is named.
-            UnsupportedParameterError: this model can't follow any.
+        GrammarError, which names `field`: it is wrong, too large, or too expensive.
         """
         if self._compiler is None:
             raise UnsupportedParameterError(
                 f"{field} needs a grammar, but {self._missing}.", param=field
             )
-        kept = self._find(spec)
-        if kept is None:
+        if spec not in self._kept:
             loop = asyncio.get_running_loop()
-            kept = await loop.run_in_executor(self._pool, self._compile, self._compiler, spec)
-        if isinstance(kept, str):
-            raise GrammarError(f"{field} can't be enforced: {kept}", param=field)
-        return kept
+            job = loop.run_in_executor(self._pool, self._compile, self._compiler, spec)
+            self._kept[spec] = job
+            if len(self._kept) > MAX_CACHED:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(spec)
+        try:
+            # Others may ask for the same one: it is compiled whether this client stays or not.
+            found = await asyncio.shield(self._kept[spec])
+        except Exception:
+            self._kept.pop(spec, None)
+            raise
+        if isinstance(found, str):
+            raise GrammarError(f"{field} can't be enforced: {found}", param=field)
+        return found
 
     def close(self) -> None:
         """End the thread and the process."""
@@ -73,21 +75,8 @@ class Grammars:
         self._checker.close()
 
     def _compile(self, compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar | str:
-        kept = self._find(spec)  # Compiled by now, if several asked for it at once.
-        if kept is None:
-            try:
-                self._checker.check(spec)
-                kept = compile_grammar(compiler, spec)
-            except GrammarError as error:
-                kept = str(error)
-            with self._lock:
-                self._kept[spec] = kept
-                while len(self._kept) > MAX_CACHED:
-                    self._kept.popitem(last=False)
-        return kept
-
-    def _find(self, spec: GrammarSpec) -> Grammar | str | None:
-        with self._lock:
-            if spec in self._kept:
-                self._kept.move_to_end(spec)
-            return self._kept.get(spec)
+        try:
+            self._checker.check(spec)
+            return compile_grammar(compiler, spec)
+        except GrammarError as error:
+            return str(error)

@@ -14,7 +14,6 @@ from mlx_mtp.server.parsing.json_reader import loads
 
 
 def _as_schema(value: object) -> object:
-    """JSON text becomes the schema that it is the text of."""
     if not isinstance(value, str):
         return value
     _check_size(value)
@@ -43,12 +42,12 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
-    """The spec of a JSON schema; the order of its properties is that of the answer's."""
+    """The order of the schema's properties is that of the answer's."""
     return GrammarSpec("json_schema", json.dumps(schema))
 
 
 class JsonSchema(WireModel):
-    """A schema with the name that OpenAI wants for it."""
+    """OpenAI's: a schema with a name."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     schema_: Schema = Field(alias="schema")
@@ -84,7 +83,7 @@ class ResponseFormat(WireModel):
 
 
 class StructuredOutputs(WireModel):
-    """The same in vLLM's words of today."""
+    """The same in vLLM's words of today, as one field."""
 
     json_schema: SchemaOrText | None = Field(default=None, alias="json")
     regex: Text | None = None
@@ -102,7 +101,7 @@ class StructuredOutputs(WireModel):
 
 
 class GuidedFields(WireModel):
-    """The same in vLLM's words, for both of OpenAI's endpoints."""
+    """The same in vLLM's words, old and new, for both of OpenAI's endpoints."""
 
     guided_json: SchemaOrText | None = None
     guided_regex: Text | None = None

@@ -1,13 +1,16 @@
-"""Clients' text: half characters in it, and how much of it an error repeats."""
+"""Clients' text: half characters in it, how much of it an error repeats, and opaque reasoning."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 
 MAX_ECHO = 120
 """Most characters of a client's own text in an error's message."""
 
+_MARK = "mlx-mtp:"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -30,3 +33,22 @@ def has_half_character(source: str, value: object) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def wrap(text: str) -> str:
+    """Reasoning in a form that clients keep and send back without looking into it.
+
+    OpenAI and Anthropic encrypt it there, for it is theirs. Here it is the user's own: it is only
+    made unreadable enough that no client takes it for text.
+    """
+    return _MARK + base64.b64encode(text.encode()).decode()
+
+
+def unwrap(text: str) -> str:
+    """The reasoning again; "" for text that `wrap` has not made."""
+    if not text.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(text[len(_MARK) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

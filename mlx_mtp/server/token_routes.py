@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
+from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -24,8 +24,6 @@ from mlx_mtp.server.fields import (
     refusal,
 )
 from mlx_mtp.server.openai.wire import Message, Tool
-
-_STEP = 1 << 14
 
 
 class TokenizeRequest(WireModel):
@@ -51,11 +49,6 @@ class TokenizeRequest(WireModel):
         if not self.messages and (self.tools or self.chat_template_kwargs):
             raise refusal("goes with messages", field="tools" if self.tools else None)
         return self
-
-    @property
-    def text(self) -> str | None:
-        """Under either of its names."""
-        return self.content if self.prompt is None else self.prompt
 
     def conversation(self) -> Conversation:
         kwargs, _ = split_template_kwargs(self.chat_template_kwargs)
@@ -84,7 +77,8 @@ class DetokenizeRequest(WireModel):
 async def tokenize(request: Request) -> Response:
     """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
     context, body = await read(request, TokenizeRequest)
-    tokenizer, text = context.tokenizer, body.text
+    tokenizer = context.tokenizer
+    text = body.content if body.prompt is None else body.prompt
     if text is None:
         prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
         ids = prompt.token_ids
@@ -96,9 +90,13 @@ async def tokenize(request: Request) -> Response:
         )
 
     def content() -> str:
-        strings = _listed(ids, tokenizer.token_text) if body.return_token_strs else "null"
+        strings = "null"
+        if body.return_token_strs:
+            strings = _listed(encode_basestring_ascii(tokenizer.token_text(i)) for i in ids)
         length = context.engine.info.max_model_len
-        numbers = f'"count": {len(ids)}, "max_model_len": {length}, "tokens": {_listed(ids, int)}'
+        numbers = (
+            f'"count": {len(ids)}, "max_model_len": {length}, "tokens": {_listed(map(str, ids))}'
+        )
         return f'{{{numbers}, "token_strs": {strings}}}'
 
     return Response(await asyncio.to_thread(content), media_type="application/json")
@@ -116,8 +114,6 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": found, "content": found})
 
 
-def _listed(ids: Sequence[int], value_of: Callable[[int], object]) -> str:
-    """A JSON list, made in steps of milliseconds: `json.dumps` lets no other thread run."""
-    steps = (ids[start : start + _STEP] for start in range(0, len(ids), _STEP))
-    parts = (json.dumps([value_of(token) for token in step])[1:-1] for step in steps)
-    return f"[{', '.join(parts)}]"
+def _listed(values: Iterable[str]) -> str:
+    """A JSON list, made value by value: `json.dumps` of all lets no other thread run."""
+    return f"[{', '.join(values)}]"

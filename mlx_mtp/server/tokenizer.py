@@ -38,14 +38,7 @@ _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 class Tokenizer:
     """A byte-level BPE tokenizer of the `transformers` library, as all Qwen models have.
 
-    It is thread-safe.
-
-    Args:
-        tokenizer: what `AutoTokenizer.from_pretrained` returned.
-        source: what to call it in errors.
-
-    Attributes:
-        added_tokens: ids of the tokens beside the vocabulary proper, by their text.
+    It is thread-safe. Errors call it `source`.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
@@ -53,6 +46,7 @@ class Tokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(index for index, token in added.items() if token.special)
+        # Ids of the tokens beside the vocabulary proper, by their text.
         self.added_tokens = {token.content: index for index, token in added.items()}
         self._byte_of = _byte_level_alphabet()
         if self._backend is None or not _is_byte_level(self._backend):
@@ -62,11 +56,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer in a model's directory.
-
-        Raises:
-            ModelError: there is none, its files are damaged, or it isn't a byte-level BPE.
-        """
+        """Read the tokenizer in a model's directory; ModelError: there is none that can be used."""
         if not any((path / name).is_file() for name in _VOCABULARIES):
             # transformers makes an empty tokenizer for some types of model.
             raise ModelError(
@@ -81,10 +71,9 @@ class Tokenizer:
         except Exception as error:
             # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
             # values in the files lead to: all of it says that these files can't be used.
-            file = _damaged_file(path)
-            fault = (
-                f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
-            )
+            fault = f"{path} has no tokenizer that can be loaded"
+            if file := _damaged_file(path):
+                fault = f"{file} can't be used"
             raise ModelError(f"{fault}: {_one_line(error)}") from error
         return cls(tokenizer, str(path))
 
@@ -95,7 +84,6 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own; a model's configuration may name more."""
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (eos,)
 
@@ -106,13 +94,10 @@ class Tokenizer:
     def encode(
         self, text: str, *, limit: int | None = None, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a text. One that certainly has more than `limit` is not encoded to its end.
+        """Token ids of a text; ContextLengthError: it is more than `limit` tokens.
 
-        Raises:
-            InvalidRequestError: the text has half of a surrogate pair.
-            ContextLengthError: the text is more than `limit` tokens.
+        A text that certainly has more is not encoded to its end.
         """
-
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
             try:
@@ -137,10 +122,6 @@ class Tokenizer:
                 return tuple(found.ids)
             size *= 2
 
-    def encode_rendered(self, text: str, *, limit: int | None = None) -> tuple[int, ...]:
-        """Token ids of what `render_chat` returned, which has the special tokens already."""
-        return self.encode(text, limit=limit, add_special_tokens=False)
-
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -150,7 +131,9 @@ class Tokenizer:
         limit: int | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a chat in the model's own template, up to where the answer begins."""
-        return self.encode_rendered(self.render_chat(messages, tools, template_kwargs), limit=limit)
+        text = self.render_chat(messages, tools, template_kwargs)
+        # It has the special tokens already.
+        return self.encode(text, limit=limit, add_special_tokens=False)
 
     def render_chat(
         self,
@@ -162,15 +145,8 @@ class Tokenizer:
     ) -> str:
         """The chat as the model's template writes it.
 
-        Args:
-            messages, tools: in the form that templates take.
-            template_kwargs: more of the template's variables.
-            continue_final: the last message is the beginning of the answer.
-
-        Raises:
-            InvalidRequestError: the template refuses these messages; its own words are given.
-            ModelError: the template itself is wrong.
-            UnsupportedParameterError: there is no template, or a template_kwargs key is not open.
+        If `continue_final`, the last message is the beginning of the answer. ModelError: the
+        template is wrong; RequestError: it refuses these messages, or a template_kwargs key.
         """
         if not self.template:
             raise UnsupportedParameterError(
@@ -229,13 +205,8 @@ class Tokenizer:
 
     def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
         """`text_bytes`, but these special tokens are text, as a parser has to see them."""
-        shown = self._special & {self.added_tokens.get(marker) for marker in markers}
-        hidden = self._special - shown
-
-        def text_bytes(token_id: int) -> bytes:
-            return b"" if token_id in hidden else self.token_bytes(token_id)
-
-        return text_bytes
+        hidden = self._special - {self.added_tokens.get(marker) for marker in markers}
+        return lambda token: b"" if token in hidden else self.token_bytes(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, which need not be valid UTF-8; a special token's name."""
@@ -258,9 +229,8 @@ class Tokenizer:
 
 
 def _is_byte_level(backend: Any) -> bool:
-    if backend.decoder is None:
-        return False
-    return bool(json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel")
+    decoder = backend.decoder
+    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
 
 
 def _one_line(error: Exception) -> str:
@@ -290,10 +260,9 @@ def _damaged_file(path: Path) -> Path | None:
         "config.json": lambda file: AutoConfig.from_pretrained(str(file.parent), **_SAFELY),
     }
     for name, read in readers.items():
-        if not (path / name).exists():
-            continue
         try:
-            read(path / name)
+            if (path / name).exists():
+                read(path / name)
         except Exception:
             return path / name
     return None

@@ -18,7 +18,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_mtp.server.app import create_app
+from mlx_mtp.server.serve import create_app
 from tests.server import conftest
 
 FOLDER = Path(__file__).parents[1] / "data" / "clients"

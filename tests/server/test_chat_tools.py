@@ -1,4 +1,4 @@
-"""Tools in chat completions: what the model sees, what clients get, and what is enforced."""
+"""Reasoning and tools in chats: what the model sees, what clients get, and what is enforced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, answer
@@ -26,11 +27,18 @@ from tests.server.wire_help import (
 OTHER = {"type": "function", "function": {"name": "other"}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+THOUGHT = "I add.\nIt is 4."
+TEXT = f"{THOUGHT}\n</think>\n\nFour."
+HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Y"
+XML = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
 Says = Callable[..., tuple[dict[str, Any], str]]
 
 
-def prompt_of(engine: FakeEngine, tokenizer: Tokenizer, number: int = -1) -> str:
-    ids = engine.submitted[number].prompt_token_ids
+def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
+    ids = engine.submitted[-1].prompt_token_ids
     return b"".join(map(tokenizer.token_bytes, ids)).decode()
 
 
@@ -67,7 +75,7 @@ def says(client: Served, engine: FakeEngine, tokenizer: Tokenizer) -> Says:
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 4, 2), (99,)])
-def test_calls(says: Says, sizes: tuple[int, ...]) -> None:
+def test_calls(client: Served, says: Says, sizes: tuple[int, ...]) -> None:
     message, reason = says(f"I look.\n{CALL}\n{CALL}", sizes=sizes, tools=[WEATHER])
     calls = message.pop("tool_calls")
     assert message == {"role": "assistant", "content": "I look.", "refusal": None}
@@ -75,18 +83,15 @@ def test_calls(says: Says, sizes: tuple[int, ...]) -> None:
     assert len({call["id"] for call in calls if call["id"].startswith("call_")}) == 2
     function = {"name": "get_weather", "arguments": ARGUMENTS}
     assert [call["function"] for call in calls] == [function] * 2
-    assert says(CALL, sizes=sizes, tools=[WEATHER])[0]["content"] is None
+    text = f"I need Rome.\n</think>\n\n{CALL}"
+    message, _ = says(text, sizes=sizes, tools=[WEATHER], **THINKING)
+    assert (message["reasoning_content"], message["content"]) == ("I need Rome.", None)
+    deltas = [c["choices"][0]["delta"] for c in events(client, tools=[WEATHER], **THINKING)]
+    assert sizes != (1,) or sum("tool_calls" in delta for delta in deltas) > 6
+    assert sizes != (1,) or sum("reasoning_content" in delta for delta in deltas) > 3
 
 
-def test_a_call_is_streamed_in_pieces(client: Served, engine: FakeEngine, says: Says) -> None:
-    says(CALL, sizes=(1,), tools=[WEATHER])
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(client, tools=[WEATHER])]
-    assert sum("tool_calls" in delta for delta in deltas) > 6
-
-
-def test_what_is_no_call_is_text(
-    client: Served, engine: FakeEngine, tokenizer: Tokenizer, says: Says
-) -> None:
+def test_what_is_no_call_is_text(engine: FakeEngine, tokenizer: Tokenizer, says: Says) -> None:
     broken = CALL.replace('"Rome"', "broken")
     nothing = {"tools": [WEATHER], "tool_choice": "none"}
     for text, fields in ((CALL, {}), (CALL, nothing), (broken, {"tools": [WEATHER]})):
@@ -129,36 +134,16 @@ def test_what_is_enforced_is_a_grammar(
     assert "<tool_call>" in grammar(strict).value
 
 
-def test_the_other_format(serve: Serve, tokenizer: Tokenizer) -> None:
-    text = (
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n"
-        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
-    )
-    with serve(saying(tokenizer, text), tool_call_parser="qwen3_coder") as client:
-        (call,) = ask(client, tools=[WEATHER])["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"city": "Rome", "days": 3}
-        # What it can't enforce of a strict tool is refused by name.
-        schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 1}}}
-        function = {"name": "f", "parameters": schema, "strict": True}
-        tool = {"type": "function", "function": function}
-        response = client.post(CHAT, json=chat_body(tools=[tool]))
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"] == "tools"
-        assert all(word in error["message"] for word in ('"f"', '"a"', '"minLength"'))
-        lax = {**tool, "function": {**function, "strict": False}}
-        assert ask(client, tools=[lax], tool_choice="required")
-
-
 def test_history_is_rendered(client: Served, engine: FakeEngine, tokenizer: Tokenizer) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
     asked = {"role": "user", "content": "hi"}
     notes = {"provider_specific_fields": {"refusal": None}}  # LiteLLM's, on answers
+    calling = {"role": "assistant", "content": None, "reasoning_content": "so so"}
     for more in ({}, notes):
         messages = [
             {"role": "system", "content": "Be kind."},
             asked,
-            {"role": "assistant", "content": None, "tool_calls": [{**call, **more}], **more},
+            {**calling, "tool_calls": [{**call, **more}], **more},
             {"role": "tool", "tool_call_id": "c1", "content": "22 degrees"},
         ]
         ask(client, messages=messages, tools=[WEATHER])
@@ -166,16 +151,10 @@ def test_history_is_rendered(client: Served, engine: FakeEngine, tokenizer: Toke
         assert '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>' in text
         assert "<tool_response>\n22 degrees\n</tool_response>" in text
         assert json.dumps(WEATHER) in text
+        assert "so so" in text
     refused = client.post(CHAT, json=chat_body(messages=[asked | notes]))
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages[0].provider_specific_fields"
-
-
-def test_a_call_after_reasoning(says: Says) -> None:
-    message, _ = says(f"I need Rome.\n</think>\n\n{CALL}", tools=[WEATHER], **THINKING)
-    assert message["reasoning_content"] == "I need Rome."
-    assert message["content"] is None
-    assert len(message["tool_calls"]) == 1
 
 
 def test_choices_call_each_for_themselves(
@@ -201,13 +180,75 @@ def test_logprobs_belong_to_the_content(client: Served, says: Says) -> None:
     assert [e for c in chunks if c["logprobs"] for e in c["logprobs"]["content"]] == entries
 
 
-def test_without_a_parser_tools_are_refused(serve: Serve, tokenizer: Tokenizer) -> None:
-    for settings, fields, param in (
-        ({"tool_call_parser": "none"}, {}, "tools"),
-        ({"reasoning_parser": "gpt_oss"}, {"tool_choice": "required"}, "tool_choice"),
+def test_reasoning(client: Served, tokenizer: Tokenizer, says: Says) -> None:
+    message, _ = says(TEXT, **THINKING)
+    assert (message["reasoning_content"], message["content"]) == (THOUGHT, "Four.")
+    usage = ask(client, **THINKING)["usage"]
+    num_reasoning = len(tokenizer.encode(TEXT[: TEXT.index("\n\nFour")]))
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == num_reasoning
+    chunks = events(client, **THINKING, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"] == usage
+    message, reason = says(TEXT, **THINKING, max_tokens=3)
+    assert (message["content"], reason) == ("", "length")
+    assert THOUGHT.startswith(message["reasoning_content"])
+    # Without a think block in the prompt the text is content, but for a block of its own.
+    assert says(TEXT)[0]["content"] == TEXT
+    assert says(f"<think>\n{TEXT}")[0]["reasoning_content"] == THOUGHT
+
+
+def test_the_flags_for_formats(serve: Serve, tokenizer: Tokenizer) -> None:
+    for settings, text, fields, expected in (
+        ({"reasoning_parser": "none"}, f"<think>\n{TEXT}", {}, (None, f"<think>\n{TEXT}")),
+        ({"reasoning_parser": "gpt_oss"}, HARMONY, {"tool_choice": "required"}, ("hm", "Y")),
+        ({"tool_call_parser": "none"}, CALL, {}, (None, CALL)),
+        ({"tool_call_parser": "qwen3_coder"}, XML, {}, '{"city": "Rome", "days": 3}'),
     ):
-        with serve(saying(tokenizer, "x"), **settings) as client:
-            response = client.post(CHAT, json=chat_body(tools=[WEATHER], **fields))
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == param
-            assert ask(client, tools=[WEATHER], tool_choice="none")
+        with serve(saying(tokenizer, text), **settings) as client:
+            if isinstance(expected, str):
+                message = ask(client, tools=[WEATHER])["choices"][0]["message"]
+                assert message["tool_calls"][0]["function"]["arguments"] == expected
+                continue
+            message = ask(client, tools=[WEATHER], tool_choice="none")["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == expected
+            if settings != {"reasoning_parser": "none"}:
+                response = client.post(CHAT, json=chat_body(tools=[WEATHER], **fields))
+                assert response.status_code == 400
+                param = next(iter(fields), "tools")
+                assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("effort", "kwargs", "thinks", "budget"),
+    [
+        (None, {}, False, None),
+        ("none", {}, False, None),
+        ("high", {}, True, None),
+        ("high", {"enable_thinking": False}, False, None),
+        ("low", {}, True, 2048),
+        ("low", {"thinking_budget": 7}, True, 7),
+        (None, {"thinking_budget": 7}, False, None),
+        (None, {"enable_thinking": True, "thinking_budget": 0}, True, 0),
+    ],
+)
+def test_effort_and_budget_of_thinking(
+    client: Served,
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    effort: str | None,
+    kwargs: dict[str, Any],
+    thinks: bool,
+    budget: int | None,
+) -> None:
+    ask(client, chat_template_kwargs=kwargs, **({"reasoning_effort": effort} if effort else {}))
+    assert prompt_of(engine, tokenizer).endswith("<think>\n") == thinks
+    expected = GrammarSpec("free", free_until="</think>", free_tokens=budget)
+    grammar = engine.submitted[-1].sampling.grammar
+    assert grammar == (None if budget is None else expected)
+
+
+def test_budgets_that_are_none(client: Served) -> None:
+    for budget in (-1, 1.5, "7", True):
+        kwargs = {"thinking_budget": budget}
+        response = client.post(CHAT, json=chat_body(chat_template_kwargs=kwargs))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "chat_template_kwargs.thinking_budget"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,21 +21,17 @@ VOCAB = 4096
 ADDED = range(4087, 4096)  # <|im_end|>, <think>, <tool_call> and the others
 
 
-class Defined(Tokenizer):
-    """Says of itself what a test wants."""
-
-    def __init__(self, model: dict[str, Any], *added: int) -> None:
-        self.definition = {"model": model, "added_tokens": [{"id": token} for token in added]}
-
-    def to_json(self) -> str:
-        return json.dumps(self.definition)
+def defined(model: dict[str, Any], *added: int) -> Any:
+    """Instead of a tokenizer: one that only has such a definition."""
+    definition = {"model": model, "added_tokens": [{"id": token} for token in added]}
+    return SimpleNamespace(to_json=lambda: json.dumps(definition))
 
 
 # Ids out of order, and a piece that no merge makes.
 PIECES = {"b": 0, "a": 1, "abab": 2, "zzz": 3, "ab": 4, "ba": 5}
 MERGES = [["a", "b"], ["b", "a"], ["ab", "ab"]]
-SMALL = Defined({"type": "BPE", "vocab": PIECES, "merges": MERGES}, 7)
-UNIGRAM = Defined({"type": "Unigram", "vocab": [["a", -1.0]]})
+SMALL = defined({"type": "BPE", "vocab": PIECES, "merges": MERGES}, 7)
+UNIGRAM = defined({"type": "Unigram", "vocab": [["a", -1.0]]})
 
 
 def test_the_order_is_characters_then_merges_then_the_rest() -> None:
@@ -45,7 +42,7 @@ def test_the_order_is_characters_then_merges_then_the_rest() -> None:
     assert draft_vocabulary(3, SMALL, 5) == (0, 1, 4)
 
 
-@pytest.mark.parametrize("count", [10, 265, 300, 1024, VOCAB - 1])
+@pytest.mark.parametrize("count", [10, 265, 1024, VOCAB - 1])
 def test_the_bundled_tokenizer(tokenizer: Tokenizer, count: int) -> None:
     ids = draft_vocabulary(count, tokenizer, VOCAB)
     assert len(ids) == len(set(ids)) == count
@@ -56,27 +53,18 @@ def test_the_bundled_tokenizer(tokenizer: Tokenizer, count: int) -> None:
     assert {written["vocab"][piece] for piece in first} <= set(ids)
     if count == len(ADDED) + 256:
         assert {len(tokenizer.token_bytes(i)) for i in ids if i not in ADDED} == {1}
+    for everything in (None, VOCAB, 1 << 31):
+        assert draft_vocabulary(everything, tokenizer, VOCAB) == tuple(range(VOCAB))
 
 
-@pytest.mark.parametrize("count", [None, VOCAB, 1 << 31])
-def test_as_many_as_there_are_is_all_of_them(tokenizer: Tokenizer, count: int | None) -> None:
-    assert draft_vocabulary(count, tokenizer, VOCAB) == tuple(range(VOCAB))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
+def test_what_is_refused(tokenizer: Tokenizer) -> None:
+    for wanted, message in (
         (9, r"is 9, but the tokenizer's 9 added .* must be 10 or"),
         ((3, VOCAB), "file names token 4096, but this model's token ids are 0 to 4095"),
         ((3, 4, 3), "file names token 3 twice"),
-    ],
-)
-def test_what_is_refused(tokenizer: Tokenizer, wanted: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        draft_vocabulary(wanted, tokenizer, VOCAB)
-
-
-def test_a_tokenizer_without_merges_asks_for_a_file() -> None:
+    ):
+        with pytest.raises(UsageError, match=message):
+            draft_vocabulary(wanted, tokenizer, VOCAB)
     with pytest.raises(UsageError, match=r"is Unigram and not BPE.*Give a file"):
         draft_vocabulary(2, UNIGRAM, 8)
     assert draft_vocabulary((5, 1), UNIGRAM, 8) == (1, 5)
@@ -99,7 +87,6 @@ def test_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
         (b"3\nfour\n", "line 2 is 'four'; every line must be one token id"),
         (b"3\n\n4\n", "line 2 is ''"),
         (b"-3\n", "line 1 is '-3'"),
-        (b"3 17\n", "line 1 is '3 17'"),
         ("\u0663\n".encode(), "line 1"),
         (b"9" * 5000, "line 1 is '9"),
         (b"\xff\xfe3", "can't be read: it is not UTF-8 text"),

@@ -13,11 +13,85 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation, Message, Tool, ToolCall
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
+from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.parsing.pieces import events_of, summary
-from tests.server.templates import TEMPLATES
+from tests.server.test_chat_tools import prompt_of
 from tests.server.wire_help import ARGUMENTS, CHAT, WEATHER, ask, chat_body, events, joined, saying
 
+_HEAD = """
+{%- macro system_text() -%}
+{{ messages[0].content if messages and messages[0].role == 'system' else '' }}
+{%- endmacro %}
+{%- for m in messages %}
+  {%- if m.role == 'system' and not loop.first %}
+    {{- raise_exception('A system message comes first or not at all.') }}
+  {%- endif %}
+{%- endfor %}
+{%- if tools or system_text() %}
+  {{- '<|im_start|>system\\n' + system_text() }}
+  {%- if tools %}
+    {{- '\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\n' + how }}
+  {%- endif %}
+  {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}
+    {{- '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
+  {%- elif m.role == 'tool' %}
+    {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+  {%- elif m.role == 'assistant' %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if m.reasoning_content %}
+      {{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- m.content }}
+    {%- for call in m.tool_calls or [] %}
+      {%- if not loop.first or m.content %}{{- '\\n' }}{%- endif %}
+"""
+_TAIL = """
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+  {%- endif %}
+{%- endfor %}
+"""
+_JSON_CALL = """
+      {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+      {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+"""
+_XML_CALL = """
+      {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+      {%- for name, value in call.function.arguments | items %}
+        {{- '<parameter=' + name + '>\\n' }}
+        {%- if value is string %}{{- value }}{%- else %}{{- value | tojson }}{%- endif %}
+        {{- '\\n</parameter>\\n' }}
+      {%- endfor %}
+      {{- '</function>\\n</tool_call>' }}
+"""
+_ANSWER = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+_THINKS = (
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}{%- endif %}"
+)
+_JSON_HOW = '{%- set how = \'<tool_call>{"name": ..., "arguments": ...}</tool_call>\' %}'
+_XML_HOW = "{%- set how = '<tool_call><function=...><parameter=...>' %}"
+
+CODER = _XML_HOW + _HEAD + _XML_CALL + _TAIL + _ANSWER
+NEXT = _JSON_HOW + _HEAD + _JSON_CALL + _TAIL + _ANSWER
+TEMPLATES = {
+    "next-instruct": NEXT,
+    # Thinking can't be switched off.
+    "next-thinking": NEXT.replace(
+        "assistant\\n' }}{%- endif", "assistant\\n<think>\\n' }}{%- endif"
+    ),
+    "coder": CODER,
+    # Thinking is on, and can be switched off.
+    "3.5": CODER.replace(_ANSWER, _THINKS),
+}
+"""The shapes that Qwen's published models have, written anew and cut short."""
 XML = ("coder", "3.5")
 THINKING = ("next-thinking", "3.5")
 SCHEMA = {
@@ -141,3 +215,21 @@ def test_chats_over_http(serve: Serve, name: str) -> None:
             ask(client, chat_template_kwargs={"enable_thinking": False})
             asked = chat_body(chat_template_kwargs={"enable_thinking": True})
             assert client.post(CHAT, json=asked).status_code == 400
+
+
+@pytest.mark.parametrize("name", ["next-instruct", "coder"])
+def test_half_a_call_may_come_back(serve: Serve, tokenizer: Tokenizer, name: str) -> None:
+    engine = saying(tokenizer, "I see.")
+    with serve(engine, tokenizer=tokenizer_with(TEMPLATES[name])) as client:
+        for arguments in ('{"city": "Ro', "{", '{"city": "x\\ud83c'):
+            function = {"name": "get_weather", "arguments": arguments}
+            call = {"id": "c", "type": "function", "function": function}
+            chat = [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "The arguments are no JSON."},
+            ]
+            assert ask(client, tools=[WEATHER], messages=chat)["choices"]
+            # As it is, or as a JSON string.
+            prompt = prompt_of(engine, tokenizer)
+            assert arguments in prompt or json.dumps(arguments)[1:-1] in prompt

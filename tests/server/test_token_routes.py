@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mlx_mtp.server.token_routes import _STEP
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, answer
@@ -13,7 +12,7 @@ TEXT = "Once upon a time, é 🎉 <|im_start|>"
 
 def test_there_and_back(serve: Serve, tokenizer: Tokenizer) -> None:
     with serve(FakeEngine(answer([300]))) as client:
-        for text in (TEXT, "one two " * _STEP):
+        for text in (TEXT, "one two " * 20_000):
             body = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
             assert body["tokens"] == list(tokenizer.encode(text))
             assert body["count"] == len(body["tokens"]) == len(body["token_strs"])

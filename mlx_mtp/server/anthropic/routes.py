@@ -18,8 +18,8 @@ from mlx_mtp.server.fields import MAX_PROMPT_IDS
 from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import anthropic_error_body
-from mlx_mtp.server.opaque_reasoning import wrap
 from mlx_mtp.server.sse import respond
+from mlx_mtp.server.text import wrap
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
 SIGNATURE = "mlx-mtp"

@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model
 from mlx_mtp.server import conversation, fields
 from mlx_mtp.server.conversation import BUDGETS, Conversation, ToolCall
 from mlx_mtp.server.fields import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.opaque_reasoning import unwrap
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
+from mlx_mtp.server.text import unwrap
 
 # Claude Code's first system block begins so; its nonce changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"

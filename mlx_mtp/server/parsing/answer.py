@@ -1,11 +1,15 @@
-"""What the parsers of all formats share: the text that has arrived, and the events it makes."""
+"""What the parsers of all formats share: the text that has arrived, and the events it makes.
+
+Patterns are those of the `regex` module, which also finds a text that only begins to match. A
+pattern must not match more once more text has come: it ends with a tag or looks ahead.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 from mlx_mtp.server.parsing import events
 from mlx_mtp.server.parsing.events import Event, Text
@@ -27,14 +31,11 @@ class AnswerParser(ABC):
     """Turns an answer's text into events as it arrives, however it is split.
 
     Each format is a generator, `read`, over what has arrived: what it finds can't depend on how
-    many tokens a step brought, or where a token ends.
-
-    Args:
-        max_calls: the answer ends with so many tool calls; None: there is no such limit.
+    many tokens a step brought, or where a token ends. After `max_calls` complete tool calls the
+    parser is `done`; with None there is no limit.
     """
 
-    in_reasoning = False
-    """The next character is part of the model's reasoning."""
+    in_reasoning = False  # whether the next character is part of the model's reasoning
 
     def __init__(self, max_calls: int | None = None) -> None:
         self.num_calls = 0  # complete ones
@@ -49,18 +50,17 @@ class AnswerParser(ABC):
 
     @property
     def done(self) -> bool:
-        """Whatever follows is not wanted: the answer has all the calls that it may have."""
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def feed(self, text: str) -> list[Event]:
-        """Take some more text; return what is certain now."""
+        """Read some more text; return what is certain now."""
         self.text += text
         with contextlib.suppress(StopIteration, AnswerOver):
             next(self._reading)
         if self._call_at is None:
             self._dropped += self.pos
             self.text, self.pos = self.rest, 0
-        found, self._events = events.merged(self._events), []
+        found, self._events = self._events, []
         return found
 
     def finish(self) -> list[Event]:
@@ -72,8 +72,6 @@ class AnswerParser(ABC):
     def read(self) -> Reader[None]:
         """Read the answer."""
 
-    # Reading.
-
     @property
     def rest(self) -> str:
         return self.text[self.pos :]
@@ -83,49 +81,37 @@ class AnswerParser(ABC):
         """Characters of the answer before the next one."""
         return self._dropped + self.pos
 
-    def more(self) -> Reader[bool]:
-        """Wait for more text; False when the answer is over."""
-        if not self.over:
+    def match(self, pattern: Any) -> Reader[Any]:
+        """Read what matches a pattern and stands next; None: nothing that does."""
+        while (found := pattern.match(self.text, self.pos, partial=True)) and found.partial:
+            if self.over:
+                raise AnswerOver
             yield
-        return not self.over
+        if found:
+            self.pos = found.end()
+        return found
 
-    def peek(self) -> Reader[str]:
-        """The next character, which stays unread."""
-        while self.pos >= len(self.text):
-            if not (yield from self.more()):
-                raise AnswerOver
-        return self.text[self.pos]
+    def expect(self, pattern: Any) -> Reader[Any]:
+        """The same, but anything else breaks the call."""
+        found = yield from self.match(pattern)
+        if not found:
+            raise BrokenCall
+        return found
 
-    def space(self) -> Reader[str]:
-        """Skip white space; return the character after it, which stays unread."""
-        while (character := (yield from self.peek())).isspace():
-            self.pos += 1
-        return character
+    def until(self, pattern: Any, read_to: Callable[[int], None]) -> Reader[Any]:
+        """Find a match, which stays unread; a partial one where the answer is over.
 
-    def find(self, *tags: str, skip: str | None = None) -> Reader[str]:
-        """Read the one of some tags that comes next, after white space or `skip`; "": none does."""
+        All before it is read by `read_to` as it comes, up to what may begin a match.
+        """
         while True:
-            rest = self.rest.lstrip(skip)
-            for tag in tags:
-                if rest.startswith(tag):
-                    self.pos = len(self.text) - len(rest) + len(tag)
-                    return tag
-            if not any(tag.startswith(rest) for tag in tags):
-                return ""
-            if not (yield from self.more()):
-                raise AnswerOver
+            found = pattern.search(self.text, self.pos, partial=True)
+            read_to(found.start())
+            if self.over or not found.partial:
+                return found
+            yield
 
-    def certain(self, tags: Iterable[str]) -> int:
-        """Where the text ends that can't be the beginning of a tag; tags begin with "<"."""
-        start = self.text.find("<", self.pos)
-        while start >= 0:
-            tail = self.text[start:]
-            if any(tag.startswith(tail) and tag != tail for tag in tags):
-                return start
-            start = self.text.find("<", start + 1)
-        return len(self.text)
-
-    # What is found.
+    def skip_to(self, end: int) -> None:
+        self.pos = end
 
     def emit(self, event: Event) -> None:
         self._events.append(event)
@@ -138,9 +124,11 @@ class AnswerParser(ABC):
 
     def read_text(self) -> Reader[None]:
         """All that is left is content."""
-        self.emit_text(len(self.text))
-        while (yield from self.more()):
+        while True:
             self.emit_text(len(self.text))
+            if self.over:
+                return
+            yield
 
     def begin_call(self, name: str) -> None:
         """The call's name is known, and its arguments are about to come."""

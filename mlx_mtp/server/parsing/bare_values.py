@@ -22,8 +22,7 @@ def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     for part in parts(schema, _property(schema, key), "anyOf", "oneOf", "allOf"):
         names = as_list(part.get("type"))
         if names == [None]:
-            constants = [part["const"]] if "const" in part else as_list(part.get("enum", []))
-            names = [type_of(value) for value in constants]
+            names = list(map(type_of, constants(part)))
         types.update(name for name in JSON_TYPES if name in names)
     return frozenset(types)
 
@@ -31,6 +30,11 @@ def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 def as_list(value: Any) -> list[Any]:
     """A list of one value, or the list that it is."""
     return value if isinstance(value, list) else [value]
+
+
+def constants(part: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists."""
+    return [part["const"]] if "const" in part else as_list(part.get("enum", []))
 
 
 def _property(schema: Mapping[str, Any], key: str) -> Any:
@@ -100,7 +104,6 @@ def json_text(text: str, types: frozenset[str]) -> str:
 
 
 def _type_of_text(text: str) -> str:
-    """The type of a JSON text; a text that is none is a string."""
     try:
         return type_of(loads(text))
     except ValueError:

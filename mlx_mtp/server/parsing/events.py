@@ -22,8 +22,7 @@ class OutputToken:
 class Text:
     """Some of the answer proper, from character `start` of the raw answer on.
 
-    Its tokens are there if logprobs were asked for; parsers leave them out. Tokens that have no
-    text, such as half a character, come with an empty one.
+    Its tokens are there if logprobs were asked for: parsers leave them out.
     """
 
     text: str
@@ -33,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Some of what the model thinks before it answers."""
+    """Some of the model's reasoning."""
 
     text: str
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_mtp.server.parsing import harmony
 from mlx_mtp.server.parsing.answer import AnswerParser
-from mlx_mtp.server.parsing.harmony import HarmonyParser
-from mlx_mtp.server.parsing.hermes import HermesParser
-from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, QwenParser
+from mlx_mtp.server.parsing.harmony import MARKERS, HarmonyParser
+from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, HermesParser, QwenParser
 from mlx_mtp.server.parsing.qwen_xml import QwenXmlParser
 
 AUTO = "auto"
@@ -25,15 +23,10 @@ _PARSERS = {HERMES: HermesParser, QWEN3_CODER: QwenXmlParser, NONE: QwenParser}
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """A model's format.
+    """A model's format."""
 
-    Args:
-        reasoning: "qwen3", "gpt_oss" or "none".
-        tools: "hermes", "qwen3_coder", "gpt_oss" or "none".
-    """
-
-    reasoning: str
-    tools: str
+    reasoning: str  # "qwen3", "gpt_oss" or "none"
+    tools: str  # "hermes", "qwen3_coder", "gpt_oss" or "none"
 
     @classmethod
     def choose(cls, template: str, reasoning: str = AUTO, tools: str = AUTO) -> OutputFormat:
@@ -49,14 +42,7 @@ class OutputFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Special tokens that the parser has to see in the text."""
-        if self.reasoning == GPT_OSS:
-            return harmony.MARKERS
-        return (OPEN, CLOSE, CALL, CALL_END)
-
-    @property
-    def has_tools(self) -> bool:
-        """Tool calls can be read."""
-        return self.tools != NONE
+        return MARKERS if self.reasoning == GPT_OSS else (OPEN, CLOSE, CALL, CALL_END)
 
     def opens_thinking(self, prompt: str) -> bool:
         """The template ended the prompt within a think block, so that the answer begins in it."""
@@ -75,6 +61,6 @@ class OutputFormat:
         return _PARSERS[self.tools](
             think=self.reasoning == QWEN3,
             opened=thinking,
-            schemas=schemas if self.has_tools else None,
+            schemas=None if self.tools == NONE else schemas,
             max_calls=max_calls,
         )

@@ -10,7 +10,9 @@ The prompt ends with `<|start|>assistant`.
 
 from __future__ import annotations
 
-import re
+from typing import Any
+
+import regex
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Reader
 from mlx_mtp.server.parsing.events import Reasoning
@@ -21,9 +23,12 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (_CHANNEL, _MESSAGE, _START, "<|constrain|>", *_ENDS)
 """Special tokens of the format: the parser has to see them, and clients never do."""
 
-_BODY_END = re.compile("|".join(map(re.escape, (*_ENDS, _START, _CHANNEL))))
-_RECIPIENT = re.compile(r"to=functions\.([\w./:@-]{1,256})")
-_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_BODY_END = regex.compile("|".join(map(regex.escape, (*_ENDS, _START, _CHANNEL))))
+_HEADER_END = regex.compile(regex.escape(_MESSAGE))
+_RECIPIENT = regex.compile(r"to=functions\.([\w./:@-]{1,256})")
+_CHANNEL_NAME = regex.compile(r"<\|channel\|>\s*(\w+)")
+_OBJECT = regex.compile(r"\s*(?=\{)")
+_SPACE = regex.compile(r"\s*(?=\S)")
 
 
 class HarmonyParser(AnswerParser):
@@ -35,68 +40,61 @@ class HarmonyParser(AnswerParser):
 
     def read(self) -> Reader[None]:
         while True:
-            marker = yield from self._read_body()
+            marker = yield from self.until(_BODY_END, self._emit_body)
+            if marker.partial:
+                self._emit_body(len(self.text))
+                return
             self.in_reasoning = False
-            if marker in (_START, _CHANNEL):
+            if marker[0] in (_START, _CHANNEL):
                 yield from self._read_header()
             else:
-                self.pos += len(marker)
+                self.pos = marker.end()
 
-    def peek(self) -> Reader[str]:
-        """The next character; where a marker ends a call's message, that breaks it."""
-        character = yield from super().peek()
-        if self._call is not None and character == "<":
-            while self.certain(MARKERS) == self.pos and (yield from self.more()):
-                pass
-            if _BODY_END.match(self.text, self.pos):
+    def match(self, pattern: Any) -> Reader[Any]:
+        """As everywhere, but where a marker ends a call's message, that breaks it."""
+        while self._call is not None:
+            found = _BODY_END.match(self.text, self.pos, partial=True)
+            if found and not found.partial:
                 raise BrokenCall
-        return character
+            if found is None or self.over:
+                break
+            yield
+        return (yield from super().match(pattern))
 
-    def _read_body(self) -> Reader[str]:
-        """Up to the marker after a message; it is returned, and stays unread."""
-        while True:
-            found, over = _BODY_END.search(self.text, self.pos), self.over
-            end = found.start() if found else self.certain(() if over else MARKERS)
-            if self.in_reasoning and end > self.pos:
-                self.emit(Reasoning(self.text[self.pos : end]))
-                self.pos = end
-            self.emit_text(end)
-            if found:
-                return found[0]
-            if over:
-                raise AnswerOver
-            yield from self.more()
+    def _emit_body(self, end: int) -> None:
+        if self.in_reasoning and end > self.pos:
+            self.emit(Reasoning(self.text[self.pos : end]))
+            self.pos = end
+        self.emit_text(end)
 
     def _read_header(self) -> Reader[None]:
         """Up to the message, which the header describes; of a call the message too."""
-        while (end := self.text.find(_MESSAGE, self.pos)) < 0:
-            if not (yield from self.more()):
-                self.emit_text(len(self.text))  # A header that is cut is kept as it is.
-                raise AnswerOver
-        header, start = self.text[self.pos : end], self.at
-        end += len(_MESSAGE)
+        start = self.at
+        found = yield from self.until(_HEADER_END, lambda _: None)
+        if found.partial:
+            self.emit_text(len(self.text))  # A header that is cut is kept as it is.
+            raise AnswerOver
+        header = self.text[self.pos : found.start()]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         if recipient and self._with_tools:
-            self.pos = end
+            self.pos = found.end()
             yield from self.read_call(self._read_arguments(recipient[1]), start)
         elif recipient:
-            self.emit_text(end)
+            self.emit_text(found.end())
         else:
-            self.pos = end
+            self.pos = found.end()
             self.in_reasoning = channel is not None and channel[1] == "analysis"
 
     def _read_arguments(self, name: str) -> Reader[None]:
-        start = self.at
         self.begin_call(name)
+        start = self.at
         try:
-            first = yield from self.space()
-        except (AnswerOver, BrokenCall):
-            if self.at > start:
-                raise
-            self.emit_arguments("{}")  # A message without any text.
-        else:
-            if first != "{":
-                raise BrokenCall
+            yield from self.expect(_OBJECT)
             yield from read_value(self, self.emit_arguments)
+        except (AnswerOver, BrokenCall):
+            is_empty = self.at == start and (not self.rest or _BODY_END.match(self.text, self.pos))
+            if not is_empty:
+                raise
+            self.emit_arguments("{}")
         self.end_call()
-        yield from self.space()
+        yield from self.match(_SPACE)

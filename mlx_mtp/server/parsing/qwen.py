@@ -7,25 +7,36 @@ dropped; everything else is kept.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Mapping
 from typing import Any
+
+import regex
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Reader
 from mlx_mtp.server.parsing.events import Reasoning
+from mlx_mtp.server.parsing.json_reader import loaded, read_value
 
 OPEN, CLOSE = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 MAX_NAME = 256
-_NAME = re.compile(rf"[\w./:@-]{{1,{MAX_NAME}}}")
-_TAG = re.compile("<[^<>]*>")
-_CLOSE = re.compile(CLOSE)
+_NAME = regex.compile(rf"[\w./:@-]{{1,{MAX_NAME}}}")
+_OPEN = regex.compile(rf"\s*{OPEN}")
+_NEWLINES = regex.compile(r"\n*(?=[^\n])")
+# All newlines before a tag or none: `\n*` alone would be tried from each of them.
+_BEFORE = r"(?:\G|(?<!\n))\n*"
+_CLOSE = regex.compile(_BEFORE + CLOSE)
 # Some models call a tool without closing the block first. Only what looks like a call all through
 # counts: a model may well think about the tag.
-_CLOSE_OR_CALL = re.compile(rf'{CLOSE}|(?={CALL}\s*(?:<function=|\{{\s*"))')
-_CALL_BEGUN = re.compile(
-    rf"{CALL}\s*(?:\{{\s*|" + "|".join("<function="[:length] for length in range(10)) + ")$"
-)
+_CLOSE_OR_CALL = regex.compile(rf'{_BEFORE}(?:{CLOSE}|(?P<call>{CALL}\s*(?:<function=|\{{\s*")))')
+_FIRST = regex.compile(r'\s*\{\s*(?=["}])')
+_NEXT = regex.compile(r'\s*,\s*(?=")')
+_LAST = regex.compile(r"[\s,]*\}")
+_COLON = regex.compile(r"\s*:\s*(?=\S)")
+_OBJECT = regex.compile(r"(?=\{)")
+# Small models close too many braces, or none; other fields after the arguments say nothing.
+_AFTER_ARGUMENTS = regex.compile(rf'(?:\s*,\s*"[^<]{{0,999}}|[}}\s]*){CALL_END}')
+_ARGUMENTS = ("arguments", "parameters")
 
 
 class QwenParser(AnswerParser):
@@ -35,7 +46,7 @@ class QwenParser(AnswerParser):
         think: the answer may begin with a think block.
         opened: the prompt ends within that block.
         schemas: the JSON schema of each tool's parameters, by its name; None: calls are text.
-        max_calls: the answer ends with so many; None: there is no such limit.
+        max_calls: the answer ends with so many.
     """
 
     def __init__(
@@ -52,9 +63,9 @@ class QwenParser(AnswerParser):
         self._with_tools = schemas is not None
         self.schemas = schemas or {}
 
-    def openers(self) -> Collection[str]:
+    def openers(self) -> list[str]:
         """Tags that a call begins with."""
-        return {CALL}
+        return [CALL]
 
     def read_body(self, opener: str) -> Reader[None]:
         """Read a call behind its opener."""
@@ -69,53 +80,81 @@ class QwenParser(AnswerParser):
         if self._think:
             with contextlib.suppress(AnswerOver):
                 # A model may repeat the tag that the prompt ended with.
-                self.in_reasoning |= bool((yield from self.find(OPEN)))
+                self.in_reasoning |= bool((yield from self.match(_OPEN)))
         if self.in_reasoning:
             yield from self._read_reasoning()
         yield from self._read_calls() if self._with_tools else self.read_text()
 
     def _read_reasoning(self) -> Reader[None]:
+        yield from self.match(_NEWLINES)
         end = _CLOSE_OR_CALL if self._with_tools else _CLOSE
-        emitted = False
-        while True:
-            found, over = end.search(self.text, self.pos), self.over
-            text = self.text[self.pos : found.start() if found else self._certain_reasoning()]
-            text = text if over and not found else text.rstrip("\n")
-            self.pos += len(text)
-            text = text if emitted else text.lstrip("\n")
-            if text:
-                self.emit(Reasoning(text))
-                emitted = True
-            if found:
-                break
-            if over:
-                raise AnswerOver
-            yield from self.more()
-        self.pos, self.in_reasoning = found.end(), False
-        while (yield from self.peek()) == "\n":
-            self.pos += 1
+        found = yield from self.until(end, self._emit_reasoning)
+        if found.partial:
+            self._emit_reasoning(len(self.text))
+            raise AnswerOver
+        is_call = found.lastgroup == "call"
+        self.pos, self.in_reasoning = found.start("call") if is_call else found.end(), False
+        yield from self.match(_NEWLINES)
 
-    def _certain_reasoning(self) -> int:
-        """Where the text ends that can't be the beginning of what ends the block."""
-        if self.over:
-            return len(self.text)
-        if not self._with_tools:
-            return self.certain([CLOSE])
-        call = _CALL_BEGUN.search(self.text, self.pos)
-        return call.start() if call else self.certain([CLOSE, CALL])
+    def _emit_reasoning(self, end: int) -> None:
+        if end > self.pos:
+            self.emit(Reasoning(self.text[self.pos : end]))
+            self.pos = end
 
     def _read_calls(self) -> Reader[None]:
-        openers = self.openers()
+        tags = "|".join(map(regex.escape, self.openers()))
+        opener = regex.compile(rf"(?:\G|(?<!\s))\s*({tags})")
         while True:
-            tags = _TAG.finditer(self.text, self.pos)
-            found = next((tag for tag in tags if tag[0] in openers), None)
-            end = found.start() if found else self.certain(openers)
-            self.emit_text(self.pos + len(self.text[self.pos : end].rstrip()))
-            if found:
-                # With the white space before it: if the call breaks, all of it is content.
-                start, self.pos = self.at, found.end()
-                yield from self.read_call(self.read_body(found[0]), start)
-            elif not (yield from self.more()):
+            found = yield from self.until(opener, self.emit_text)
+            if found.partial:
                 if self.rest.strip() or not self.num_calls:
                     self.emit_text(len(self.text))
                 return
+            # With the white space before it: if the call breaks, all of it is content.
+            start, self.pos = self.at, found.end()
+            yield from self.read_call(self.read_body(found[1]), start)
+
+
+class HermesParser(QwenParser):
+    """Calls as Qwen3 writes them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    The arguments are emitted as the model writes them, once the function's name is known.
+    """
+
+    def read_body(self, opener: str) -> Reader[None]:
+        fields: dict[str, Any] = {}
+        yield from self.expect(_FIRST)
+        while not (yield from self.match(_LAST)):
+            if fields:
+                yield from self.expect(_NEXT)
+            key = yield from self._read_json()
+            yield from self.expect(_COLON)
+            name = fields.get("name")
+            is_call = isinstance(name, str) and key in _ARGUMENTS
+            if is_call and (yield from self.match(_OBJECT)):
+                self.begin_call(str(name))
+                yield from read_value(self, self.emit_arguments)
+                # A client may act on it from here on: whatever follows, this is a call.
+                self.end_call()
+                break
+            fields[key] = yield from self._read_json()
+        else:
+            self._call_late(fields)
+        yield from self.match(_AFTER_ARGUMENTS)
+
+    def _read_json(self) -> Reader[Any]:
+        read: list[str] = []
+        yield from read_value(self, read.append)
+        return loaded("".join(read))
+
+    def _call_late(self, fields: dict[str, Any]) -> None:
+        """A call whose name came last, or whose arguments are no plain object."""
+        name = fields.get("name")
+        given = next((fields[key] for key in _ARGUMENTS if key in fields), None)
+        if isinstance(given, str):
+            given = loaded(given) if given.strip() else None
+        if not isinstance(given, dict | None) or not isinstance(name, str):
+            raise BrokenCall
+        self.begin_call(name)
+        self.emit_arguments(json.dumps(given or {}))
+        self.end_call()

@@ -1,4 +1,4 @@
-"""Grammars that make a model call tools: for `tool_choice`, and for tools that are strict.
+"""Grammars of tool calls: for `tool_choice`, and for tools that are strict.
 
 They are written in llguidance's dialect of Lark. There an added token such as `<tool_call>` is a
 symbol of its own, which no string and no text pattern matches.
@@ -13,7 +13,7 @@ from typing import Any
 from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.server.conversation import Tool
-from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN
+from mlx_mtp.server.parsing.qwen import CALL, CALL_END
 from mlx_mtp.server.parsing.xml_values import (
     ANY_TEXT,
     BEYOND_TAGS,
@@ -25,7 +25,7 @@ from mlx_mtp.server.parsing.xml_values import (
 _VALUE_END = r"/\n<\/parameter>\n/"
 
 
-class _Rules(dict[str, str]):
+class Rules(dict[str, str]):
     """Bodies by name. Each parameter that is JSON has a copy of its tool's definitions."""
 
     size = 0
@@ -41,77 +41,40 @@ class _Rules(dict[str, str]):
             )
 
 
-def tool_grammar(
-    tools: Sequence[Tool],
-    added_tokens: Container[str],
-    *,
-    xml: bool,
-    text: bool,
-    answer: str | None,
-    parallel: bool,
-    after_think: bool,
-) -> str:
-    """The grammar of an answer that has calls, each as its tool's schema has it.
+def call_rules(tools: Sequence[Tool], added_tokens: Container[str], *, xml: bool) -> Rules:
+    """The rule `call`, and what it needs: one call of any of the tools, as its schema has it.
 
-    Args:
-        tools: those that may be called. What can't be enforced is an error for those that are
-            strict, and left open for others.
-        added_tokens: the tokenizer's added tokens, by their text.
-        xml: calls are written as tags; otherwise as JSON.
-        text: calls may stand within text, or be missing; otherwise there is one at least.
-        answer: the body of a rule for an answer without calls; None: there is none.
-        parallel: there may be several calls.
-        after_think: the answer follows a think block, with an empty line between them.
-
-    Raises:
-        UnsupportedParameterError: a strict tool's schema can't be enforced, or the tokenizer has
-            no token that calls begin with, so that text and call can't be told apart.
+    What can't be enforced is an error for strict tools, and left open for others. If `xml`, calls
+    are written as tags, otherwise as JSON. `added_tokens` are the tokenizer's, by their text.
     """
-    rules = _Rules()
+    rules = Rules()
     opening, closing = (tag if tag in added_tokens else json.dumps(tag) for tag in (CALL, CALL_END))
     for number, tool in enumerate(tools):
         body = (_xml_call if xml else _json_call)(f"call_{number}", tool, rules)
         rules[f"call_{number}"] = f"{opening} {body} {closing}"
     rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
-    if text:
-        if CALL not in added_tokens:
-            raise UnsupportedParameterError(
-                "strict: true needs a model with a token for tool calls; use tool_choice "
-                '"required" with this one.',
-                param="tools",
-            )
-        rules["TEXT"] = "/(?s:.+)/"
-        tags = [tag for tag in (OPEN, CLOSE) if tag in added_tokens]
-        start = f"({' | '.join(['TEXT', 'call', *tags])})*"
-    else:
-        rules["calls"] = r'call ("\n" call)*' if parallel else "call"
-        rules["answer"] = answer or "calls"
-        start = r"/\n{0,2}/ (calls | answer)" if after_think else "calls | answer"
-    lines = (f"{name}: {body}\n" for name, body in {"start": start, **rules}.items())
-    return "%llguidance {}\n" + "".join(lines)
+    return rules
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """A JSON value as the body of a rule.
+    """The body of a rule for a JSON value that fits a schema.
 
-    Args:
-        schema: that it fits.
-        strict: words of the schema that no grammar knows are an error.
+    If `strict`, words of the schema that no grammar knows are an error: a tool may be forced whose
+    schema is more than a grammar can express.
     """
     options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
     if not strict:
-        # A tool may be forced whose schema is more than a grammar can express.
         options["lenient"] = True
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _json_call(rule: str, tool: Tool, rules: _Rules) -> str:
+def _json_call(rule: str, tool: Tool, rules: Rules) -> str:
     rules[f"{rule}_arguments"] = json_rule(_parameters(tool), strict=tool.strict)
     start = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
     return rf'{start} {rule}_arguments "}}\n"'
 
 
-def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
+def _xml_call(rule: str, tool: Tool, rules: Rules) -> str:
     schema = _parameters(tool)
     try:
         schema = plain_parameters(schema)
@@ -132,7 +95,7 @@ def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
     return rf'{start}{body} "</function>\n"'
 
 
-def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules: _Rules) -> str:
+def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules: Rules) -> str:
     """A parameter's value and the tag that ends it."""
     try:
         terminals, json_schema = value_forms(schema, key)
@@ -152,7 +115,7 @@ def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules
     return f"({' | '.join(ways)})"
 
 
-def _any_value(rules: _Rules) -> str:
+def _any_value(rules: Rules) -> str:
     """Any text, up to the tag that ends it."""
     if "ANY_TEXT" not in rules:
         rules["ANY_TEXT"] = ANY_TEXT

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from mlx_mtp.server.parsing.bare_values import (
     JSON_TYPES,
     MOST_PARTS,
     as_list,
+    constants,
     json_text,
     parts,
     resolved,
@@ -56,6 +58,9 @@ BEYOND_TAGS = {
 }
 """What a schema may say of an object that tags can't keep."""
 _MOST_LEVELS = 16
+_ALL, _SOME = object(), object()  # values of a type
+# A type with one of its values, or with all or some of them.
+_Values = frozenset[tuple[str, Any]]
 
 
 class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
@@ -65,8 +70,7 @@ class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
 def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool's parameters with its own references followed.
 
-    Raises:
-        NotExpressible: it says more than which parameters there are, or their tags can't be read.
+    NotExpressible: it says more than which parameters there are, or their tags can't be read.
     """
     plain = _definitions(schema)
     for part in _all_parts(schema, schema, "allOf"):
@@ -92,23 +96,27 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
     """What a parameter may be: terminals of bare text, and the schema of what is JSON.
 
-    Raises:
-        NotExpressible: for a keyword that can't be enforced of bare text.
+    NotExpressible: a keyword can't be enforced of bare text.
     """
     part, types = schema["properties"][key], value_types(schema, key)
     if types and "string" not in types:
         return [], _whole({"type": sorted(types), **part}, schema)
-    _all_parts(schema, part, "allOf", "anyOf", "oneOf")
-    allowed = _allowed(schema, part, {})
     read_as = types or frozenset(["string", "array", "object"])
-    json_types = allowed.types & _with_integer(read_as) & _JSON
+    inner = _all_parts(schema, part, "allOf", "anyOf", "oneOf")
+    scalars = [value for each in inner for value in constants(each) if type_of(value) not in _JSON]
+    values = {(type_of(value), value) for value in (None, True, False, *scalars)}
+    amounts = {(kind, amount) for kind in JSON_TYPES for amount in (_ALL, _SOME)}
+    fitting = _fitting(schema, part, frozenset(values | amounts), iter(range(MOST_PARTS)))
+    whole = {kind for kind, amount in fitting if amount is _ALL}
+    json_types = {kind for kind, amount in fitting if amount is _SOME}
+    json_types &= _with_integer(read_as) & _JSON
     terminals = []
-    if "string" in allowed.fits:
-        json_types -= allowed.fits
-        shut = [f"~/{_SPACE}{_READ_AS[kind]}/" for kind in sorted(read_as - allowed.fits)]
+    if "string" in whole:
+        json_types -= whole
+        shut = [f"~/{_SPACE}{_READ_AS[kind]}/" for kind in sorted(read_as - whole)]
         terminals.append(" & ".join([ANY_TEXT, *shut]))
-    words = [value for value in (None, True, False) if _covers(allowed.fits, (value,))]
-    words += [label[0] for label in allowed.fits if isinstance(label, tuple)]
+    # A text that may be anything covers the words too.
+    words = [value for kind, value in fitting - amounts if not {"string", kind} <= whole]
     for value in sorted(words, key=str):
         text = value if isinstance(value, str) else json.dumps(value)
         begins_json = any(re.match(_JSON_BEGINS[kind], text.strip()) for kind in json_types)
@@ -141,91 +149,62 @@ def _whole(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-class _Allowed(NamedTuple):
-    """What a schema allows.
+def _fitting(
+    root: Mapping[str, Any], schema: object, values: _Values, steps: Iterator[int], level: int = 0
+) -> _Values:
+    """Which values fit a schema within `root`; `steps` bounds how many schemas are looked at."""
 
-    Args:
-        types: of the values that may fit.
-        fits: types of which every value fits; and each single string, null or boolean that fits
-            beside them, as a tuple of one.
-    """
+    def fitting(part: object) -> _Values:
+        return _fitting(root, part, values, steps, level + 1)
 
-    types: frozenset[str]
-    fits: frozenset[Any]
-
-
-def _allowed(
-    root: Mapping[str, Any], schema: object, known: dict[str, _Allowed], level: int = 0
-) -> _Allowed:
-    """What a schema within `root` allows.
-
-    Each reference is followed once, to be `known` then, so that this takes no longer than the
-    schema is.
-    """
+    if level > _MOST_LEVELS or next(steps, None) is None:
+        raise NotExpressible("$ref")
     if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
+        return values if schema else frozenset()
     if not isinstance(schema, Mapping):
         raise NotExpressible("properties")
     names = as_list(schema.get("type", [*JSON_TYPES]))
     if any(name not in JSON_TYPES for name in names):
         raise NotExpressible("type")
-    types = _with_integer(names)
+    values = frozenset(value for value in values if value[0] in _with_integer(names))
     for keyword, kinds in _REFUSED_FOR.items():
-        if keyword in schema and types & kinds:
+        if keyword in schema and any(kind in kinds for kind, _ in values):
             raise NotExpressible(keyword)
-    is_bounded = schema.keys() - _BOUND_NOTHING - _REFUSED_FOR.keys() - {*_FOLLOWED}
-    allowed = _Allowed(types, types - _JSON if is_bounded else types)
+    if schema.keys() - _BOUND_NOTHING - _REFUSED_FOR.keys() - {*_FOLLOWED}:
+        values -= {(kind, _ALL) for kind in _JSON}
     for keyword in _FOLLOWED:
-        if keyword in schema:
-            for choice in _choices(root, keyword, schema[keyword], known, level):
-                labels = frozenset(
-                    label
-                    for label in allowed.fits | choice.fits
-                    if _covers(allowed.fits, label) and _covers(choice.fits, label)
-                )
-                allowed = _Allowed(allowed.types & choice.types, _reduced(labels))
-    return allowed
-
-
-def _choices(
-    root: Mapping[str, Any], keyword: str, value: Any, known: dict[str, _Allowed], level: int
-) -> list[_Allowed]:
-    """What a keyword allows: that which each of these does."""
-    if keyword == "$ref":
-        target = resolved(root, value)
-        if target is None or level == _MOST_LEVELS:
+        if keyword not in schema:
+            continue
+        inner = schema[keyword]
+        if keyword == "$ref":
+            inner = [resolved(root, inner)]
+            if inner == [None]:
+                raise NotExpressible(keyword)
+        elif keyword == "const":
+            inner = [inner]
+        if not isinstance(inner, list):
             raise NotExpressible(keyword)
-        if value not in known:
-            known[value] = _allowed(root, target, known, level + 1)
-        return [known[value]]
-    values = [value] if keyword == "const" else value
-    if not isinstance(values, list):
-        raise NotExpressible(keyword)
-    if keyword in ("enum", "const"):
-        types = frozenset(map(type_of, values))
-        return [_Allowed(types, frozenset((v,) for v in values if type_of(v) not in _JSON))]
-    if not values or level == _MOST_LEVELS:
-        raise NotExpressible(keyword)
-    choices = [_allowed(root, each, known, level + 1) for each in values]
-    if keyword == "allOf":
-        return choices
-    types, fits = (frozenset[Any]().union(*sets) for sets in zip(*choices, strict=True))
-    fits = _reduced(fits)
-    if keyword == "oneOf":
-        # No two may allow the same; llguidance looks after what is JSON.
-        if len(fits - _JSON) < sum(len(choice.fits - _JSON) for choice in choices):
-            raise NotExpressible(keyword)
-        fits -= {kind for kind in _JSON if sum(kind in choice.types for choice in choices) > 1}
-    return [_Allowed(types, fits)]
+        if keyword in ("enum", "const"):
+            scalars = {(type_of(value), value) for value in inner if type_of(value) not in _JSON}
+            values &= scalars | {(type_of(value), _SOME) for value in inner}
+        elif keyword in ("$ref", "allOf"):
+            for part in inner:
+                values = fitting(part)
+        else:
+            values = _united(map(fitting, inner), is_one=keyword == "oneOf")
+    return values
 
 
-def _covers(fits: Iterable[Any], label: Any) -> bool:
-    return label in fits or (isinstance(label, tuple) and type_of(label[0]) in fits)
-
-
-def _reduced(labels: frozenset[Any]) -> frozenset[Any]:
-    """Without single values all others of the type of which fit too."""
-    return frozenset(x for x in labels if isinstance(x, str) or type_of(x[0]) not in labels)
+def _united(choices: Iterable[_Values], *, is_one: bool) -> _Values:
+    """The values that fit any of several schemas, or one alone."""
+    counts = Counter(value for choice in choices for value in choice)
+    if not is_one:
+        return frozenset(counts)
+    shared = {kind for (kind, amount), count in counts.items() if amount is _SOME and count > 1}
+    if "string" in shared and ("string", _ALL) in counts:
+        raise NotExpressible("oneOf")
+    once = {value for value, count in counts.items() if count == 1 or value[1] is _SOME}
+    return frozenset(once - {(kind, _ALL) for kind in shared})
 
 
 def _with_integer(types: Iterable[str]) -> frozenset[str]:

@@ -13,11 +13,11 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.opaque_reasoning import wrap
 from mlx_mtp.server.openai.routes import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
 from mlx_mtp.server.sse import respond
+from mlx_mtp.server.text import wrap
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
 _DONE, _CUT = "completed", "incomplete"

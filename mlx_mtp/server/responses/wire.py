@@ -20,10 +20,10 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import fields
 from mlx_mtp.server.conversation import Conversation, Effort, Message, ToolCall
 from mlx_mtp.server.fields import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.opaque_reasoning import unwrap
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
+from mlx_mtp.server.text import unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-from hypothesis import settings
-from hypothesis import strategies as st
 
 from mlx_mtp.server.parsing.answer import AnswerParser
 from mlx_mtp.server.parsing.events import (
@@ -22,8 +18,6 @@ from mlx_mtp.server.parsing.events import (
     ToolStart,
     merged,
 )
-
-Make = Callable[[], AnswerParser]
 
 
 def events_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Event]:
@@ -67,16 +61,3 @@ def xml(name: str, **values: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         parameters += f"<parameter={key}>\n{text}\n</parameter>\n"
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
-
-
-steady = settings(deadline=None, max_examples=200)
-"""For properties: a busy machine is no failure."""
-places = st.lists(st.integers(0, 10_000), max_size=12)
-
-
-def same_however_cut(make: Make, text: str, at: Iterable[int]) -> None:
-    """Whole, character by character and cut anywhere, the events are the same."""
-    whole = events_of(make(), [text])
-    assert events_of(make(), text) == whole
-    bounds = [0, *sorted(place % (len(text) + 1) for place in at), len(text)]
-    assert events_of(make(), [text[a:b] for a, b in itertools.pairwise(bounds)]) == whole
