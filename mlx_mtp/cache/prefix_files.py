@@ -16,19 +16,20 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import json
 import logging
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_keys import KEY_DIGITS
 from mlx_mtp.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -45,29 +46,23 @@ _POLL_SECONDS = 0.1
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
-_BLANK = b"0" * 64
-# Where in a file the digest is looked for: the metadata come first.
-_DIGEST_WITHIN = 4096
+_BLANK = "0" * 64
+_DIGEST_WITHIN = 4096  # The metadata come first in a file.
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoredFile:
-    """A file: rows of KV that follow those of another KV file, or the snapshot at their end.
+    """A file: rows of KV that follow those of another KV file, or the snapshot at their end."""
 
-    Args:
-        key: of the prefix that it ends (`prefix_keys`); with an s behind it, of the snapshot there.
-        parent: key of the KV file that it builds on; of the salt's root if it begins a prefix.
-        start, end: the tokens of its rows; equal for a snapshot.
-        nbytes: of the file.
-        used: when it was used last, in nanoseconds.
-    """
-
-    key: str
-    parent: str
-    start: int
+    key: str  # of the prefix that it ends (`prefix_keys`); with an s behind it, of its snapshot
+    parent: str  # key of the KV file that it builds on, or the salt's root
+    start: int  # first and last token of its rows; equal for a snapshot
     end: int
     nbytes: int = 0
-    used: int = 0
+    used: int = 0  # when it was used last, in nanoseconds
+    content: bytes | None = None  # of one that has not been written yet
 
 
 def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
@@ -76,7 +71,7 @@ def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
     For the engine's thread: on CUDA mlx moves an array's buffer when its bytes are looked at.
     """
     file = io.BytesIO()
-    mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK.decode()})
+    mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK})
     return file.getvalue()
 
 
@@ -85,6 +80,35 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
     arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
     mx.eval(arrays)
     return arrays, int(metadata["bits"]) or None  # type: ignore[index, return-value]
+
+
+def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
+    """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
+
+    A file counts with its name, size, modification time and 16 samples of its content, so that
+    replaced weights are noticed without reading several gigabytes at each start.
+
+    Args:
+        config: the model's config.json.
+        files: its weights and its head's.
+        facts: whatever else there is, as its `str`: versions, device, dtype, head, quantization of
+            what is stored, tokens in a prefill chunk.
+
+    Raises:
+        OSError: a file can't be read.
+    """
+    weights = []
+    for path in sorted(files):
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            for sample in range(_SAMPLES):
+                file.seek(max(status.st_size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+        weights.append([path.name, status.st_size, status.st_mtime_ns, digest.hexdigest()])
+    others = {name: str(value) for name, value in facts.items()}
+    text = json.dumps([config, weights, others], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class PrefixDirectory:
@@ -129,38 +153,35 @@ class PrefixDirectory:
             if os.fstat(fd).st_size != file.nbytes:
                 raise ValueError("its size is not what it was")
             content = opened.readall()
-        before, digest, behind = _parts(content)
-        if digest != self._digest(name, before, behind):
+        before, digest, behind = self._signed(name, content)
+        if content[len(before) : -len(behind)] != digest:
             raise ValueError("its content is damaged")
         return content
 
     def write(self, file: StoredFile, content: bytes, wanted: Callable[[], bool]) -> bool:
-        """Write a file beside its place, through to the disk, and then give it its name.
+        """Write a file beside its place, through to the disk, and then rename it.
 
-        Unless `wanted` says that it is not wanted any more; that is asked every 4 MiB.
+        False: `wanted`, which is called every 4 MiB, said no.
         """
         name = self._name(file)
         temporary = f"{_PREFIX}{self._mark}-{file.key}.{secrets.token_hex(4)}.tmp"
-        before, _, behind = _parts(content)
-        digest = memoryview(self._digest(name, before, behind))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
-        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
-        try:
+        with contextlib.ExitStack() as stack:
+            fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
+            stack.callback(os.close, fd)
             try:
-                for piece in (before, digest, behind):
+                for piece in self._signed(name, content):
                     while piece and wanted():
                         piece = piece[os.write(fd, piece[:_SLICE]) :]
                 if wanted():
                     os.fsync(fd)
+                if not wanted():
+                    return False
+                os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             finally:
-                os.close(fd)
-            if not wanted():
-                return False
-            os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            return True
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=self._fd)
+        return True
 
     def sync(self) -> None:
         """Make renames survive a power failure."""
@@ -201,21 +222,19 @@ class PrefixDirectory:
         return found
 
     def _name(self, file: StoredFile) -> str:
-        keys = f"{self._mark}-{file.key}-{file.parent[:KEY_DIGITS]}"
+        """Two keys of 40 digits let it fit the 143 bytes that eCryptfs allows."""
+        keys = f"{self._mark}-{file.key}-{file.parent}"
         return f"{_PREFIX}{keys}-{file.start}-{file.end}.safetensors"
 
-    def _digest(self, name: str, before: memoryview, behind: memoryview) -> bytes:
+    def _signed(self, name: str, content: bytes) -> tuple[memoryview, ...]:
+        """What is before a content's digest, what that should be, and what is behind it."""
+        start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
+        view = memoryview(content)
+        before, behind = view[:start], view[start + len(_BLANK) :]
         digest = hashlib.sha256(f"{self._fingerprint} {name} ".encode())
         digest.update(before)
         digest.update(behind)
-        return digest.hexdigest().encode()
-
-
-def _parts(content: bytes) -> tuple[memoryview, memoryview, memoryview]:
-    """What is before a content's digest, the digest, and what is behind it."""
-    start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
-    view, end = memoryview(content), start + len(_BLANK)
-    return view[:start], view[start:end], view[end:]
+        return before, memoryview(digest.hexdigest().encode()), behind
 
 
 def _check_safe(fd: int, flag: str) -> None:

@@ -22,23 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 class Save(NamedTuple):
-    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded.
-
-    The segments are of the tokens whose KV is not in the cache: one, or none.
-    """
+    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
-    segments: list[Segment]
+    segments: list[Segment]  # of the tokens whose KV is not in the cache: one, or none
     snapshot: Snapshot
 
 
 class PrefixCache:
     """The arrays behind a tree of prefixes, which may take `limit` bytes.
 
-    Args:
-        bits: of stored KV, 8 or 4; None: as it is.
-        store: keeps prefixes of these bits on the disk as well; None: memory alone.
+    KV is stored in 8 or 4 `bits`, or as it is, and with a `store` on the disk as well.
     """
 
     def __init__(
@@ -97,22 +92,33 @@ class PrefixCache:
     def commit(self, saves: list[Save]) -> None:
         """Take in copies whose step has succeeded; the list is emptied."""
         while saves:
-            save = saves.pop(0)
-            save.sequence.saved(len(save.tokens))
-            if save.sequence.finished and not save.sequence.ended:
+            sequence, tokens, segments, snapshot = saves.pop(0)
+            sequence.saved(len(tokens))
+            if sequence.finished and not sequence.ended:
                 # It may have failed in the step before, which this one began with.
                 continue
+            lasting = len(tokens) == sequence.first_turn
             try:
-                self._insert(save)
+                mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
+                self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting=lasting)
             except Exception:
-                logger.exception("A prefix of %d tokens could not be kept", len(save.tokens))
+                logger.exception("A prefix of %d tokens could not be kept", len(tokens))
+                continue
+            if segments and not self._measured:
+                self._measured = True
+                logger.info(
+                    "Measured: a prefix takes %.2f kB a token, and %.2f MB at each place where it "
+                    "was saved; there is room for %.0f MB.",
+                    segments[0].nbytes / (segments[0].end - segments[0].start) / 1e3,
+                    snapshot.nbytes / 1e6,
+                    self.tree.limit / 1e6,
+                )
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> Save | None:
-        sequence = batch.sequences[row]
+        sequence, segments = batch.sequences[row], []
         try:
             # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
-            segments = []
             if start < len(tokens):
                 head = batch.draft_kv()
                 segments = [take_segment(batch.cache, head, row, start, len(tokens), self._bits)]
@@ -123,18 +129,3 @@ class PrefixCache:
             return None
         sequence.num_copied = len(tokens)
         return Save(sequence, tokens, segments, snapshot)
-
-    def _insert(self, save: Save) -> None:
-        sequence, tokens, segments, snapshot = save
-        mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
-        lasting = len(tokens) == sequence.first_turn
-        self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting=lasting)
-        if segments and not self._measured:
-            self._measured = True
-            logger.info(
-                "Measured: a prefix takes %.2f kB a token, and %.2f MB at each place where it was "
-                "saved; there is room for %.0f MB.",
-                segments[0].nbytes / (segments[0].end - segments[0].start) / 1e3,
-                snapshot.nbytes / 1e6,
-                self.tree.limit / 1e6,
-            )

@@ -52,7 +52,8 @@ class FakeDisk:
         self.state = Fetch.HERE
         self.broken = False
         self.asked: list[int] = []
-        self.reader = SimpleNamespace(nbytes=0)
+        self.reading: list[SimpleNamespace] = []
+        self.seconds_left = 30.0
         self.wanted: tuple | None = None
 
     def longest(self, salt: str, tokens: tuple[int, ...]) -> int:
@@ -73,14 +74,14 @@ class FakeDisk:
     def fetch(
         self, salt: str, tokens: tuple[int, ...], start: int, make_room: Callable[[int], bool]
     ) -> Fetch | tuple[list[FakeKV], FakeState]:
-        if self.state is Fetch.NEVER:
-            return Fetch.NEVER
+        if self.state is Fetch.LATE:
+            return Fetch.LATE
         if self.wanted != (salt, tokens, start):
             self.forget()
             size = len(tokens) - start + STATE
             if not make_room(size):
-                return Fetch.NEVER
-            self.wanted, self.reader.nbytes = (salt, tokens, start), size
+                return Fetch.NO_ROOM
+            self.wanted, self.reading = (salt, tokens, start), [SimpleNamespace(nbytes=size)]
             self.asked.append(len(tokens))
         if self.state is Fetch.COMING:
             return Fetch.COMING
@@ -93,7 +94,7 @@ class FakeDisk:
         return [part for part in parts if part.tokens and part.end > start], FakeState(tokens)
 
     def forget(self) -> None:
-        self.wanted, self.reader.nbytes = None, 0
+        self.wanted, self.reading = None, []
 
 
 def put(tree: PrefixTree, tokens, salt: str = "", start: int | None = None, **more: bool) -> bool:
@@ -110,15 +111,14 @@ def check_integrity(tree: PrefixTree) -> None:
     for node in nodes(tree):
         prefix = node.prefix()
         assert node.end == len(prefix)
-        assert node.parent.children[node.tokens[0]] is node
+        assert node.parent.children[node.place] is node
         assert node.kv == FakeKV(node.start, node.tokens)
         total += node.kv.nbytes
         if node.snapshot is not None:
             assert node.snapshot.tokens == prefix
             total += node.snapshot.nbytes
             entries.add(node)
-        assert node.snapshot is not None or node.children or node.pins, "nothing needs this"
+        assert node.snapshot is not None or node.children or node in tree._pins, "nothing needs this"
     assert total == tree.nbytes
     assert total + tree.fetched_nbytes <= tree.limit
     assert entries == set(tree._entries)
-    assert all(root.children or root.pins for root in tree._roots.values())

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.prefix_keys import root_key
 from mlx_mtp.cache.prefix_state import Segment, Snapshot, join
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree
+from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, root_key
 
 ROOT = root_key(None)
 FINGERPRINT = "f" * 64
@@ -41,11 +40,11 @@ def keep(store: PrefixStore, *tokens: int, salt: str = ROOT, width: int = 32) ->
 def fetch(store: PrefixStore, *tokens: int, start: int = 0, salt: str = ROOT):
     """What a store has of a prefix, when it has been read."""
     done = threading.Event()
-    store.reader.on_done = done.set
+    store.on_read = done.set
     while (found := store.fetch(salt, tokens, start, lambda nbytes: True)) is Fetch.COMING:
         assert done.wait(PATIENCE)
         done.clear()
-    assert store.reader.nbytes == 0
+    assert not store.reading
     return found
 
 
@@ -72,7 +71,7 @@ def is_whole(found: object, *tokens: int, start: int = 0, width: int = 32) -> bo
 
 def nodes(tree: PrefixTree) -> list[Node]:
     """All nodes but the roots, parents first."""
-    found = list(tree._roots.values())
+    found = [tree._root]
     for node in found:
         found += node.children.values()
-    return [node for node in found if node.tokens]
+    return found[1:]

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from mlx_mtp.cache import prefix_files, prefix_store
-from mlx_mtp.cache.prefix_keys import prefix_keys
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import Fetch
+from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
 from tests.cache.prefixes import PATIENCE, ROOT, fetch, is_whole, keep
 from tests.cache.test_prefix_store import check_integrity, files
 
@@ -26,7 +25,7 @@ CALLS = ("open", "write", "fsync", "replace", "unlink", "close", "utime")
 
 def remove_under(store: PrefixStore, *tokens: int) -> None:
     with store._lock:
-        store._remove_under(next(prefix_keys(ROOT, tokens, [len(tokens)]))[1])
+        store._remove(next(prefix_keys(ROOT, tokens, [len(tokens)]))[1])
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
@@ -178,12 +177,12 @@ def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
     assert store.fetch(ROOT, (10,), 0, lambda nbytes: True) is Fetch.COMING
     with monkeypatch.context() as patch:
         patch.setattr(prefix_store, "READ_SECONDS", 0.0)
-        assert store.fetch(ROOT, (10,), 0, lambda nbytes: True) is Fetch.NEVER
+        assert store.fetch(ROOT, (10,), 0, lambda nbytes: True) is Fetch.LATE
     store.forget()
     remove_under(store, 7)
     disk.go_on.set()
     assert store.flush(PATIENCE)
-    assert store.reader.contents is None, "what was forgotten is kept"
+    assert store._contents is None, "what was forgotten is kept"
     assert is_whole(fetch(store, 10), 10)
     check_integrity(store)
     assert store.longest(ROOT, (7,)) == 0

@@ -19,11 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from safetensors import safe_open
 
 from mlx_mtp.cache import prefix_files
-from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, pack
-from mlx_mtp.cache.prefix_keys import fingerprint, prefix_keys, root_key
+from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, fingerprint, pack
 from mlx_mtp.cache.prefix_state import Segment, Snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import Fetch
+from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
 from tests.cache.prefixes import (
     FINGERPRINT,
@@ -128,16 +127,16 @@ def test_what_is_fetched_counts_until_it_is_taken_or_forgotten(open_store):
         asked.append(nbytes)
         return len(asked) > 1
 
-    assert store.fetch(ROOT, (1, 2, 3), 0, room) is Fetch.NEVER
-    assert store.reader.nbytes == 0
+    assert store.fetch(ROOT, (1, 2, 3), 0, room) is Fetch.NO_ROOM
+    assert not store.reading
     # When something else is wanted the first read does not count any more.
     for tokens in ((1, 2, 3), (4, 5)):
         assert store.fetch(ROOT, tokens, 0, room) is Fetch.COMING
-        assert store.reader.nbytes == asked[-1] > 4000
+        assert sum(f.nbytes for f in store.reading) == asked[-1] > 4000
     assert is_whole(fetch(store, 4, 5), 4, 5)
     store.fetch(ROOT, (1, 2, 3), 0, room)
     store.forget()
-    assert store.reader.nbytes == 0
+    assert not store.reading
     assert is_whole(fetch(store, 1, 2, 3), 1, 2, 3)
 
 

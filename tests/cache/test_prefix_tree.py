@@ -180,7 +180,7 @@ class Life(RuleBasedStateMachine):
         elif put(self.tree, tokens, salt, start):
             self.seen.add((salt, tokens))
             assert found(self.tree, tokens, salt) == len(tokens)
-            assert self.tree.on_disk(salt, tokens) == len(tokens)
+            assert self.tree.disk.longest(salt, tokens) == len(tokens)
 
     @rule(tokens=tokens, salt=salts, pin=st.booleans())
     def look_up(self, tokens, salt, pin):
@@ -209,7 +209,7 @@ class Life(RuleBasedStateMachine):
     @rule(tokens=tokens, salt=salts, broken=st.booleans(), coming=st.booleans())
     def fetch(self, tokens, salt, broken, coming):
         """What comes between two calls is up to the other rules."""
-        length = self.tree.on_disk(salt, tokens)
+        length = self.tree.disk.longest(salt, tokens)
         if length <= found(self.tree, tokens, salt):
             return
         self.disk.broken, self.disk.state = broken, Fetch.COMING if coming else Fetch.HERE
@@ -217,7 +217,7 @@ class Life(RuleBasedStateMachine):
         here = found(self.tree, tokens, salt) == length
         assert here == (state is Fetch.HERE)
         assert state is not Fetch.COMING or coming
-        assert (self.tree.on_disk(salt, tokens) < length) == (state is Fetch.GONE)
+        assert (self.tree.disk.longest(salt, tokens) < length) == (state is Fetch.GONE)
 
     @rule(number=st.integers(0, 99))
     def lose(self, number):
@@ -226,7 +226,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def forget(self):
-        self.tree.forget_fetched()
+        self.tree.disk.forget()
         assert self.tree.fetched_nbytes == 0
 
     @rule()

@@ -35,8 +35,7 @@ class World:
     ) -> None:
         self.disk = FakeDisk()
         self.tree = PrefixTree(limit, self.disk)
-        self.now = 0.0
-        self.reuse = PrefixReuse(self.tree, {END}, step, GAIN, clock=lambda: self.now)
+        self.reuse = PrefixReuse(self.tree, {END}, step, GAIN)
         config = EngineConfig(max_num_seqs=rows, prefill_step_size=step)
         self.policy = Scheduler(config, FixedDepth(2), self.reuse, memory)
         self.saves = True
@@ -95,7 +94,7 @@ class World:
             if self.policy.idle:
                 self.policy.schedule()
                 assert self.disk.wanted is None
-                assert all(not node.pins for node in nodes(self.tree))
+                assert not self.tree._pins
                 assert not self.reuse._reads
                 check_integrity(self.tree)
                 return

@@ -113,7 +113,7 @@ def play(
             reference = type(reference)(reference.tokens[: len(got)], reference.gaps)
         ties.check(wanted.request_id, got, reference)
     warm.scheduler.schedule()
-    assert all(not node.pins for node in nodes(warm.prefixes.tree))
+    assert not warm.prefixes.tree._pins
     return warm
 
 

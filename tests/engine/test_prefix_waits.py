@@ -12,7 +12,6 @@ import pytest
 from mlx_mtp.cache import prefix_store
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import reuse
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.scheduler import Scheduler
@@ -47,7 +46,6 @@ class SlowDisk:
 def begin(tiny_models, tmp_path, monkeypatch):
     """Starts a server's like on a directory that has PROMPT's prefix."""
     # Reads wait for the test, and that for a busy machine.
-    monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
     monkeypatch.setattr(prefix_store, "READ_SECONDS", 10 * PATIENCE)
     made: list[tuple[Client, SlowDisk]] = []
 
@@ -126,7 +124,6 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
 
 def test_a_read_that_takes_too_long_is_not_waited_for(begin, tiny_models, monkeypatch):
     """Alone in the engine, which has to wake up by itself; the next finds what the first saved."""
-    monkeypatch.setattr(reuse, "READ_SECONDS", 0.2)
     monkeypatch.setattr(prefix_store, "READ_SECONDS", 0.2)
     served, disk = begin()
     for name in ("one", "two"):
@@ -166,7 +163,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
         assert served.outputs["leaves"][-1].finish_reason == "error"
         wait_until(lambda: served.engine.stats().num_restarts == 1)
     # The gauges are those of the last step, and may still be those from before the request.
-    wait_until(lambda: disk.store.reader.nbytes == 0)
+    wait_until(lambda: not disk.store.reading)
     wait_until(lambda: served.engine.stats().num_requests_waiting == 0)
     disk.go_on.set()
     served.engine.submit(request("stays", [*PROMPT, 5], greedy(6)))

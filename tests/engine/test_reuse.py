@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache.prefix_store import READ_SECONDS
 from mlx_mtp.cache.prefix_tree import Fetch
 from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.reuse import MIN_GAIN, save_points, turns
@@ -15,7 +14,7 @@ from mlx_mtp.errors import StepError
 from tests.cache.fake_prefixes import check_integrity, put
 from tests.engine.prefix_world import END, World
 
-HERE, COMING, NEVER = Fetch.HERE, Fetch.COMING, Fetch.NEVER
+HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE
 LONG = [5] * 60
 OTHER = [6] * 60
 
@@ -117,7 +116,7 @@ def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
     for name in "abc":
         world.add(name, [*LONG, ord(name), 8])
     assert world.step().empty
-    assert world.reuse.seconds_left == READ_SECONDS
+    assert world.reuse.seconds_left == world.disk.seconds_left
     world.add("other", [9] * 10)
     for _ in range(4):
         world.step()
@@ -131,7 +130,7 @@ def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
 
 
 @pytest.mark.parametrize(
-    ("how", "left"), [("broken", 61), ("slow", 61), ("hangs", 61), ("gone", 61), ("evicted", 29)]
+    ("how", "left"), [("broken", 61), ("late", 61), ("gone", 61), ("evicted", 29)]
 )
 def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
     """Saved at 16, 32 and the end: where the last has gone, the disk still has what is before."""
@@ -143,12 +142,10 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
     world.add("again", [*LONG, 8])
     world.step()
     assert world.admitted == []
-    if how == "slow":
-        world.now = READ_SECONDS
-    elif how != "hangs":
+    if how != "late":
         gone = {"broken": 1000, "gone": 0, "evicted": 60}[how]
         world.disk.entries = {each for each in world.disk.entries if len(each[1]) < gone}
-    world.disk.state = {"hangs": NEVER, "slow": COMING}.get(how, HERE)
+    world.disk.state = LATE if how == "late" else HERE
     world.run()
     # The third waits for the first one's prefill instead, as ever.
     assert world.computed == {"wants": left, "waits": left, "again": 0}
@@ -170,7 +167,7 @@ def test_one_read_at_a_time_and_clients_take_turns():
     world.add("quick", [9] * 40, client="third")
     world.step()
     assert world.disk.asked == [1100]
-    world.disk.state, world.now = HERE, 10 * READ_SECONDS
+    world.disk.state = HERE
     world.run()
     assert world.admitted[:3] == ["quick", "greedy 0", "modest"]
     assert sum(world.computed.values()) == 40
@@ -298,7 +295,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
     for number, prompt in enumerate(prompts):
         client, salt = data.draw(st.sampled_from("xyz")), data.draw(st.sampled_from(["", "", "a"]))
         everyone.append(world.add(f"{number}", prompt, salt, client))
-        world.disk.state = data.draw(st.sampled_from([HERE, COMING, COMING, NEVER]))
+        world.disk.state = data.draw(st.sampled_from([HERE, COMING, COMING, LATE]))
         for _ in range(data.draw(st.integers(0, 3))):
             plan = world.step(fail=data.draw(st.integers(0, 9)) == 0)
             # Nothing runs: then all that are here wait for a read, and one is under way.
@@ -313,15 +310,12 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             world.tree.clear()
         elif what == 2:
             world.disk.entries.clear()
-        elif what == 3:
-            world.now += READ_SECONDS
         elif what == 4 and data.draw(st.booleans()):
             world.policy.fail_all(StepError("down"))
         world.disk.broken = data.draw(st.integers(0, 4)) == 0
         world.saves = data.draw(st.integers(0, 4)) > 0
-    world.disk.state = data.draw(st.sampled_from([HERE, COMING, NEVER]))
+    world.disk.state = data.draw(st.sampled_from([HERE, LATE]))
     for _ in range(300):
-        world.now += READ_SECONDS / 10
         world.step()
     world.run()
     for sequence in everyone:
