@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 GROWTH = 256  # capacities are multiples of this
-STRIDE = (
-    64  # attention reads up to a multiple of this, so that buffers of one size serve many steps
-)
+# Attention reads up to a multiple of this, so that buffers of one size serve many steps.
+STRIDE = 64
 
 
 class RaggedKVCache:
@@ -69,9 +68,10 @@ class RaggedKVCache:
         """Write T new entries [B, heads, T, dim] of each row from `start` (int32 [B]) on."""
         if self.keys is None or self.values is None:
             capacity = rounded_capacity(self.limit)
-            batch, heads, _, dim = keys.shape
-            self.keys = mx.zeros((batch, heads, capacity, dim), dtype=keys.dtype)
-            self.values = mx.zeros((batch, heads, capacity, values.shape[3]), dtype=values.dtype)
+            self.keys, self.values = (
+                _widen(keys[:, :, :0], capacity),
+                _widen(values[:, :, :0], capacity),
+            )
         num_new = keys.shape[2]
         assert num_new <= self.limit <= self.capacity, (num_new, self.limit, self.capacity)
         where = (start[:, None] + mx.arange(num_new))[:, None, :, None]
@@ -79,7 +79,6 @@ class RaggedKVCache:
         self.values = mx.put_along_axis(self.values, where, values, axis=2)
 
     def fetch(self) -> tuple[mx.array, mx.array]:
-        """Keys and values, the first `limit` entries: [B, heads, limit, dim]."""
         assert self.keys is not None and self.values is not None
         return self.keys[:, :, : self.limit], self.values[:, :, : self.limit]
 
@@ -101,7 +100,6 @@ class RaggedKVCache:
         return causal_mask(self.offset, length // self.batch_size, self.limit)
 
     def select(self, rows: mx.array) -> RaggedKVCache:
-        """A cache of these rows alone (int32 [B'], in the order given)."""
         selected = copy.copy(self)
         selected.offset = self.offset[rows]
         if self.keys is not None and self.values is not None:
@@ -126,7 +124,7 @@ def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
 
 
 def rounded_capacity(limit: int) -> int:
-    """The capacity of rows that need `limit` entries."""
+    """Entries that are allocated for rows that need `limit`."""
     return -(-limit // GROWTH) * GROWTH
 
 
@@ -135,7 +133,6 @@ def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
     for pieces in rows:
         heads, _, dim = pieces[0].shape
         missing = capacity - sum(piece.shape[1] for piece in pieces)
-        assert missing >= 0
         more = mx.zeros((heads, missing, dim), dtype=pieces[0].dtype)
         filled.append(mx.concatenate([*pieces, more], axis=1))
     return mx.stack(filled)

@@ -178,14 +178,11 @@ class PrefixDirectory:
                 if not wanted():
                     return False
                 os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                os.fsync(self._fd)  # So that the name survives a power failure.
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=self._fd)
         return True
-
-    def sync(self) -> None:
-        """Make renames survive a power failure."""
-        os.fsync(self._fd)
 
     def remove(self, file: StoredFile) -> None:
         """Remove a file, if it is there."""

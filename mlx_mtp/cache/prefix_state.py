@@ -1,7 +1,9 @@
 """What a cached prefix holds, as named arrays: copied out of a batch's caches and back into them.
 
-A segment is the KV of a run of tokens, a snapshot all else that decoding needs after the last of
-them. Names are those of the parts: `layers.3.keys`, `layers.0.state`, `mtp.keys`, `hidden`.
+A segment is the KV of a run of tokens. A snapshot is a segment without tokens: all else that
+decoding needs after those before it. Names are those of the parts: `layers.3.keys`, `mtp.keys`,
+`layers.0.state` (float32 [Hv, Dv, Dk]), `layers.0.history` (the last inputs of the convolution,
+[K-1, C]), and `hidden` [H], the trunk's post-norm hidden state of the last token.
 
 The head's row p joins the hidden state at p with the token at p+1, so n tokens determine its rows
 0 to n-2: the head's KV of a segment lies one row before the trunk's. Row n-1 is written when the
@@ -32,7 +34,7 @@ _HEAD_ROOM = 16  # A head that drafts runs some rows ahead of the trunk.
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """KV of the tokens `start` to `end` of a prefix."""
+    """KV of the tokens `start` to `end` of a prefix, or the snapshot there."""
 
     start: int
     end: int
@@ -54,19 +56,8 @@ class Segment:
         return Segment(start, end, arrays, self.bits)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """States after the last token of a prefix.
-
-    The arrays are `state` float32 [Hv, Dv, Dk] and `history` [K-1, C], the convolution's last
-    inputs, of each GatedDeltaNet layer, and `hidden` [H], the trunk's post-norm hidden state.
-    """
-
-    arrays: Arrays
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays.values())
+Entry = tuple[list[Segment], Segment]
+"""The KV of a prefix in its order, and the snapshot at its end."""
 
 
 def join(segments: Sequence[Segment], start: int) -> Segment:
@@ -85,12 +76,7 @@ def join(segments: Sequence[Segment], start: int) -> Segment:
 
 
 def take_segment(
-    trunk: BatchCache,
-    head: RaggedKVCache | None,
-    row: int,
-    start: int,
-    end: int,
-    bits: int | None = None,
+    trunk: BatchCache, head: RaggedKVCache | None, row: int, start: int, end: int, bits: int | None
 ) -> Segment:
     """Copy the KV of a row's tokens `start` to `end`, quantized to 8 or 4 bits or as it is.
 
@@ -107,8 +93,8 @@ def take_segment(
     return Segment(start, end, arrays, bits)
 
 
-def take_snapshot(trunk: BatchCache, row: int, hidden: mx.array) -> Snapshot:
-    """Copy a row's states as they are after its last token, at which the caches must stand.
+def take_snapshot(trunk: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
+    """Copy a row's states as they are after its token `end`, at which the caches must stand.
 
     `hidden` are the trunk's post-norm hidden states of the rows' last tokens, [B, 1, H].
     """
@@ -118,19 +104,15 @@ def take_snapshot(trunk: BatchCache, row: int, hidden: mx.array) -> Snapshot:
         assert cache.state is not None and cache.history is not None
         arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
         arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
-    return Snapshot(arrays)
+    return Segment(end, end, arrays)
 
 
 def restore(
-    trunk: BatchCache,
-    head: RaggedKVCache | None,
-    rows: Sequence[tuple[Sequence[Segment], Snapshot]],
-    limit: int,
+    trunk: BatchCache, head: RaggedKVCache | None, rows: Sequence[Entry], limit: int
 ) -> mx.array:
     """Fill empty caches with a prefix for each row, and room for `limit` tokens.
 
-    Returns:
-        The trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
+    Returns the trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
     """
     trunk.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
     for name, cache in _caches(RaggedKVCache, trunk, head):

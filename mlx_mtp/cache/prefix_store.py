@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, pack, unpack
-from mlx_mtp.cache.prefix_state import Arrays, Segment, Snapshot, join
+from mlx_mtp.cache.prefix_state import Segment, join
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class PrefixStore:
             return next((end for end, key in prefixes if key + "s" in self._files), 0)
 
     def keep(
-        self, salt: str, tokens: Sequence[int], segments: Sequence[Segment], snapshot: Snapshot
+        self, salt: str, tokens: Sequence[int], segments: Sequence[Segment], snapshot: Segment
     ) -> None:
         """Write what is not here of a prefix, in the background; its bytes are copied now.
 
@@ -106,9 +106,9 @@ class PrefixStore:
         try:
             if start < end:
                 rows = join([s for s in segments if s.end > start], start)
-                if not self._put(StoredFile(key, parent, start, end), rows.arrays, rows.bits):
+                if not self._put(StoredFile(key, parent, start, end), rows):
                     return
-            self._put(StoredFile(key + "s", key, end, end), snapshot.arrays)
+            self._put(StoredFile(key + "s", key, end, end), snapshot)
         except Exception:
             logger.exception("A prefix could not be given to the disk")
 
@@ -124,8 +124,8 @@ class PrefixStore:
 
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | tuple[list[Segment], Snapshot]:
-        """A prefix's KV from the token `start` or one before it on, and its snapshot.
+    ) -> Fetch | list[Segment]:
+        """A prefix's KV from the token `start` or one before it on, and its snapshot behind it.
 
         Or how far it has come; to be called again while it is COMING. `make_room` is called with
         its bytes before it is read, and says whether they fit in memory.
@@ -149,8 +149,7 @@ class PrefixStore:
                 return Fetch.COMING
             self.forget()
         # Popped, so that the bytes of each are freed before the arrays of the next are made.
-        segments = [Segment(f.start, f.end, *unpack(contents.popleft())) for f in files[:-1]]
-        return segments, Snapshot(unpack(contents.popleft())[0])
+        return [Segment(file.start, file.end, *unpack(contents.popleft())) for file in files]
 
     @property
     def seconds_left(self) -> float:
@@ -188,9 +187,9 @@ class PrefixStore:
         else:
             self._directory.close()
 
-    def _put(self, file: StoredFile, arrays: Arrays, bits: int | None = None) -> bool:
+    def _put(self, file: StoredFile, content: Segment) -> bool:
         """Queue a file unless it is here; False: there is no room for it."""
-        at_most = _HEADER_BYTES + sum(array.nbytes + _HEADER_BYTES for array in arrays.values())
+        at_most = content.nbytes + _HEADER_BYTES * (1 + len(content.arrays))
         with self._lock:
             self._touch(file.key)
             if file.key in self._files:
@@ -204,15 +203,15 @@ class PrefixStore:
             ):
                 self._num_dropped += 1
                 return False
-        file.content = pack(arrays, bits)
+        file.content = pack(content.arrays, content.bits)
         file.nbytes = len(file.content)
         with self._lock:
             if file.start and file.parent not in self._files:
                 return False
             self._files[file.key] = file
+            self._tasks.append(partial(self._write, file))
             self._touch(file.key)
             self._evict()
-            self._tasks.append(partial(self._write, file))
         return True
 
     # These are called with the lock held.
@@ -327,8 +326,6 @@ class PrefixStore:
                 self._num_written += 1
         if written and not kept:
             self._directory.remove(file)
-        self._directory.sync()
-        self._directory.mark_used(file)
 
     def _complain(self, error: OSError, what: str) -> None:
         """Log an error of the disk, once for each kind."""

@@ -22,7 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlx_mtp.cache.prefix_state import Segment, Snapshot
+    from mlx_mtp.cache.prefix_state import Segment
     from mlx_mtp.cache.prefix_store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -48,22 +48,19 @@ class Fetch(enum.Enum):
 
 @dataclass(eq=False)
 class Node:
-    """A segment of tokens, and of KV from `start` to `end` of the prefix; the root has neither."""
+    """A segment of tokens and of their KV, which ends at `end` of the prefix; the root has none."""
 
     salt: str  # its `root_key`
     parent: Node | None
     tokens: Tokens
     kv: Segment | None
-    snapshot: Snapshot | None = None  # the states after the last token
+    snapshot: Segment | None = None  # the states after the last token
     lasting: bool = False  # its snapshot is not thinned
     children: dict[tuple[str, int], Node] = field(default_factory=dict)  # by salt and first token
 
-    def __post_init__(self) -> None:
-        self.start = 0 if self.parent is None else self.parent.end
-
     @property
     def end(self) -> int:
-        return self.start + len(self.tokens)
+        return 0 if self.kv is None else self.kv.end
 
     @property
     def place(self) -> tuple[str, int]:
@@ -82,7 +79,7 @@ class Node:
     def prefix(self) -> Tokens:
         return tuple(chain.from_iterable(node.tokens for node in self.path()))
 
-    def entry(self) -> tuple[list[Segment], Snapshot]:
+    def entry(self) -> tuple[list[Segment], Segment]:
         """The KV of its path, and its snapshot, which it must have."""
         assert self.snapshot is not None
         return [node.kv for node in self.path() if node.kv is not None], self.snapshot
@@ -134,27 +131,17 @@ class PrefixTree:
         self._prune(node)
 
     def insert(
-        self,
-        salt: str,
-        tokens: Tokens,
-        segments: Sequence[Segment],
-        snapshot: Snapshot,
-        *,
-        lasting: bool = False,
+        self, salt: str, tokens: Tokens, kv: list[Segment], snapshot: Segment, lasting: bool = False
     ) -> bool:
-        """Add an entry; False: it has no room, or the KV before its segments is not here any more.
+        """Add an entry; False: it has no room, or the KV before its own is not here any more.
 
-        Args:
-            salt, tokens: its `root_key`, and one or more tokens.
-            segments: its KV behind what should be here already, up to the last token.
-            snapshot: the states after that.
-            lasting: other conversations are likely to begin with it (a system prompt), so that it
-                stays when its chain is thinned.
+        `kv` is what should not be here yet, up to the last token. A `lasting` entry stays when its
+        chain is thinned: other conversations are likely to begin with it (a system prompt).
         """
         node, covered = self._walk(salt, tokens)
-        if covered < (segments[0].start if segments else len(tokens)):
+        if covered < (kv[0].start if kv else len(tokens)):
             return False
-        rest = [s for s in segments if s.end > covered]
+        rest = [segment for segment in kv if segment.end > covered]
         if rest and rest[0].start < covered:
             rest[0] = rest[0].cut(covered, rest[0].end)
         if node.end > covered:
@@ -162,13 +149,12 @@ class PrefixTree:
         if rest or node.snapshot is None:
             if not self._make_room(snapshot.nbytes + sum(s.nbytes for s in rest), node):
                 return False
-            for kv in rest:
-                child = Node(salt, node, tokens[kv.start : kv.end], kv)
+            for segment in rest:
+                child = Node(salt, node, tokens[segment.start : segment.end], segment)
                 node.children[child.place] = child
                 node = child
-                self.nbytes += kv.nbytes
             node.snapshot = snapshot
-            self.nbytes += snapshot.nbytes
+            self.nbytes += sum(segment.nbytes for segment in (*rest, snapshot))
         self._entries[node] = None
         self._entries.move_to_end(node)
         node.lasting |= lasting
@@ -178,7 +164,7 @@ class PrefixTree:
         return True
 
     def remove(self, node: Node) -> None:
-        """Forget an entry, on the disk too."""
+        """Drop an entry, on the disk too."""
         if self.disk is not None:
             self.disk.drop_snapshot(node.salt, node.prefix())
         if node.snapshot is not None:
@@ -196,7 +182,7 @@ class PrefixTree:
         """Bytes of what is being read from the disk, or has been and is not in the tree."""
         return 0 if self.disk is None else sum(file.nbytes for file in self.disk.reading)
 
-    def fetch(self, salt: str, tokens: Tokens, *, lasting: bool = False) -> Fetch:
+    def fetch(self, salt: str, tokens: Tokens, lasting: bool = False) -> Fetch:
         """Take in an entry from the disk, or have what is not in memory of it read.
 
         To be called again while it is COMING: nothing is pinned meanwhile. If it is GONE, it is not
@@ -208,7 +194,7 @@ class PrefixTree:
         try:
             found = self.disk.fetch(salt, tokens, covered, self._make_room)
             if not isinstance(found, Fetch):
-                kept = self.insert(salt, tokens, *found, lasting=lasting)
+                kept = self.insert(salt, tokens, found[:-1], found[-1], lasting)
                 found = Fetch.HERE if kept else Fetch.GONE
         except Exception:
             logger.exception("A prefix could not be read; its tokens are computed instead")
@@ -228,14 +214,14 @@ class PrefixTree:
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node in two; it becomes the lower part, and the upper one is returned."""
-        assert node.start < at < node.end and node.parent is not None and node.kv is not None
+        assert node.parent is not None and node.kv is not None
+        start = node.kv.start
         # Should there be no memory for that, the tree is as it was.
-        above, below = node.kv.cut(node.start, at), node.kv.cut(at, node.end)
+        above, below = node.kv.cut(start, at), node.kv.cut(at, node.end)
         self.nbytes += above.nbytes + below.nbytes - node.kv.nbytes
-        upper = Node(node.salt, node.parent, node.tokens[: at - node.start], above)
+        upper = Node(node.salt, node.parent, node.tokens[: at - start], above)
         node.parent.children[node.place] = upper
-        node.parent, node.kv, node.tokens = upper, below, node.tokens[at - node.start :]
-        node.start = at
+        node.parent, node.kv, node.tokens = upper, below, node.tokens[at - start :]
         upper.children[node.place] = node
         return upper
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_state import Segment, Snapshot, restore, take_segment, take_snapshot
+from mlx_mtp.cache.prefix_state import Segment, restore, take_segment, take_snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.batch import Batch
@@ -27,7 +27,7 @@ class Save(NamedTuple):
     sequence: Sequence
     tokens: tuple[int, ...]
     segments: list[Segment]  # of the tokens whose KV is not in the cache: one, or none
-    snapshot: Snapshot
+    snapshot: Segment
 
 
 class PrefixCache:
@@ -100,7 +100,7 @@ class PrefixCache:
             lasting = len(tokens) == sequence.first_turn
             try:
                 mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
-                self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting=lasting)
+                self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting)
             except Exception:
                 logger.exception("A prefix of %d tokens could not be kept", len(tokens))
                 continue
@@ -122,7 +122,7 @@ class PrefixCache:
             if start < len(tokens):
                 head = batch.draft_kv()
                 segments = [take_segment(batch.cache, head, row, start, len(tokens), self._bits)]
-            snapshot = take_snapshot(batch.cache, row, batch.last_hidden)
+            snapshot = take_snapshot(batch.cache, row, len(tokens), batch.last_hidden)
             mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))

@@ -66,7 +66,7 @@ class PrefixReuse:
             self._reader = sequence
             prefix, ends = sequence.prompt[:length], self._turn_ends
             lasting = prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
-            state = self.tree.fetch(sequence.salt, prefix, lasting=lasting)
+            state = self.tree.fetch(sequence.salt, prefix, lasting)
             if state is Fetch.COMING:
                 return True
             if state in (Fetch.LATE, Fetch.NO_ROOM):

@@ -73,7 +73,7 @@ class FakeDisk:
 
     def fetch(
         self, salt: str, tokens: tuple[int, ...], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | tuple[list[FakeKV], FakeState]:
+    ) -> Fetch | list:
         if self.state is Fetch.LATE:
             return Fetch.LATE
         if self.wanted != (salt, tokens, start):
@@ -91,7 +91,7 @@ class FakeDisk:
         # In two files, one of which may begin before.
         middle, before = (start + len(tokens)) // 2, max(start - 1, 0)
         parts = [FakeKV(before, tokens[before:middle]), FakeKV(middle, tokens[middle:])]
-        return [part for part in parts if part.tokens and part.end > start], FakeState(tokens)
+        return [*(p for p in parts if p.tokens and p.end > start), FakeState(tokens)]
 
     def forget(self) -> None:
         self.wanted, self.reading = None, []
@@ -112,13 +112,15 @@ def check_integrity(tree: PrefixTree) -> None:
         prefix = node.prefix()
         assert node.end == len(prefix)
         assert node.parent.children[node.place] is node
-        assert node.kv == FakeKV(node.start, node.tokens)
+        assert node.kv == FakeKV(node.end - len(node.tokens), node.tokens)
         total += node.kv.nbytes
         if node.snapshot is not None:
             assert node.snapshot.tokens == prefix
             total += node.snapshot.nbytes
             entries.add(node)
-        assert node.snapshot is not None or node.children or node in tree._pins, "nothing needs this"
+        assert node.snapshot is not None or node.children or node in tree._pins, (
+            "nothing needs this"
+        )
     assert total == tree.nbytes
     assert total + tree.fetched_nbytes <= tree.limit
     assert entries == set(tree._entries)

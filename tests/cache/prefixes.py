@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.prefix_state import Segment, Snapshot, join
+from mlx_mtp.cache.prefix_state import Segment, join
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, root_key
 
@@ -28,9 +28,10 @@ def segment(tokens: Sequence[int], start: int = 0, width: int = 32) -> Segment:
     return Segment(start, len(tokens), arrays)
 
 
-def snapshot(tokens: Sequence[int]) -> Snapshot:
+def snapshot(tokens: Sequence[int]) -> Segment:
     values = np.random.default_rng(list(tokens)).normal(size=(2, 512)).astype(np.float32)
-    return Snapshot({"layers.1.state": mx.array(values), "hidden": mx.array(values[0, :3])})
+    arrays = {"layers.1.state": mx.array(values), "hidden": mx.array(values[0, :3])}
+    return Segment(len(tokens), len(tokens), arrays)
 
 
 def keep(store: PrefixStore, *tokens: int, salt: str = ROOT, width: int = 32) -> None:
@@ -61,7 +62,7 @@ def is_whole(found: object, *tokens: int, start: int = 0, width: int = 32) -> bo
     """It is all of the prefix."""
     if isinstance(found, Fetch):
         return False
-    segments, states = found
+    *segments, states = found
     if start < len(tokens):
         got = join(segments, start)
         assert (got.start, got.end, got.bits) == (start, len(tokens), None)

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from mlx_mtp.cache import prefix_files
 from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, fingerprint, pack
-from mlx_mtp.cache.prefix_state import Segment, Snapshot
+from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
@@ -65,8 +65,8 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
         value = raw.view(dtype)
         arrays |= {f"{dtype}": value, f"{dtype} strided": value.transpose(2, 0, 1)[::2]}
         arrays |= {f"{dtype} scalar": value[0, 0, 0], f"{dtype} empty": value[:, :0]}
-    open_store().keep(ROOT, (1, 2), [Segment(0, 2, arrays, 4)], Snapshot({"hidden": raw}))
-    (kv,), states = fetch(open_store(), 1, 2)
+    open_store().keep(ROOT, (1, 2), [Segment(0, 2, arrays, 4)], Segment(2, 2, {"hidden": raw}))
+    kv, states = fetch(open_store(), 1, 2)
     assert kv.bits == 4
     assert same(kv.arrays, arrays)
     assert same(states.arrays, {"hidden": raw})
@@ -81,10 +81,10 @@ def test_segments_are_joined_and_cut_at_any_token():
         bounds = [0, *inner, 10]
         for start in range(bounds[1]):
             parts = [segment(tokens[:b], a) for a, b in itertools.pairwise(bounds)]
-            assert is_whole((parts, snapshot(tokens)), *tokens, start=start)
+            assert is_whole([*parts, snapshot(tokens)], *tokens, start=start)
             cut = segment(tokens).cut(start, 10)
-            assert is_whole(([cut], snapshot(tokens)), *tokens, start=start)
-    assert is_whole(([segment(tokens).cut(0, 1)], snapshot(tokens[:1])), *tokens[:1])
+            assert is_whole([cut, snapshot(tokens)], *tokens, start=start)
+    assert is_whole([segment(tokens).cut(0, 1), snapshot(tokens[:1])], *tokens[:1])
 
 
 def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store):

@@ -14,7 +14,6 @@ from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.depth import FixedDepth
 from tests.cache.fake_prefixes import FakeDisk, check_integrity, put
-from tests.cache.prefixes import nodes
 
 END = 1
 STEP = 16
