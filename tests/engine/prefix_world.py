@@ -13,7 +13,7 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.depth import FixedDepth
-from tests.cache.fake_prefixes import FakeDisk, check_integrity, put
+from tests.cache.prefixes import FakeDisk, check_tree, put
 
 END = 1
 STEP = 16
@@ -95,7 +95,7 @@ class World:
                 assert self.disk.wanted is None
                 assert not self.tree._pins
                 assert not self.reuse._reads
-                check_integrity(self.tree)
+                check_tree(self.tree)
                 return
             self.step()
         raise AssertionError("some request waits for ever")

@@ -11,7 +11,7 @@ from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.reuse import MIN_GAIN, save_points, turns
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import StepError
-from tests.cache.fake_prefixes import check_integrity, put
+from tests.cache.prefixes import check_tree, put
 from tests.engine.prefix_world import END, World
 
 HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE
@@ -231,7 +231,7 @@ def test_bytes_on_their_way_count():
     assert world.tree.fetched_nbytes == 110
     for token in range(20, 30):
         put(world.tree, [token] * 50)
-        check_integrity(world.tree)
+        check_tree(world.tree)
     world.disk.state = HERE
     world.run()
     assert world.computed == {"wants": 0}
@@ -302,7 +302,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             if not plan.live and world.policy.num_waiting:
                 assert world.reuse.seconds_left > 0
                 assert world.disk.wanted
-            check_integrity(world.tree)
+            check_tree(world.tree)
         what = data.draw(st.integers(0, 9))
         if what == 0:
             world.policy.cancel(data.draw(st.sampled_from(everyone)).request_id)
