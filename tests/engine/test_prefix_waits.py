@@ -26,20 +26,17 @@ PROMPT = words(1, 70)
 CONFIG = EngineConfig(num_draft_tokens=2, prefix_cache_size=64 << 20, prefill_step_size=32)
 
 
-class SlowDisk:
+class SlowDisk(PrefixStore):
     """A store whose reads wait until they may go on."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = PrefixStore(folder, FINGERPRINT, 1 << 30)
+        super().__init__(folder, FINGERPRINT, 1 << 30)
         self.began, self.go_on = threading.Event(), threading.Event()
-        original = self.store._directory.read
 
-        def slow(file):
-            self.began.set()
-            assert self.go_on.wait(2 * PATIENCE)
-            return original(file)
-
-        self.store._directory.read = slow
+    def _read(self, files):
+        self.began.set()
+        assert self.go_on.wait(2 * PATIENCE)
+        super()._read(files)
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ def begin(tiny_models, tmp_path, monkeypatch):
     def start() -> tuple[Client, SlowDisk]:
         disk = SlowDisk(tmp_path / "prefixes")
         model = tiny_models[FAMILIES[0]]
-        engine = build_engine(model, CONFIG, VOCAB, (EOS,), store=disk.store)
+        engine = build_engine(model, CONFIG, VOCAB, (EOS,), store=disk)
         made.append((Client(engine), disk))
         return made[-1]
 
@@ -145,8 +142,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
     if how == "cancel":
         served.engine.cancel("leaves")
     elif how == "stop":
-        close = PrefixStore.close
-        monkeypatch.setattr(PrefixStore, "close", lambda store: close(store, 0.1))
+        disk.close = lambda: PrefixStore.close(disk, 0.1)
         assert served.engine.stop(PATIENCE)
         assert served.outputs["leaves"][-1].finish_reason == "error"
         return
@@ -163,7 +159,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
         assert served.outputs["leaves"][-1].finish_reason == "error"
         wait_until(lambda: served.engine.stats().num_restarts == 1)
     # The gauges are those of the last step, and may still be those from before the request.
-    wait_until(lambda: not disk.store.reading)
+    wait_until(lambda: not disk.reading)
     wait_until(lambda: served.engine.stats().num_requests_waiting == 0)
     disk.go_on.set()
     served.engine.submit(request("stays", [*PROMPT, 5], greedy(6)))
