@@ -194,12 +194,7 @@ class Life(RuleBasedStateMachine):
         assert all(node in nodes(self.tree) for node in self.pinned)
 
 
-Life.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestLife = Life.TestCase
-
-
-@pytest.mark.full
-def test_a_long_life():
-    run_state_machine_as_test(
-        Life, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None)
-    )
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_a_life(examples):
+    how = settings(max_examples=examples, stateful_step_count=30, deadline=None)
+    run_state_machine_as_test(Life, settings=how)

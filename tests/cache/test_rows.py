@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
-from mlx_mtp.cache.kv import RaggedKVCache, causal_mask
+from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.kernels.window import Convolution, Projected
 
 HEADS, DIM = 2, 4
@@ -82,13 +81,6 @@ def test_rows_hold_what_was_kept_of_them(seed, steps):
     model.window(2)
 
 
-def test_a_write_past_the_reserve_is_caught():
-    cache = RaggedKVCache(1)
-    cache.reserve(2)
-    with pytest.raises(AssertionError):
-        cache.update_and_fetch(mx.zeros((1, 1, 65, DIM)), mx.zeros((1, 1, 65, DIM)))
-
-
 def test_capacity_follows_the_longest_row_that_is_left():
     model, short = KVRows(0, 1), KVRows(1, 1)
     for _ in range(8):
@@ -99,14 +91,6 @@ def test_capacity_follows_the_longest_row_that_is_left():
     assert model.cache.capacity >= len(model.rows[0])
     model.leave(0)
     assert model.cache.capacity == 256
-
-
-def test_masks_are_causal_and_ragged():
-    mask = causal_mask(mx.array([0, 2]), 2, 4)
-    expected = [[[1, 0, 0, 0], [1, 1, 0, 0]], [[1, 1, 1, 0], [1, 1, 1, 1]]]
-    assert mask[:, 0].astype(mx.int32).tolist() == expected
-    with pytest.raises(ValueError, match="sliding"):
-        RaggedKVCache(1).make_mask(1, window_size=4)
 
 
 def normal(random, *shape):
@@ -183,10 +167,3 @@ def test_a_batch_of_states_equals_rows_alone(seed, steps):
         else:
             rows.window(length, known=kind == "known")
     rows.check()
-
-
-def test_a_long_prompt_leaves_no_long_history():
-    random = np.random.default_rng(0)
-    rows = StateRows(random, convolution(random), 2)
-    rows.window(100, known=True)
-    assert rows.cache.history.shape == (2, KERNEL - 1, CHANNELS)

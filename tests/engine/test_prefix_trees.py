@@ -96,7 +96,9 @@ def play(model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore |
     return warm
 
 
-def hold(models, count: int) -> None:
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("count", [10, pytest.param(500, marks=pytest.mark.full)])
+def test_trees_of_conversations(tiny_models, count):
     """Every second tree with a directory, and then again after a restart."""
     ties = Ties()
     totals = {"trees": 0, "queries": 0, "hits": 0}
@@ -120,7 +122,9 @@ def hold(models, count: int) -> None:
                 size = max_bytes or 1
                 store = PrefixStore(Path(folder) / "prefixes", FINGERPRINT, size)
                 with closing(store):
-                    warm = play(models[family], turns, shape, ties, store if max_bytes else None)
+                    warm = play(
+                        tiny_models[family], turns, shape, ties, store if max_bytes else None
+                    )
                     assert store.flush(30)
                     assert store.stats().nbytes <= max_bytes
         totals["trees"] += 1
@@ -132,13 +136,3 @@ def hold(models, count: int) -> None:
     share = totals["hits"] / totals["queries"]
     MEASURED.append(f"  {totals['queries']} prompt tokens, {share:.0%} of them from the cache")
     assert share > 0.1, "hardly anything was found, so hardly anything was tested"
-
-
-def test_10_trees_of_conversations(tiny_models):
-    hold(tiny_models, 10)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-def test_500_trees_of_conversations(tiny_models):
-    hold(tiny_models, 500)

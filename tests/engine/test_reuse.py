@@ -384,10 +384,6 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             assert computed + sequence.num_reused == sequence.num_prompt
 
 
-def test_every_request_ends_whatever_the_disk_and_others_do():
-    settings(max_examples=60, deadline=None)(every_request_ends)()
-
-
-@pytest.mark.full
-def test_every_request_ends_at_length():
-    settings(max_examples=1000, deadline=None)(every_request_ends)()
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_every_request_ends_whatever_the_disk_and_others_do(examples):
+    settings(max_examples=examples, deadline=None)(every_request_ends)()
