@@ -67,18 +67,14 @@ class PrefixCache:
         saves = []
         for row, sequence in enumerate(batch.sequences):
             if (end := sequence.num_computed) in sequence.save_points:
-                if (save := self._copy(batch, row, sequence.prompt[:end])) is not None:
-                    saves.append(save)
-                else:
-                    sequence.saved(end)
+                saves += self._copy(batch, row, sequence.prompt[:end])
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
         """Copy the caches of rows that have ended; the last token is not in them."""
         for row, sequence in enumerate(batch.sequences):
             if sequence in ended:
-                save = self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
-                self._ends += [] if save is None else [save]
+                self._ends += self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
 
     def clear(self) -> None:
         """Give the memory back, but for what is about to be restored. The disk keeps its own."""
@@ -106,15 +102,15 @@ class PrefixCache:
                 continue
             if segments and not self._measured:
                 self._measured = True
+                per_token = segments[0].nbytes / (segments[0].end - segments[0].start)
                 logger.info(
-                    "Measured: a prefix takes %.2f kB a token, and %.2f MB at each place where it "
-                    "was saved; there is room for %.0f MB.",
-                    segments[0].nbytes / (segments[0].end - segments[0].start) / 1e3,
-                    snapshot.nbytes / 1e6,
-                    self.tree.limit / 1e6,
+                    f"Measured: a prefix takes {per_token / 1e3:.2f} kB a token, and "
+                    f"{snapshot.nbytes / 1e6:.2f} MB at each place where it was saved; there is "
+                    f"room for {self.tree.limit / 1e6:.0f} MB."
                 )
 
-    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> Save | None:
+    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+        """One copy, or none if that fails."""
         sequence, segments = batch.sequences[row], []
         try:
             # What was copied a step ago will be in the tree when this is inserted.
@@ -126,6 +122,7 @@ class PrefixCache:
             mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
-            return None
+            sequence.saved(len(tokens))
+            return []
         sequence.num_copied = len(tokens)
-        return Save(sequence, tokens, segments, snapshot)
+        return [Save(sequence, tokens, segments, snapshot)]

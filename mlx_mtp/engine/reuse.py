@@ -19,21 +19,19 @@ NUM_TURNS = 2
 
 
 class PrefixReuse:
-    """Looks prompts up, and holds back those that another is computing the beginning of, or whose
-    beginning is read from the disk.
+    """Looks prompts up, and holds back requests while another computes their prefix, or the disk
+    reads it.
 
-    Requests that arrive together and share a long prefix (the choices of one request, an agent's
-    first two) would each compute it: all but the first wait until it has saved what they share.
-    Each waits only for prompts that were before it in the queue, so none waits for ever.
+    Of requests that arrive together and share a long prefix (the choices of one request, an agent's
+    first two) all but the first wait until it has saved what they share. Each waits only for
+    prompts that were before it in the queue, so none waits for ever.
 
-    One prefix is read at a time, so that one prefix at most has been read and not used yet; the
+    One prefix is read at a time, so that one at most has been read and not used yet; the
     scheduler's queue says which request is next. One that wants the same finds it in memory then.
     When the disk is late all that wait for it give up.
 
-    Args:
-        turn_ends: ids that end a message.
-        step: tokens of a prefill chunk.
-        min_gain: tokens that are worth a cut in a prefill, or a wait.
+    `turn_ends` are ids that end a message, `step` is the length of a prefill chunk, and `min_gain`
+    how many tokens are worth a cut in a prefill, or a wait.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class PrefixReuse:
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
     def waits(self, sequence: Sequence) -> bool:
-        """What it was held back for is still to come. (A read under way has to be asked after.)"""
+        """What it was held back for is still to come. (A read under way must be polled.)"""
         leader, point = sequence.awaited or (None, 0)
         if leader is not None and not leader.finished and point in leader.save_points:
             return True
@@ -123,7 +121,6 @@ class PrefixReuse:
         self.num_hits += start
 
     def release(self, sequence: Sequence) -> None:
-        """The request no longer needs its prefix."""
         self._end_read(sequence)
         if sequence.prefix is not None:
             self.tree.unpin(sequence.prefix)
@@ -134,7 +131,7 @@ class PrefixReuse:
         return PrefixCacheStats(self.num_queries, self.num_hits, nbytes, len(self.tree))
 
     def _on_disk(self, sequence: Sequence) -> int:
-        """Length of the longest prefix of its prompt, if that is on the disk alone; else 0."""
+        """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
         if sequence.skips_disk or self.tree.disk is None:
             return 0
         node = self.find(sequence)
@@ -163,21 +160,15 @@ def save_points(
     after the first message, which other conversations often share (system prompt and tools), even
     if the question behind it is short; after the last messages, for a template may render the end
     of a prompt, where the answer begins, otherwise in the next turn (reasoning is left out); and at
-    the end. Inside a long text, of whose branches nothing is known, at doubling distances.
+    the end. Inside a long text, which may branch anywhere, at doubling distances.
 
-    Args:
-        end, start: tokens of the prompt, and how many of them need not be computed.
-        turns: where its messages end.
-        step: the prefill's own cuts are at its multiples, and cost nothing.
-        min_gain: tokens between two cuts.
+    The prompt has `end` tokens, `start` of which need not be computed; its messages end at `turns`.
+    The prefill's own cuts are at multiples of `step`, and cost nothing.
     """
     if start == end:
         return []
     wanted = [*turns[:1], *turns[: -NUM_TURNS - 1 : -1]]
-    distance = step
-    while distance < end:
-        wanted.append(distance)
-        distance *= 2
+    wanted += [step << n for n in range(end.bit_length()) if step << n < end]
     cuts = [start]
     for point in wanted:
         if start < point < end and all(abs(point - cut) >= min_gain for cut in cuts):
