@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -18,18 +17,14 @@ class RaggedKVCache:
     Row b's valid entries are the first `offset[b]`; the next window overwrites those after them, so
     a rejection costs nothing. mlx-lm's attention modules call `offset`, `update_and_fetch` and
     `make_mask`.
-
-    Attributes:
-        keys, values: [B, heads, capacity, dim], None until the first write.
-        offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads, at least the longest row plus the window: the host must
-            know an upper bound of every row's length (`reserve`).
     """
 
     def __init__(self, batch_size: int) -> None:
+        # [B, heads, capacity, dim], None until the first write.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.offset = mx.zeros(batch_size, dtype=mx.int32)
+        self.offset = mx.zeros(batch_size, dtype=mx.int32)  # shared by all layers of a batch
+        # Entries that attention reads: the host must know a bound of every row's length.
         self.limit = 0
 
     @property
@@ -56,9 +51,7 @@ class RaggedKVCache:
             # rows' lengths changes by a few windows, so less than two steps of growth is kept.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
 
-    def load(
-        self, keys: Sequence[Sequence[mx.array]], values: Sequence[Sequence[mx.array]]
-    ) -> None:
+    def load(self, keys: list[list[mx.array]], values: list[list[mx.array]]) -> None:
         """Fill an empty cache with each row's first entries, in pieces [heads, T, dim]."""
         assert self.keys is None and self.values is None
         capacity = rounded_capacity(self.limit)
@@ -68,10 +61,8 @@ class RaggedKVCache:
         """Write T new entries [B, heads, T, dim] of each row from `start` (int32 [B]) on."""
         if self.keys is None or self.values is None:
             capacity = rounded_capacity(self.limit)
-            self.keys, self.values = (
-                _widen(keys[:, :, :0], capacity),
-                _widen(values[:, :, :0], capacity),
-            )
+            shapes = ((*new.shape[:2], capacity, new.shape[3]) for new in (keys, values))
+            self.keys, self.values = (mx.zeros(shape, dtype=keys.dtype) for shape in shapes)
         num_new = keys.shape[2]
         assert num_new <= self.limit <= self.capacity, (num_new, self.limit, self.capacity)
         where = (start[:, None] + mx.arange(num_new))[:, None, :, None]
@@ -128,7 +119,7 @@ def rounded_capacity(limit: int) -> int:
     return -(-limit // GROWTH) * GROWTH
 
 
-def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
+def _filled(rows: list[list[mx.array]], capacity: int) -> mx.array:
     filled = []
     for pieces in rows:
         heads, _, dim = pieces[0].shape

@@ -85,17 +85,11 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
 def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
     """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
 
-    A file counts with its name, size, modification time and 16 samples of its content, so that
-    replaced weights are noticed without reading several gigabytes at each start.
+    The files are the model's weights and its head's. One counts with its name, size, modification
+    time and 16 samples of its content, so that replaced weights are noticed without reading several
+    gigabytes at each start. The facts are all else, as their `str`: versions, device, dtype, ...
 
-    Args:
-        config: the model's config.json.
-        files: its weights and its head's.
-        facts: whatever else there is, as its `str`: versions, device, dtype, head, quantization of
-            what is stored, tokens in a prefill chunk.
-
-    Raises:
-        OSError: a file can't be read.
+    Raises OSError if a file can't be read.
     """
     weights = []
     for path in sorted(files):
@@ -114,11 +108,7 @@ def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: objec
 class PrefixDirectory:
     """An open, locked directory, made if it isn't there. Its methods raise the system's OSErrors.
 
-    Attributes:
-        found: the files that were there.
-
-    Raises:
-        UsageError: it can't be used, isn't safe, or another process uses it.
+    Raises UsageError if it can't be used, isn't safe, or another process uses it.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -137,7 +127,7 @@ class PrefixDirectory:
                 lock = os.open(_LOCK, os.O_RDONLY | os.O_CREAT | _SAFE, 0o600, dir_fd=self._fd)
                 opened.callback(os.close, lock)
                 _take_lock(lock, flag)
-                self.found = self._scan()
+                self.found = self._scan()  # the files that were there
             except OSError as error:
                 why = f"can't be used: {error.strerror or error}"
                 if path.is_symlink():
@@ -185,7 +175,6 @@ class PrefixDirectory:
         return True
 
     def remove(self, file: StoredFile) -> None:
-        """Remove a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._name(file), dir_fd=self._fd)
 
@@ -196,19 +185,18 @@ class PrefixDirectory:
             os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _scan(self) -> list[StoredFile]:
-        """The files that are here; other programs' are left alone.
+        """The files that are here.
 
         Those of another fingerprint or version, unfinished ones, and whatever bears such a name and
-        is no plain file are removed.
+        is no plain file are removed; other programs' are left alone.
         """
         found, num_removed = [], 0
         for name in os.listdir(self._fd):
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             match = _NAME.fullmatch(name)
             if match and match[1] == self._mark and stat.S_ISREG(status.st_mode):
-                rows = int(match[4]), int(match[5])
-                used = status.st_mtime_ns
-                found.append(StoredFile(match[2], match[3], *rows, status.st_size, used))
+                place = match[2], match[3], int(match[4]), int(match[5])
+                found.append(StoredFile(*place, status.st_size, status.st_mtime_ns))
             elif _OURS.fullmatch(name):
                 num_removed += 1
                 with contextlib.suppress(OSError):

@@ -48,15 +48,8 @@ class PrefixStore:
     A file is of use only with those that it builds on, its ancestors. Using it uses these, after
     it: so nothing builds on the least recently used file, and it can be evicted.
 
-    Args:
-        path: of the directory; made if it isn't there.
-        fingerprint: of all that the numbers depend on; files with another one are removed.
-        max_bytes: of all files, those that wait to be written included.
-        max_queued_bytes: of what waits to be written; beyond it writes are dropped.
-
-    Attributes:
-        on_read: called on the store's thread when a prefix has been read.
-        reading: the files that are being read, or have been and were not taken.
+    Files with another `fingerprint` (of all that the numbers depend on) are removed. `max_bytes`
+    limits all files, written or not; when `max_queued_bytes` wait to be written, more are dropped.
 
     Raises:
         UsageError: the directory can't be used, isn't safe, or another process uses it.
@@ -67,7 +60,9 @@ class PrefixStore:
     ) -> None:
         self.path = path
         self.max_bytes = max_bytes
+        # Called on the store's thread when a prefix has been read.
         self.on_read: Callable[[], None] = lambda: None
+        # The files that are being read, or have been and were not taken, and their content then.
         self.reading: list[StoredFile] = []
         self._contents: deque[bytes] | None = None
         self._max_queued_bytes = max_queued_bytes
@@ -95,10 +90,7 @@ class PrefixStore:
     def keep(
         self, salt: str, tokens: Sequence[int], segments: Sequence[Segment], snapshot: Segment
     ) -> None:
-        """Write what is not here of a prefix, in the background; its bytes are copied now.
-
-        The segments are its KV from the first token to the last.
-        """
+        """Write what is not here of a prefix, in the background; its bytes are copied now."""
         with self._lock:
             prefixes = self._prefixes(salt, tokens)
             start, parent = max((p for p in prefixes if p[1] in self._files), default=(0, salt))
@@ -113,7 +105,7 @@ class PrefixStore:
             logger.exception("A prefix could not be given to the disk")
 
     def touch(self, salt: str, tokens: Sequence[int]) -> None:
-        """A prefix was used, perhaps from memory."""
+        """Mark a prefix as used, perhaps from memory."""
         with self._lock:
             self._touch(_snapshot_key(salt, tokens))
 
@@ -158,7 +150,7 @@ class PrefixStore:
         return READ_SECONDS if began is None else began + READ_SECONDS - now
 
     def forget(self) -> None:
-        """Nothing that was fetched is wanted any more."""
+        """Drop what is being read, or has been and was not taken."""
         with self._lock:
             self.reading, self._contents = [], None
 

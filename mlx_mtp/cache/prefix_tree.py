@@ -116,7 +116,7 @@ class PrefixTree:
         return self._walk(salt, tokens)[1]
 
     def touch(self, node: Node) -> None:
-        """An entry was used."""
+        """Mark an entry as used."""
         self._entries.move_to_end(node)
         if self.disk is not None:
             self.disk.touch(node.salt, node.prefix())
@@ -185,8 +185,7 @@ class PrefixTree:
     def fetch(self, salt: str, tokens: Tokens, lasting: bool = False) -> Fetch:
         """Take in an entry from the disk, or have what is not in memory of it read.
 
-        To be called again while it is COMING: nothing is pinned meanwhile. If it is GONE, it is not
-        found again.
+        To be called again while it is COMING. If it is GONE, it is not found again.
         """
         assert self.disk is not None
         node, covered = self._walk(salt, tokens)
@@ -213,7 +212,7 @@ class PrefixTree:
         return node, at
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two; it becomes the lower part, and the upper one is returned."""
+        """Cut a node in two; it becomes the lower part. Returns the upper one."""
         assert node.parent is not None and node.kv is not None
         start = node.kv.start
         # Should there be no memory for that, the tree is as it was.
@@ -231,8 +230,6 @@ class PrefixTree:
         The KV up to the anchor, where an entry is to be added, must stay; its snapshot need not.
         """
         room = self.limit - self.fetched_nbytes - more
-        if self.nbytes <= room:
-            return True
         ends = [*self._pins, anchor] if anchor else [*self._pins]
         needed = {node for end in ends for node in end.path()}
         kept = sum(node.kv.nbytes for node in needed if node.kv is not None)

@@ -244,43 +244,6 @@ def test_one_read_at_a_time_and_clients_take_turns():
     assert sum(world.computed.values()) == 40
 
 
-def test_one_that_waits_for_the_disk_can_go_away():
-    world = World()
-    world.on_disk(LONG, OTHER)
-    for name, prompt in (("one", LONG), ("two", OTHER), ("three", [*LONG, 8])):
-        world.add(name, prompt)
-    world.step()
-    world.policy.cancel("two")
-    world.policy.cancel("one")
-    assert world.disk.wanted is None
-    world.step()
-    # Want of memory drops what was read, and it is read again.
-    world.tree.clear()
-    world.step()
-    assert world.disk.asked == [60, 60, 60]
-    outputs = world.policy.fail_all(StepError("down"))
-    assert [o.request_id for o in outputs] == ["three"]
-    world.run()
-
-
-def test_the_tree_may_change_while_a_prefix_is_read():
-    """Another request leaves it in its middle, and what it brought of it goes again."""
-    world = World(step=64)
-    world.on_disk(LONG, [*LONG, *OTHER])
-    world.add("wants", [*LONG, *OTHER, 8])
-    world.step()
-    world.add("branch", [*LONG[:20], 9, 9])
-    for _ in range(5):
-        world.step()
-    assert world.tree.fetched_nbytes == 100 + 50, "20 tokens are in memory now"
-    world.tree._evict(next(iter(world.tree._entries)))
-    world.step()
-    assert world.tree.fetched_nbytes == 120 + 50
-    world.disk.state = HERE
-    world.run()
-    assert world.computed == {"branch": 22, "wants": 1}
-
-
 def test_bytes_on_their_way_count():
     """Room is made for them before they are read, and kept; without it they are not read."""
     world = World(step=64, limit=300)
