@@ -33,9 +33,9 @@ backend.prepare()
 import mlx.core as mx
 
 from mlx_mtp.bench.report import render
-from mlx_mtp.cache.prefix_keys import root_key
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.cache.prefix_tree import root_key
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine, prefix_cache
 from mlx_mtp.engine.core import EngineCore

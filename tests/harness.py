@@ -166,7 +166,7 @@ class Driver:
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.has_read = threading.Event()
         if store is not None:
-            store.reader.on_done = self.has_read.set
+            store.on_read = self.has_read.set
 
     def add(self, wanted: Request) -> Sequence:
         own = () if wanted.sampling.ignore_eos else self.stop_ids

@@ -66,9 +66,6 @@ class BatchCache:
         for cache in self.layers:
             yield from cache.arrays()
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
     def __getitem__(self, index: int) -> LayerCache:
         return self.layers[index]
 

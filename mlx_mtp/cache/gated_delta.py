@@ -18,26 +18,21 @@ _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
 
 class GatedDeltaCache:
-    """State of B rows; `kernel_size` is the convolution's K.
-
-    Attributes:
-        state: float32 [B, Hv, Dv, Dk], before the pending window; None until the first window.
-        pending: inputs of a window that has not been folded, or None.
-        history: the convolution's last inputs, K-1 and the P of the last window, [B, K-1+P, C];
-            None until the first window.
-        num_kept: how much of the last window each row keeps, int32 [B]; None when P is 0.
-        coming: how much of the next window each row will keep, int32 [B], if that is known
-            beforehand (a prefill, or one token a row): the state then advances at once and nothing
-            is left pending.
-    """
+    """State of B rows; `kernel_size` is the convolution's K."""
 
     def __init__(self, batch_size: int, kernel_size: int) -> None:
         self.batch_size = batch_size
         self.kernel_size = kernel_size
+        # float32 [B, Hv, Dv, Dk], before the pending window; None until the first window.
         self.state: mx.array | None = None
+        # Inputs of a window that has not been folded.
         self.pending: Pending | None = None
+        # The convolution's last inputs, K-1 and the P of the last window, [B, K-1+P, C].
         self.history: mx.array | None = None
+        # How much of the last window each row keeps, int32 [B]; None when P is 0.
         self.num_kept: mx.array | None = None
+        # The same of the next window, if it is known (a prefill, or one token a row): the state
+        # then advances at once and nothing is left pending.
         self.coming: mx.array | None = None
 
     def make_mask(self, length: int) -> None:
@@ -50,7 +45,8 @@ class GatedDeltaCache:
         Returns:
             Outputs [B, T, Hv, Dv], valid for positions that are kept.
         """
-        self._begin(projected)
+        if self.state is None:
+            self._clear(projected)
         assert self.state is not None and self.history is not None
         q, window, conv_input = prepare(projected, convolution, self.history, self.num_kept)
         outputs, self.state, self.pending = run(
@@ -61,10 +57,7 @@ class GatedDeltaCache:
             self._trim()
         return outputs
 
-    def _begin(self, projected: Projected) -> None:
-        """Make the empty state before the first window."""
-        if self.state is not None:
-            return
+    def _clear(self, projected: Projected) -> None:
         _, _, key_heads, key_dim = projected.q.shape
         ratio, value_dim = projected.v.shape[3:]
         heads = key_heads * ratio
@@ -86,7 +79,6 @@ class GatedDeltaCache:
         self.num_kept = None
 
     def select(self, rows: mx.array) -> GatedDeltaCache:
-        """A cache of these rows alone (int32 [B'], in the order given), folded."""
         self.fold()
         selected = GatedDeltaCache(rows.shape[0], self.kernel_size)
         if self.state is not None and self.history is not None:
@@ -94,8 +86,7 @@ class GatedDeltaCache:
         return selected
 
     def extend(self, other: GatedDeltaCache) -> None:
-        """Append the other's rows; both are folded first, as their windows may differ in length."""
-        self.fold()
+        self.fold()  # Their windows may differ in length.
         other.fold()
         self.batch_size += other.batch_size
         if self.state is None or other.state is None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import mlx.core as mx
 
 GROWTH = 256  # capacities are multiples of this
-STRIDE = (
-    64  # attention reads up to a multiple of this, so that buffers of one size serve many steps
-)
+# Attention reads up to a multiple of this, so that buffers of one size serve many steps.
+STRIDE = 64
 
 
 class RaggedKVCache:
@@ -19,18 +17,14 @@ class RaggedKVCache:
     Row b's valid entries are the first `offset[b]`; the next window overwrites those after them, so
     a rejection costs nothing. mlx-lm's attention modules call `offset`, `update_and_fetch` and
     `make_mask`.
-
-    Attributes:
-        keys, values: [B, heads, capacity, dim], None until the first write.
-        offset: int32 [B] on the device, shared by all layers of a batch.
-        limit: entries that attention reads, at least the longest row plus the window: the host must
-            know an upper bound of every row's length (`reserve`).
     """
 
     def __init__(self, batch_size: int) -> None:
+        # [B, heads, capacity, dim], None until the first write.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.offset = mx.zeros(batch_size, dtype=mx.int32)
+        self.offset = mx.zeros(batch_size, dtype=mx.int32)  # shared by all layers of a batch
+        # Entries that attention reads: the host must know a bound of every row's length.
         self.limit = 0
 
     @property
@@ -57,9 +51,7 @@ class RaggedKVCache:
             # rows' lengths changes by a few windows, so less than two steps of growth is kept.
             self.keys, self.values = self.keys[:, :, :wanted], self.values[:, :, :wanted]
 
-    def load(
-        self, keys: Sequence[Sequence[mx.array]], values: Sequence[Sequence[mx.array]]
-    ) -> None:
+    def load(self, keys: list[list[mx.array]], values: list[list[mx.array]]) -> None:
         """Fill an empty cache with each row's first entries, in pieces [heads, T, dim]."""
         assert self.keys is None and self.values is None
         capacity = rounded_capacity(self.limit)
@@ -69,9 +61,8 @@ class RaggedKVCache:
         """Write T new entries [B, heads, T, dim] of each row from `start` (int32 [B]) on."""
         if self.keys is None or self.values is None:
             capacity = rounded_capacity(self.limit)
-            batch, heads, _, dim = keys.shape
-            self.keys = mx.zeros((batch, heads, capacity, dim), dtype=keys.dtype)
-            self.values = mx.zeros((batch, heads, capacity, values.shape[3]), dtype=values.dtype)
+            shapes = ((*new.shape[:2], capacity, new.shape[3]) for new in (keys, values))
+            self.keys, self.values = (mx.zeros(shape, dtype=keys.dtype) for shape in shapes)
         num_new = keys.shape[2]
         assert num_new <= self.limit <= self.capacity, (num_new, self.limit, self.capacity)
         where = (start[:, None] + mx.arange(num_new))[:, None, :, None]
@@ -79,7 +70,6 @@ class RaggedKVCache:
         self.values = mx.put_along_axis(self.values, where, values, axis=2)
 
     def fetch(self) -> tuple[mx.array, mx.array]:
-        """Keys and values, the first `limit` entries: [B, heads, limit, dim]."""
         assert self.keys is not None and self.values is not None
         return self.keys[:, :, : self.limit], self.values[:, :, : self.limit]
 
@@ -101,7 +91,6 @@ class RaggedKVCache:
         return causal_mask(self.offset, length // self.batch_size, self.limit)
 
     def select(self, rows: mx.array) -> RaggedKVCache:
-        """A cache of these rows alone (int32 [B'], in the order given)."""
         selected = copy.copy(self)
         selected.offset = self.offset[rows]
         if self.keys is not None and self.values is not None:
@@ -126,16 +115,15 @@ def causal_mask(start: mx.array, length: int, limit: int) -> mx.array:
 
 
 def rounded_capacity(limit: int) -> int:
-    """The capacity of rows that need `limit` entries."""
+    """Entries that are allocated for rows that need `limit`."""
     return -(-limit // GROWTH) * GROWTH
 
 
-def _filled(rows: Sequence[Sequence[mx.array]], capacity: int) -> mx.array:
+def _filled(rows: list[list[mx.array]], capacity: int) -> mx.array:
     filled = []
     for pieces in rows:
         heads, _, dim = pieces[0].shape
         missing = capacity - sum(piece.shape[1] for piece in pieces)
-        assert missing >= 0
         more = mx.zeros((heads, missing, dim), dtype=pieces[0].dtype)
         filled.append(mx.concatenate([*pieces, more], axis=1))
     return mx.stack(filled)

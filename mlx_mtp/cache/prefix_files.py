@@ -16,19 +16,20 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import json
 import logging
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_keys import KEY_DIGITS
 from mlx_mtp.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -45,29 +46,23 @@ _POLL_SECONDS = 0.1
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
-_BLANK = b"0" * 64
-# Where in a file the digest is looked for: the metadata come first.
-_DIGEST_WITHIN = 4096
+_BLANK = "0" * 64
+_DIGEST_WITHIN = 4096  # The metadata come first in a file.
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoredFile:
-    """A file: rows of KV that follow those of another KV file, or the snapshot at their end.
+    """A file: rows of KV that follow those of another KV file, or the snapshot at their end."""
 
-    Args:
-        key: of the prefix that it ends (`prefix_keys`); with an s behind it, of the snapshot there.
-        parent: key of the KV file that it builds on; of the salt's root if it begins a prefix.
-        start, end: the tokens of its rows; equal for a snapshot.
-        nbytes: of the file.
-        used: when it was used last, in nanoseconds.
-    """
-
-    key: str
-    parent: str
-    start: int
+    key: str  # of the prefix that it ends (`prefix_keys`); with an s behind it, of its snapshot
+    parent: str  # key of the KV file that it builds on, or the salt's root
+    start: int  # first and last token of its rows; equal for a snapshot
     end: int
     nbytes: int = 0
-    used: int = 0
+    used: int = 0  # when it was used last, in nanoseconds
+    content: bytes | None = None  # of one that has not been written yet
 
 
 def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
@@ -76,7 +71,7 @@ def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
     For the engine's thread: on CUDA mlx moves an array's buffer when its bytes are looked at.
     """
     file = io.BytesIO()
-    mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK.decode()})
+    mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK})
     return file.getvalue()
 
 
@@ -87,14 +82,33 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
     return arrays, int(metadata["bits"]) or None  # type: ignore[index, return-value]
 
 
+def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
+    """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
+
+    The files are the model's weights and its head's. One counts with its name, size, modification
+    time and 16 samples of its content, so that replaced weights are noticed without reading several
+    gigabytes at each start. The facts are all else, as their `str`: versions, device, dtype, ...
+
+    Raises OSError if a file can't be read.
+    """
+    weights = []
+    for path in sorted(files):
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            for sample in range(_SAMPLES):
+                file.seek(max(status.st_size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+        weights.append([path.name, status.st_size, status.st_mtime_ns, digest.hexdigest()])
+    others = {name: str(value) for name, value in facts.items()}
+    text = json.dumps([config, weights, others], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class PrefixDirectory:
     """An open, locked directory, made if it isn't there. Its methods raise the system's OSErrors.
 
-    Attributes:
-        found: the files that were there.
-
-    Raises:
-        UsageError: it can't be used, isn't safe, or another process uses it.
+    Raises UsageError if it can't be used, isn't safe, or another process uses it.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -113,7 +127,7 @@ class PrefixDirectory:
                 lock = os.open(_LOCK, os.O_RDONLY | os.O_CREAT | _SAFE, 0o600, dir_fd=self._fd)
                 opened.callback(os.close, lock)
                 _take_lock(lock, flag)
-                self.found = self._scan()
+                self.found = self._scan()  # the files that were there
             except OSError as error:
                 why = f"can't be used: {error.strerror or error}"
                 if path.is_symlink():
@@ -129,45 +143,38 @@ class PrefixDirectory:
             if os.fstat(fd).st_size != file.nbytes:
                 raise ValueError("its size is not what it was")
             content = opened.readall()
-        before, digest, behind = _parts(content)
-        if digest != self._digest(name, before, behind):
+        before, digest, behind = self._signed(name, content)
+        if content[len(before) : -len(behind)] != digest:
             raise ValueError("its content is damaged")
         return content
 
     def write(self, file: StoredFile, content: bytes, wanted: Callable[[], bool]) -> bool:
-        """Write a file beside its place, through to the disk, and then give it its name.
+        """Write a file beside its place, through to the disk, and then rename it.
 
-        Unless `wanted` says that it is not wanted any more; that is asked every 4 MiB.
+        False: `wanted`, which is called every 4 MiB, said no.
         """
         name = self._name(file)
         temporary = f"{_PREFIX}{self._mark}-{file.key}.{secrets.token_hex(4)}.tmp"
-        before, _, behind = _parts(content)
-        digest = memoryview(self._digest(name, before, behind))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
-        fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
-        try:
+        with contextlib.ExitStack() as stack:
+            fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
+            stack.callback(os.close, fd)
             try:
-                for piece in (before, digest, behind):
+                for piece in self._signed(name, content):
                     while piece and wanted():
                         piece = piece[os.write(fd, piece[:_SLICE]) :]
                 if wanted():
                     os.fsync(fd)
+                if not wanted():
+                    return False
+                os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                os.fsync(self._fd)  # So that the name survives a power failure.
             finally:
-                os.close(fd)
-            if not wanted():
-                return False
-            os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            return True
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._fd)
-
-    def sync(self) -> None:
-        """Make renames survive a power failure."""
-        os.fsync(self._fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=self._fd)
+        return True
 
     def remove(self, file: StoredFile) -> None:
-        """Remove a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._name(file), dir_fd=self._fd)
 
@@ -178,19 +185,18 @@ class PrefixDirectory:
             os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _scan(self) -> list[StoredFile]:
-        """The files that are here; other programs' are left alone.
+        """The files that are here.
 
         Those of another fingerprint or version, unfinished ones, and whatever bears such a name and
-        is no plain file are removed.
+        is no plain file are removed; other programs' are left alone.
         """
         found, num_removed = [], 0
         for name in os.listdir(self._fd):
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             match = _NAME.fullmatch(name)
             if match and match[1] == self._mark and stat.S_ISREG(status.st_mode):
-                rows = int(match[4]), int(match[5])
-                used = status.st_mtime_ns
-                found.append(StoredFile(match[2], match[3], *rows, status.st_size, used))
+                place = match[2], match[3], int(match[4]), int(match[5])
+                found.append(StoredFile(*place, status.st_size, status.st_mtime_ns))
             elif _OURS.fullmatch(name):
                 num_removed += 1
                 with contextlib.suppress(OSError):
@@ -201,21 +207,19 @@ class PrefixDirectory:
         return found
 
     def _name(self, file: StoredFile) -> str:
-        keys = f"{self._mark}-{file.key}-{file.parent[:KEY_DIGITS]}"
+        """Two keys of 40 digits let it fit the 143 bytes that eCryptfs allows."""
+        keys = f"{self._mark}-{file.key}-{file.parent}"
         return f"{_PREFIX}{keys}-{file.start}-{file.end}.safetensors"
 
-    def _digest(self, name: str, before: memoryview, behind: memoryview) -> bytes:
+    def _signed(self, name: str, content: bytes) -> tuple[memoryview, ...]:
+        """What is before a content's digest, what that should be, and what is behind it."""
+        start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
+        view = memoryview(content)
+        before, behind = view[:start], view[start + len(_BLANK) :]
         digest = hashlib.sha256(f"{self._fingerprint} {name} ".encode())
         digest.update(before)
         digest.update(behind)
-        return digest.hexdigest().encode()
-
-
-def _parts(content: bytes) -> tuple[memoryview, memoryview, memoryview]:
-    """What is before a content's digest, the digest, and what is behind it."""
-    start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
-    view, end = memoryview(content), start + len(_BLANK)
-    return view[:start], view[start:end], view[end:]
+        return before, memoryview(digest.hexdigest().encode()), behind
 
 
 def _check_safe(fd: int, flag: str) -> None:

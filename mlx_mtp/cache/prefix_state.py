@@ -1,7 +1,9 @@
 """What a cached prefix holds, as named arrays: copied out of a batch's caches and back into them.
 
-A segment is the KV of a run of tokens, a snapshot all else that decoding needs after the last of
-them. Names are those of the parts: `layers.3.keys`, `layers.0.state`, `mtp.keys`, `hidden`.
+A segment is the KV of a run of tokens. A snapshot is a segment without tokens: all else that
+decoding needs after those before it. Names are those of the parts: `layers.3.keys`, `mtp.keys`,
+`layers.0.state` (float32 [Hv, Dv, Dk]), `layers.0.history` (the last inputs of the convolution,
+[K-1, C]), and `hidden` [H], the trunk's post-norm hidden state of the last token.
 
 The head's row p joins the hidden state at p with the token at p+1, so n tokens determine its rows
 0 to n-2: the head's KV of a segment lies one row before the trunk's. Row n-1 is written when the
@@ -10,8 +12,9 @@ prefix is used, from the snapshot's hidden state and the token that follows then
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -20,29 +23,23 @@ from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 
 Arrays = dict[str, mx.array]
+_Cache = TypeVar("_Cache", RaggedKVCache, GatedDeltaCache)
 
 _HEAD = "mtp"
 _HIDDEN = "hidden"
 _GROUP_SIZES = (64, 32)
 _PARTS = ("packed", "scales", "biases")
-# A head that drafts runs some rows ahead of the trunk.
-_HEAD_ROOM = 16
+_HEAD_ROOM = 16  # A head that drafts runs some rows ahead of the trunk.
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """KV of the tokens `start` to `end` of a prefix.
-
-    Args:
-        start, end: positions of the trunk's rows; the head's are `start - 1` to `end - 1`, from 0.
-        arrays: keys and values by name, each [heads, rows, dim], or its three quantized parts.
-        bits: of what is quantized; None: nothing is.
-    """
+    """KV of the tokens `start` to `end` of a prefix, or the snapshot there."""
 
     start: int
     end: int
-    arrays: Arrays
-    bits: int | None = None
+    arrays: Arrays  # keys and values, each [heads, rows, dim], or the three quantized parts of it
+    bits: int | None = None  # of what is quantized; None: nothing is
 
     @property
     def nbytes(self) -> int:
@@ -59,21 +56,8 @@ class Segment:
         return Segment(start, end, arrays, self.bits)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """States after the last token of a prefix.
-
-    Args:
-        arrays: of each GatedDeltaNet layer `state` float32 [Hv, Dv, Dk] and `history` [K-1, C], the
-            last inputs of its convolution; and `hidden` [H], the trunk's post-norm hidden state of
-            the last token.
-    """
-
-    arrays: Arrays
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays.values())
+Entry = tuple[list[Segment], Segment]
+"""The KV of a prefix in its order, and the snapshot at its end."""
 
 
 def join(segments: Sequence[Segment], start: int) -> Segment:
@@ -92,24 +76,14 @@ def join(segments: Sequence[Segment], start: int) -> Segment:
 
 
 def take_segment(
-    trunk: BatchCache,
-    head: RaggedKVCache | None,
-    row: int,
-    start: int,
-    end: int,
-    bits: int | None = None,
+    trunk: BatchCache, head: RaggedKVCache | None, row: int, start: int, end: int, bits: int | None
 ) -> Segment:
-    """Copy the KV of a row's tokens `start` to `end`.
+    """Copy the KV of a row's tokens `start` to `end`, quantized to 8 or 4 bits or as it is.
 
-    Args:
-        trunk: caches that hold the row.
-        head: the head's, complete up to row `end - 2`; None without one.
-        row: which one of the batch.
-        start, end: tokens.
-        bits: store it quantized to 8 or 4; None: as it is.
+    The head's cache, if there is one, must be complete up to row `end - 2`.
     """
     arrays = Arrays()
-    for name, cache in _kv_caches(trunk, head):
+    for name, cache in _caches(RaggedKVCache, trunk, head):
         assert cache.keys is not None and cache.values is not None
         rows = slice(_row(name, start), _row(name, end))
         for part, buffer in (("keys", cache.keys), ("values", cache.values)):
@@ -119,42 +93,29 @@ def take_segment(
     return Segment(start, end, arrays, bits)
 
 
-def take_snapshot(trunk: BatchCache, row: int, hidden: mx.array) -> Snapshot:
-    """Copy a row's states as they are after its last token.
+def take_snapshot(trunk: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
+    """Copy a row's states as they are after its token `end`, at which the caches must stand.
 
-    Args:
-        trunk: caches that hold the row, standing at that token.
-        row: which one of the batch.
-        hidden: the trunk's post-norm hidden states of the rows' last tokens, [B, 1, H].
+    `hidden` are the trunk's post-norm hidden states of the rows' last tokens, [B, 1, H].
     """
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
-    for name, cache in _recurrent_caches(trunk):
+    for name, cache in _caches(GatedDeltaCache, trunk):
         cache.fold()
         assert cache.state is not None and cache.history is not None
         arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
         arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
-    return Snapshot(arrays)
+    return Segment(end, end, arrays)
 
 
 def restore(
-    trunk: BatchCache,
-    head: RaggedKVCache | None,
-    rows: Sequence[tuple[Sequence[Segment], Snapshot]],
-    limit: int,
+    trunk: BatchCache, head: RaggedKVCache | None, rows: Sequence[Entry], limit: int
 ) -> mx.array:
-    """Fill empty caches with a prefix for each row.
+    """Fill empty caches with a prefix for each row, and room for `limit` tokens.
 
-    Args:
-        trunk: empty, of as many rows.
-        head: the head's, empty; None without one.
-        rows: the segments of each prefix in order, and the snapshot at its end.
-        limit: tokens that the rows will need room for next.
-
-    Returns:
-        The trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
+    Returns the trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
     """
     trunk.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
-    for name, cache in _kv_caches(trunk, head):
+    for name, cache in _caches(RaggedKVCache, trunk, head):
         cache.reserve(limit + (_HEAD_ROOM if name == _HEAD else 0))
         keys, values = (
             [[_loaded(segment, f"{name}.{part}") for segment in segments] for segments, _ in rows]
@@ -164,26 +125,18 @@ def restore(
         if name != _HEAD:
             cache.offset = trunk.offset
     snapshots = [snapshot.arrays for _, snapshot in rows]
-    for name, recurrent in _recurrent_caches(trunk):
+    for name, recurrent in _caches(GatedDeltaCache, trunk):
         recurrent.state = mx.stack([s[f"{name}.state"] for s in snapshots])
         recurrent.history = mx.stack([s[f"{name}.history"] for s in snapshots])
     return mx.stack([s[_HIDDEN] for s in snapshots])[:, None]
 
 
-def _kv_caches(
-    trunk: BatchCache, head: RaggedKVCache | None
-) -> Iterator[tuple[str, RaggedKVCache]]:
-    for index, cache in enumerate(trunk):
-        if isinstance(cache, RaggedKVCache):
-            yield f"layers.{index}", cache
-    if head is not None:
-        yield _HEAD, head
-
-
-def _recurrent_caches(trunk: BatchCache) -> Iterator[tuple[str, GatedDeltaCache]]:
-    for index, cache in enumerate(trunk):
-        if isinstance(cache, GatedDeltaCache):
-            yield f"layers.{index}", cache
+def _caches(
+    kind: type[_Cache], trunk: BatchCache, head: RaggedKVCache | None = None
+) -> list[tuple[str, _Cache]]:
+    """The caches of one kind, by name."""
+    named = [*((f"layers.{index}", cache) for index, cache in enumerate(trunk)), (_HEAD, head)]
+    return [(name, cache) for name, cache in named if isinstance(cache, kind)]
 
 
 def _row(name: str, token: int) -> int:

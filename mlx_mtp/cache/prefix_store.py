@@ -13,53 +13,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, pack, unpack
-from mlx_mtp.cache.prefix_keys import prefix_keys
-from mlx_mtp.cache.prefix_state import Arrays, Segment, Snapshot, join
-from mlx_mtp.cache.prefix_tree import Fetch
+from mlx_mtp.cache.prefix_state import Segment, join
+from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
 
 logger = logging.getLogger(__name__)
 
 READ_SECONDS = 30.0
 """How long a read is waited for: 4 GB from a disk that gives 150 MB a second. A disk that takes
 longer is taken to hang, and nothing is read from it until it has answered."""
-# For how long nothing is written after the disk refused a write.
-_RETRY_SECONDS = 60.0
-# How long what has begun may still take when the time for closing the store is over.
-_ABANDON_SECONDS = 5.0
+_RETRY_SECONDS = 60.0  # For so long nothing is written after the disk refused a write.
+_ABANDON_SECONDS = 5.0  # What has begun may take so much longer than the time for closing.
 # More than an array's entry in a file's header takes, and more than the rest of the header.
 _HEADER_BYTES = 256
 _MANY_TASKS = 10_000
-_SNAPSHOT = "s"
 
 
 class StoreStats(NamedTuple):
-    """Files on the disk and their bytes; files written and dropped since the start."""
+    """Gauges and counters of a store."""
 
-    num_nodes: int
-    nbytes: int
-    num_written: int
+    num_nodes: int  # files on the disk
+    nbytes: int  # of these
+    num_written: int  # files, since the start
     num_dropped: int
-
-
-@dataclass
-class ReadAhead:
-    """The prefix that is being read, or has been and was not taken."""
-
-    # Called on the store's thread when it has been read.
-    on_done: Callable[[], None] = lambda: None
-    files: list[StoredFile] = field(default_factory=list)
-    # Of its files, up to the first that could not be read; None: still to come.
-    contents: deque[bytes] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
 
 
 class PrefixStore:
@@ -68,11 +48,8 @@ class PrefixStore:
     A file is of use only with those that it builds on, its ancestors. Using it uses these, after
     it: so nothing builds on the least recently used file, and it can be evicted.
 
-    Args:
-        path: of the directory; made if it isn't there.
-        fingerprint: of all that the numbers depend on; files with another one are removed.
-        max_bytes: of all files, those that wait to be written included.
-        max_queued_bytes: of what waits to be written; beyond it writes are dropped.
+    Files with another `fingerprint` (of all that the numbers depend on) are removed. `max_bytes`
+    limits all files, written or not; when `max_queued_bytes` wait to be written, more are dropped.
 
     Raises:
         UsageError: the directory can't be used, isn't safe, or another process uses it.
@@ -83,23 +60,24 @@ class PrefixStore:
     ) -> None:
         self.path = path
         self.max_bytes = max_bytes
-        self.reader = ReadAhead()
+        # Called on the store's thread when a prefix has been read.
+        self.on_read: Callable[[], None] = lambda: None
+        # The files that are being read, or have been and were not taken, and their content then.
+        self.reading: list[StoredFile] = []
+        self._contents: deque[bytes] | None = None
         self._max_queued_bytes = max_queued_bytes
         self._directory = PrefixDirectory(path, fingerprint)
         # Guards what follows, and is never held while the disk works.
         self._lock = threading.Condition()
-        self._files: dict[str, StoredFile] = {}
-        # Content of those of them that have not been written yet.
-        self._pending: dict[str, bytes] = {}
-        # What the thread is to do, and since when it has been at the task before these.
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._began: float | None = None
+        self._files: dict[str, StoredFile] = {}  # A file comes behind those that it builds on.
+        self._tasks: deque[Callable[[], None]] = deque()  # of the thread
+        self._began: float | None = None  # when it began the task before these
         self._num_written = self._num_dropped = self._last_use = 0
         self._refused_until = 0.0
         self._complaints: set[int | None] = set()
         self._deadline = math.inf
         with self._lock:
-            self._fill(self._directory.found)
+            self._fill()
         self._thread = threading.Thread(target=self._run, name="mlx-mtp-prefix-store", daemon=True)
         self._thread.start()
 
@@ -107,15 +85,12 @@ class PrefixStore:
         """Length of the longest prefix of the tokens that is here with its snapshot, or 0."""
         with self._lock:
             prefixes = reversed(self._prefixes(salt, tokens))
-            return next((end for end, key in prefixes if key + _SNAPSHOT in self._files), 0)
+            return next((end for end, key in prefixes if key + "s" in self._files), 0)
 
     def keep(
-        self, salt: str, tokens: Sequence[int], segments: Sequence[Segment], snapshot: Snapshot
+        self, salt: str, tokens: Sequence[int], segments: Sequence[Segment], snapshot: Segment
     ) -> None:
-        """Write what is not here of a prefix, in the background; its bytes are copied now.
-
-        The segments are its KV from the first token to the last.
-        """
+        """Write what is not here of a prefix, in the background; its bytes are copied now."""
         with self._lock:
             prefixes = self._prefixes(salt, tokens)
             start, parent = max((p for p in prefixes if p[1] in self._files), default=(0, salt))
@@ -123,14 +98,14 @@ class PrefixStore:
         try:
             if start < end:
                 rows = join([s for s in segments if s.end > start], start)
-                if not self._put(StoredFile(key, parent, start, end), rows.arrays, rows.bits):
+                if not self._put(StoredFile(key, parent, start, end), rows):
                     return
-            self._put(StoredFile(key + _SNAPSHOT, key, end, end), snapshot.arrays)
+            self._put(StoredFile(key + "s", key, end, end), snapshot)
         except Exception:
             logger.exception("A prefix could not be given to the disk")
 
     def touch(self, salt: str, tokens: Sequence[int]) -> None:
-        """A prefix was used, perhaps from memory."""
+        """Mark a prefix as used, perhaps from memory."""
         with self._lock:
             self._touch(_snapshot_key(salt, tokens))
 
@@ -141,48 +116,49 @@ class PrefixStore:
 
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | tuple[list[Segment], Snapshot]:
-        """A prefix's KV from the token `start` or one before it on, and its snapshot.
+    ) -> Fetch | list[Segment]:
+        """A prefix's KV from the token `start` or one before it on, and its snapshot behind it.
 
-        Or how far it has come; to be asked again while it is COMING. `make_room` is called with its
-        bytes before it is read, and says whether they fit in memory.
+        Or how far it has come; to be called again while it is COMING. `make_room` is called with
+        its bytes before it is read, and says whether they fit in memory.
         """
-        began, reader = self._began, self.reader
-        if began is not None and time.monotonic() - began > READ_SECONDS:
-            return Fetch.NEVER
+        if self.seconds_left <= 0:
+            return Fetch.LATE
         with self._lock:
-            lineage = list(self._lineage(_snapshot_key(salt, tokens)))
-            files = [*lineage[:1], *(file for file in lineage[1:] if file.end > start)][::-1]
-            if not files or files != reader.files:
+            lineage = self._lineage(_snapshot_key(salt, tokens))
+            files = [f for f in lineage if f.end > start or f.start == f.end][::-1]
+            if not files or files != self.reading:
                 self.forget()
                 if not files:
                     return Fetch.GONE
                 if not make_room(sum(file.nbytes for file in files)):
-                    return Fetch.NEVER
-                reader.files = files
+                    return Fetch.NO_ROOM
+                self.reading = files
                 self._touch(files[-1].key)
                 self._tasks.appendleft(partial(self._read, files))
-            contents = reader.contents
+            contents = self._contents
             if contents is None:
                 return Fetch.COMING
             self.forget()
-        if len(contents) < len(files):
-            return Fetch.GONE
         # Popped, so that the bytes of each are freed before the arrays of the next are made.
-        segments = [Segment(f.start, f.end, *unpack(contents.popleft())) for f in files[:-1]]
-        return segments, Snapshot(unpack(contents.popleft())[0])
+        return [Segment(file.start, file.end, *unpack(contents.popleft())) for file in files]
+
+    @property
+    def seconds_left(self) -> float:
+        """How much longer a read is waited for."""
+        began, now = self._began, time.monotonic()
+        return READ_SECONDS if began is None else began + READ_SECONDS - now
 
     def forget(self) -> None:
-        """Nothing that was fetched is wanted any more."""
+        """Drop what is being read, or has been and was not taken."""
         with self._lock:
-            self.reader.files, self.reader.contents = [], None
+            self.reading, self._contents = [], None
 
     def stats(self) -> StoreStats:
-        """Gauges and counters now; for any thread."""
+        """For any thread."""
         with self._lock:
-            num_nodes = len(self._files) - len(self._pending)
-            nbytes = self._nbytes() - self._queued_bytes()
-            return StoreStats(num_nodes, nbytes, self._num_written, self._num_dropped)
+            written = [file.nbytes for file in self._files.values() if file.content is None]
+            return StoreStats(len(written), sum(written), self._num_written, self._num_dropped)
 
     def flush(self, seconds: float) -> bool:
         """Wait until the thread has nothing left to do; False if that takes longer."""
@@ -203,9 +179,9 @@ class PrefixStore:
         else:
             self._directory.close()
 
-    def _put(self, file: StoredFile, arrays: Arrays, bits: int | None = None) -> bool:
+    def _put(self, file: StoredFile, content: Segment) -> bool:
         """Queue a file unless it is here; False: there is no room for it."""
-        at_most = _HEADER_BYTES + sum(array.nbytes + _HEADER_BYTES for array in arrays.values())
+        at_most = content.nbytes + _HEADER_BYTES * (1 + len(content.arrays))
         with self._lock:
             self._touch(file.key)
             if file.key in self._files:
@@ -219,25 +195,21 @@ class PrefixStore:
             ):
                 self._num_dropped += 1
                 return False
-        content = pack(arrays, bits)
-        file.nbytes = len(content)
+        file.content = pack(content.arrays, content.bits)
+        file.nbytes = len(file.content)
         with self._lock:
             if file.start and file.parent not in self._files:
                 return False
             self._files[file.key] = file
+            self._tasks.append(partial(self._write, file))
             self._touch(file.key)
             self._evict()
-            self._pending[file.key] = content
-            self._tasks.append(partial(self._write, file))
         return True
 
     # These are called with the lock held.
 
-    def _nbytes(self) -> int:
-        return sum(file.nbytes for file in self._files.values())
-
     def _queued_bytes(self) -> int:
-        return sum(map(len, self._pending.values()))
+        return sum(len(file.content or b"") for file in self._files.values())
 
     def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """Lengths and keys of the prefixes of a prompt that files may end at, and of the whole."""
@@ -258,31 +230,26 @@ class PrefixStore:
                 self._tasks.append(partial(self._directory.mark_used, file))
         self._lock.notify_all()
 
-    def _remove(self, key: str) -> None:
-        """Forget a file on which none builds, and have it unlinked, or not written."""
-        file = self._files.pop(key, None)
-        if file is not None and self._pending.pop(key, None) is None:
-            self._tasks.append(partial(self._directory.remove, file))
+    def _remove(self, key: str) -> int:
+        """Forget a file and all that build on it, and have them unlinked, or not written."""
+        lost = {key}
+        for file in list(self._files.values()):
+            if file.key in lost or file.parent in lost:
+                lost.add(file.key)
+                del self._files[file.key]
+                if file.content is None:
+                    self._tasks.append(partial(self._directory.remove, file))
         self._lock.notify_all()
-
-    def _remove_under(self, key: str) -> int:
-        """Remove a file and all that build on it; returns how many."""
-        lost = {key: None}
-        for file in sorted(self._files.values(), key=_depth):
-            if file.parent in lost:
-                lost[file.key] = None
-        for each in lost:
-            self._remove(each)
         return len(lost)
 
     def _evict(self) -> None:
         """Remove the least recently used files until the others fit."""
-        while self._nbytes() > self.max_bytes:
+        while sum(file.nbytes for file in self._files.values()) > self.max_bytes:
             self._remove(min(self._files.values(), key=lambda file: file.used).key)
 
-    def _fill(self, found: list[StoredFile]) -> None:
+    def _fill(self) -> None:
         """Take in what was there at the start, but for what lacks an ancestor or is too much."""
-        for file in sorted(found, key=_depth):
+        for file in sorted(self._directory.found, key=lambda file: (file.end, file.start)):
             if (file.start == 0 or file.parent in self._files) and file.key not in self._files:
                 self._files[file.key] = file
             else:
@@ -314,65 +281,53 @@ class PrefixStore:
     def _read(self, files: list[StoredFile]) -> None:
         contents: deque[bytes] = deque()
         for file in files:
-            if self.reader.files is not files:
+            if self.reading is not files:
                 return
             try:
-                contents.append(self._pending.get(file.key) or self._directory.read(file))
+                contents.append(file.content or self._directory.read(file))
             except Exception as error:
                 if isinstance(error, OSError):
                     self._complain(error, "read")
                 else:
                     logger.warning("A prefix in %s is removed: %s", self.path, error)
                 with self._lock:
-                    self._remove_under(file.key)
+                    self._remove(file.key)
                 break
-        with self._lock:
-            if self.reader.files is files:
-                self.reader.contents = contents
-        self.reader.on_done()
+        else:
+            with self._lock:
+                if self.reading is files:
+                    self._contents = contents
+        self.on_read()
 
     def _write(self, file: StoredFile) -> None:
-        content = self._pending.get(file.key)
-
         def wanted() -> bool:
             return self._files.get(file.key) is file and time.monotonic() < self._deadline
 
-        if content is None or not wanted():
+        if file.content is None or not wanted():
             return
         try:
-            written = self._directory.write(file, content, wanted)
+            written = self._directory.write(file, file.content, wanted)
         except Exception:
             with self._lock:
-                self._num_dropped += self._remove_under(file.key)
+                self._num_dropped += self._remove(file.key)
             raise
         with self._lock:
             kept = written and self._files.get(file.key) is file
             if kept:
-                del self._pending[file.key]
+                file.content = None
                 self._num_written += 1
         if written and not kept:
             self._directory.remove(file)
-        self._directory.sync()
-        self._directory.mark_used(file)
 
     def _complain(self, error: OSError, what: str) -> None:
         """Log an error of the disk, once for each kind."""
         if error.errno not in self._complaints:
             self._complaints.add(error.errno)
-            logger.warning(
-                "The prefix cache's directory %s can't be %s: %s. The cache goes on in memory; "
-                "this is said once.",
-                self.path,
-                what,
-                error.strerror or error,
-            )
+            why = "%s. The cache goes on in memory; this is said once."
+            message = f"The prefix cache's directory %s can't be %s: {why}"
+            logger.warning(message, self.path, what, error.strerror or error)
 
 
 def _snapshot_key(salt: str, tokens: Sequence[int]) -> str:
     ((_, key),) = prefix_keys(salt, tokens, [len(tokens)])
-    return key + _SNAPSHOT
-
-
-def _depth(file: StoredFile) -> tuple[int, int]:
-    """Sorts what builds on a file behind it."""
-    return file.end, file.start
+    return key + "s"

@@ -12,15 +12,17 @@ written when it enters the tree, and what was evicted is read back from there.
 from __future__ import annotations
 
 import enum
+import hashlib
 import logging
-from collections import OrderedDict
-from collections.abc import Sequence
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlx_mtp.cache.prefix_state import Segment, Snapshot
+    from mlx_mtp.cache.prefix_state import Segment
     from mlx_mtp.cache.prefix_store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,9 @@ Tokens = tuple[int, ...]
 
 NUM_RECENT = 3
 """So many snapshots at the end of a chain are not thinned."""
+_KEY_DIGITS = 40
+_TOKEN_BYTES = 4
+_STRIDE = 256
 
 
 class Fetch(enum.Enum):
@@ -36,47 +41,37 @@ class Fetch(enum.Enum):
 
     HERE = enum.auto()
     COMING = enum.auto()
-    # It could not be read.
-    GONE = enum.auto()
-    # There is no room for it in memory, or the disk hangs.
-    NEVER = enum.auto()
+    GONE = enum.auto()  # It could not be read.
+    NO_ROOM = enum.auto()  # in memory
+    LATE = enum.auto()  # The disk hangs.
 
 
 @dataclass(eq=False)
 class Node:
-    """A segment of tokens, and of KV from `start` to `end` of the prefix.
+    """A segment of tokens and of their KV, which ends at `end` of the prefix; the root has none."""
 
-    Args:
-        salt: `root_key` of the tree's salt.
-        parent: the segment before; None for a root, which has no tokens and no KV.
-        tokens, kv: its own.
-        snapshot: the states after the last token, or None.
-        lasting: its snapshot is not thinned.
-        children: by their first token.
-        pins: while above 0 nothing of the node is evicted.
-    """
-
-    salt: str
+    salt: str  # its `root_key`
     parent: Node | None
     tokens: Tokens
     kv: Segment | None
-    snapshot: Snapshot | None = None
-    lasting: bool = False
-    children: dict[int, Node] = field(default_factory=dict)
-    pins: int = 0
-
-    def __post_init__(self) -> None:
-        self.start = 0 if self.parent is None else self.parent.end
+    snapshot: Segment | None = None  # the states after the last token
+    lasting: bool = False  # its snapshot is not thinned
+    children: dict[tuple[str, int], Node] = field(default_factory=dict)  # by salt and first token
 
     @property
     def end(self) -> int:
-        return self.start + len(self.tokens)
+        return 0 if self.kv is None else self.kv.end
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Its key among its parent's children."""
+        return self.salt, self.tokens[0]
 
     def path(self) -> list[Node]:
         """The segments from the first one to this."""
         nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.tokens:
+        node = self
+        while node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
@@ -84,7 +79,7 @@ class Node:
     def prefix(self) -> Tokens:
         return tuple(chain.from_iterable(node.tokens for node in self.path()))
 
-    def entry(self) -> tuple[list[Segment], Snapshot]:
+    def entry(self) -> tuple[list[Segment], Segment]:
         """The KV of its path, and its snapshot, which it must have."""
         assert self.snapshot is not None
         return [node.kv for node in self.path() if node.kv is not None], self.snapshot
@@ -99,9 +94,9 @@ class PrefixTree:
     def __init__(self, limit: int, disk: PrefixStore | None = None) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._disk = disk
-        self._roots: dict[str, Node] = {}
-        self._pinned: set[Node] = set()
+        self.disk = disk
+        self._root = Node("", None, (), None)
+        self._pins: Counter[Node] = Counter()
         # Nodes with a snapshot, the least recently used first.
         self._entries: OrderedDict[Node, None] = OrderedDict()
 
@@ -121,45 +116,32 @@ class PrefixTree:
         return self._walk(salt, tokens)[1]
 
     def touch(self, node: Node) -> None:
-        """An entry was used."""
+        """Mark an entry as used."""
         self._entries.move_to_end(node)
-        if self._disk is not None:
-            self._disk.touch(node.salt, node.prefix())
+        if self.disk is not None:
+            self.disk.touch(node.salt, node.prefix())
 
     def pin(self, node: Node) -> None:
         """Keep a node and its path until it is unpinned as often."""
-        node.pins += 1
-        self._pinned.add(node)
+        self._pins[node] += 1
 
     def unpin(self, node: Node) -> None:
-        node.pins -= 1
-        assert node.pins >= 0
-        if not node.pins:
-            self._pinned.discard(node)
+        assert self._pins[node] > 0
+        self._pins -= Counter([node])
         self._prune(node)
 
     def insert(
-        self,
-        salt: str,
-        tokens: Tokens,
-        segments: Sequence[Segment],
-        snapshot: Snapshot,
-        *,
-        lasting: bool = False,
+        self, salt: str, tokens: Tokens, kv: list[Segment], snapshot: Segment, lasting: bool = False
     ) -> bool:
-        """Add an entry; False: it has no room, or the KV before its segments is not here any more.
+        """Add an entry; False: it has no room, or the KV before its own is not here any more.
 
-        Args:
-            salt, tokens: its `root_key`, and one or more tokens.
-            segments: its KV behind what should be here already, up to the last token.
-            snapshot: the states after that.
-            lasting: other conversations are likely to begin with it (a system prompt), so that it
-                stays when its chain is thinned.
+        `kv` is what should not be here yet, up to the last token. A `lasting` entry stays when its
+        chain is thinned: other conversations are likely to begin with it (a system prompt).
         """
         node, covered = self._walk(salt, tokens)
-        if covered < (segments[0].start if segments else len(tokens)):
+        if covered < (kv[0].start if kv else len(tokens)):
             return False
-        rest = [s for s in segments if s.end > covered]
+        rest = [segment for segment in kv if segment.end > covered]
         if rest and rest[0].start < covered:
             rest[0] = rest[0].cut(covered, rest[0].end)
         if node.end > covered:
@@ -167,93 +149,79 @@ class PrefixTree:
         if rest or node.snapshot is None:
             if not self._make_room(snapshot.nbytes + sum(s.nbytes for s in rest), node):
                 return False
-            if rest and node.parent is None:
-                self._roots[salt] = node
-            for kv in rest:
-                child = Node(salt, node, tokens[kv.start : kv.end], kv)
-                node.children[child.tokens[0]] = child
+            for segment in rest:
+                child = Node(salt, node, tokens[segment.start : segment.end], segment)
+                node.children[child.place] = child
                 node = child
-                self.nbytes += kv.nbytes
             node.snapshot = snapshot
-            self.nbytes += snapshot.nbytes
+            self.nbytes += sum(segment.nbytes for segment in (*rest, snapshot))
         self._entries[node] = None
         self._entries.move_to_end(node)
         node.lasting |= lasting
-        if self._disk is not None:
-            self._disk.keep(salt, tokens, *node.entry())
+        if self.disk is not None:
+            self.disk.keep(salt, tokens, *node.entry())
         self._thin(node)
         return True
 
     def remove(self, node: Node) -> None:
-        """Forget an entry, on the disk too."""
-        if self._disk is not None:
-            self._disk.drop_snapshot(node.salt, node.prefix())
+        """Drop an entry, on the disk too."""
+        if self.disk is not None:
+            self.disk.drop_snapshot(node.salt, node.prefix())
         if node.snapshot is not None:
             self._evict(node)
 
     def clear(self) -> None:
         """Evict all entries but those that are pinned; what is on the disk stays there."""
-        self.forget_fetched()
-        for node in [n for n in self._entries if not n.pins]:
+        if self.disk is not None:
+            self.disk.forget()
+        for node in [n for n in self._entries if n not in self._pins]:
             self._evict(node)
 
     @property
     def fetched_nbytes(self) -> int:
         """Bytes of what is being read from the disk, or has been and is not in the tree."""
-        return 0 if self._disk is None else self._disk.reader.nbytes
+        return 0 if self.disk is None else sum(file.nbytes for file in self.disk.reading)
 
-    def on_disk(self, salt: str, tokens: Tokens) -> int:
-        """Length of the longest entry on the disk that is a prefix of the tokens, or 0."""
-        return 0 if self._disk is None else self._disk.longest(salt, tokens)
-
-    def fetch(self, salt: str, tokens: Tokens, *, lasting: bool = False) -> Fetch:
+    def fetch(self, salt: str, tokens: Tokens, lasting: bool = False) -> Fetch:
         """Take in an entry from the disk, or have what is not in memory of it read.
 
-        To be asked again while it is COMING: nothing is pinned meanwhile. If it is GONE, it is not
-        found again.
+        To be called again while it is COMING. If it is GONE, it is not found again.
         """
-        assert self._disk is not None
+        assert self.disk is not None
         node, covered = self._walk(salt, tokens)
         self.pin(node)
         try:
-            found = self._disk.fetch(salt, tokens, covered, self._make_room)
+            found = self.disk.fetch(salt, tokens, covered, self._make_room)
             if not isinstance(found, Fetch):
-                kept = self.insert(salt, tokens, *found, lasting=lasting)
+                kept = self.insert(salt, tokens, found[:-1], found[-1], lasting)
                 found = Fetch.HERE if kept else Fetch.GONE
         except Exception:
             logger.exception("A prefix could not be read; its tokens are computed instead")
             found = Fetch.GONE
         self.unpin(node)
         if found is Fetch.GONE:
-            self._disk.drop_snapshot(salt, tokens)
+            self.disk.drop_snapshot(salt, tokens)
         return found
-
-    def forget_fetched(self) -> None:
-        """What is being read, or has been and is not in the tree, is not wanted any more."""
-        if self._disk is not None:
-            self._disk.forget()
 
     def _walk(self, salt: str, tokens: Tokens) -> tuple[Node, int]:
         """The last node that any of the tokens is in, and how many of them are in nodes."""
-        node, at = self._roots.get(salt) or Node(salt, None, (), None), 0
-        while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
-            node = child
+        node, at = self._root, 0
+        while at == node.end < len(tokens) and (salt, tokens[at]) in node.children:
+            node = node.children[salt, tokens[at]]
             at += common_length(node.tokens, tokens, at)
-            if at < node.end:
-                break
         return node, at
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two; it becomes the lower part, and the upper one is returned."""
-        assert node.start < at < node.end and node.parent is not None and node.kv is not None
+        """Cut a node in two; it becomes the lower part. Returns the upper one."""
+        assert node.parent is not None and node.kv is not None
+        start = node.kv.start
         # Should there be no memory for that, the tree is as it was.
-        above, below = node.kv.cut(node.start, at), node.kv.cut(at, node.end)
+        above, below = node.kv.cut(start, at), node.kv.cut(at, node.end)
         self.nbytes += above.nbytes + below.nbytes - node.kv.nbytes
-        upper = Node(node.salt, node.parent, node.tokens[: at - node.start], above)
-        node.parent.children[node.tokens[0]] = upper
-        node.parent, node.kv, node.tokens = upper, below, node.tokens[at - node.start :]
-        node.start = at
-        upper.children[node.tokens[0]] = node
+        upper = Node(node.salt, node.parent, node.tokens[: at - start], above)
+        node.parent.children[node.place] = upper
+        node.parent, node.kv, node.tokens = upper, below, node.tokens[at - start :]
+        upper.children[node.place] = node
         return upper
 
     def _make_room(self, more: int, anchor: Node | None = None) -> bool:
@@ -262,16 +230,14 @@ class PrefixTree:
         The KV up to the anchor, where an entry is to be added, must stay; its snapshot need not.
         """
         room = self.limit - self.fetched_nbytes - more
-        if self.nbytes <= room:
-            return True
-        ends = self._pinned if anchor is None else {*self._pinned, anchor}
+        ends = [*self._pins, anchor] if anchor else [*self._pins]
         needed = {node for end in ends for node in end.path()}
         kept = sum(node.kv.nbytes for node in needed if node.kv is not None)
-        kept += sum(node.snapshot.nbytes for node in self._pinned if node.snapshot is not None)
+        kept += sum(node.snapshot.nbytes for node in self._pins if node.snapshot is not None)
         if kept > room:
             return False
         for node in list(self._entries):
-            if self.nbytes > room and not node.pins:
+            if self.nbytes > room and node not in self._pins:
                 self._evict(node, anchor)
         return True
 
@@ -285,15 +251,12 @@ class PrefixTree:
 
     def _prune(self, node: Node, anchor: Node | None = None) -> None:
         """Drop the KV that no entry needs any more, from a node upwards."""
-        while not (node.pins or node.snapshot is not None or node.children or node is anchor):
-            parent = node.parent
-            if parent is None or node.kv is None:
-                if self._roots.get(node.salt) is node:
-                    del self._roots[node.salt]
-                return
+        needed = {*self._pins, anchor}
+        while node.parent and not (node.snapshot or node.children or node in needed):
+            assert node.kv is not None
             self.nbytes -= node.kv.nbytes
-            del parent.children[node.tokens[0]]
-            node = parent
+            del node.parent.children[node.place]
+            node = node.parent
 
     def _thin(self, node: Node) -> None:
         """Remove the snapshots that a chain can do without, now that it has grown to a node."""
@@ -301,7 +264,7 @@ class PrefixTree:
         ends = spare([n.end for n in inner], node.end)
         for each in inner:
             branches = len(each.children) > 1
-            if each.end in ends and not (branches or each.pins or each.lasting):
+            if each.end in ends and not (branches or each in self._pins or each.lasting):
                 self.remove(each)
 
 
@@ -325,13 +288,29 @@ def spare(ends: Sequence[int], last: int) -> list[int]:
 
 def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:
     """How many tokens `one` has in common with `other` from its place `at` on."""
-    same, end = 0, min(len(one), len(other) - at)
-    # Slices are compared much faster than their tokens one by one; most often all are the same.
-    middle = end
-    while same < end:
-        if one[same:middle] == other[at + same : at + middle]:
-            same = middle
-        else:
-            end = middle - 1
-        middle = (same + end + 1) // 2
-    return same
+    end = min(len(one), len(other) - at)
+    for start in range(0, end, _STRIDE):  # Slices are compared faster than single tokens.
+        stop = min(start + _STRIDE, end)
+        if one[start:stop] != other[at + start : at + stop]:
+            return next(i for i in range(start, stop) if one[i] != other[at + i])
+    return end
+
+
+def root_key(salt: str | None) -> str:
+    """Key of the empty prefix: 40 hexadecimal digits. No salt and the empty one differ."""
+    text = b"mlx-mtp prefix\0" + (b"" if salt is None else b"salt\0" + salt.encode())
+    return hashlib.sha256(text).hexdigest()[:_KEY_DIGITS]
+
+
+def prefix_keys(root: str, tokens: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Lengths and keys of prefixes of a prompt, which `ends` names in ascending order.
+
+    A key is a hash over the salt's `root_key` and the tokens, however they are cut into files; one
+    pass over a prompt, at about 10 ns a token, gives the keys of all its prefixes.
+    """
+    data = memoryview(array("I", tokens).tobytes())
+    digest, done = hashlib.sha256(bytes.fromhex(root)), 0
+    for end in ends:
+        digest.update(data[done * _TOKEN_BYTES : end * _TOKEN_BYTES])
+        done = end
+        yield end, digest.hexdigest()[:_KEY_DIGITS]

@@ -42,7 +42,6 @@ class LayerSpec:
     mlp: MLPSpec
 
     def make_cache(self, batch_size: int) -> LayerCache:
-        """An empty cache for so many rows."""
         raise NotImplementedError
 
     def activations(self) -> int:
@@ -117,7 +116,6 @@ class CacheMemory:
 
     @cached_property
     def kv_per_token(self) -> int:
-        """Keys and values of the trunk."""
         return sum(layer.token_nbytes(self.itemsize) for layer in self.layers)
 
     @cached_property
@@ -139,23 +137,16 @@ class CacheMemory:
         """What a row takes whatever its length, when its prompt has been computed."""
         return sum(self.states.values())
 
-    @cached_property
-    def _position(self) -> tuple[int, int]:
-        parts = [layer.window_nbytes(self.itemsize) for layer in self.layers]
-        return sum(always for always, _ in parts), sum(drafts for _, drafts in parts)
-
     def window(self, depth: int) -> int:
         """What each decode step with so many drafts leaves to the next, besides."""
-        always, drafts = self._position
+        parts = [layer.window_nbytes(self.itemsize) for layer in self.layers]
+        always, drafts = (sum(each) for each in zip(*parts))
         return (depth + 1) * (always + (drafts if depth else 0)) + (_INT32 if always else 0)
 
     def batch(self, rows: int, tokens: int, depth: int | None) -> int:
-        """All that rows take; each has room for the longest of them, rounded up.
+        """All that rows take; each has room for `tokens`, those of the longest with its windows.
 
-        Args:
-            rows: how many.
-            tokens: that the longest has in the cache, and the windows that are on their way to it.
-            depth: drafts a step; None after a prompt and before the first step.
+        `depth` is None after a prompt and before the first step.
         """
         kv = rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
         return rows * (kv + self.row + (0 if depth is None else self.window(depth)))

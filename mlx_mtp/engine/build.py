@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_mtp import __version__
-from mlx_mtp.cache.prefix_keys import fingerprint as prefix_fingerprint
+from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.calibration import CostKeeper, fingerprint

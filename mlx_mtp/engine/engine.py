@@ -82,7 +82,7 @@ class Engine:
         # Ids of the accepted requests that have not been delivered an end, in their order.
         self._open: dict[str, None] = {}
         if store is not None:
-            store.reader.on_done = lambda: self._post(None)
+            store.on_read = lambda: self._post(None)
         self._started = self._stopping = False
         self._failure: str | None = None
         self._deliver: Deliver | None = None

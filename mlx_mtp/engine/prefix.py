@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_state import Segment, Snapshot, restore, take_segment, take_snapshot
+from mlx_mtp.cache.prefix_state import Segment, restore, take_segment, take_snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.batch import Batch
@@ -22,23 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 class Save(NamedTuple):
-    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded.
-
-    The segments are of the tokens whose KV is not in the cache: one, or none.
-    """
+    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
-    segments: list[Segment]
-    snapshot: Snapshot
+    segments: list[Segment]  # of the tokens whose KV is not in the cache: one, or none
+    snapshot: Segment
 
 
 class PrefixCache:
     """The arrays behind a tree of prefixes, which may take `limit` bytes.
 
-    Args:
-        bits: of stored KV, 8 or 4; None: as it is.
-        store: keeps prefixes of these bits on the disk as well; None: memory alone.
+    KV is stored in 8 or 4 `bits`, or as it is, and with a `store` on the disk as well.
     """
 
     def __init__(
@@ -72,18 +67,14 @@ class PrefixCache:
         saves = []
         for row, sequence in enumerate(batch.sequences):
             if (end := sequence.num_computed) in sequence.save_points:
-                if (save := self._copy(batch, row, sequence.prompt[:end])) is not None:
-                    saves.append(save)
-                else:
-                    sequence.saved(end)
+                saves += self._copy(batch, row, sequence.prompt[:end])
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
         """Copy the caches of rows that have ended; the last token is not in them."""
         for row, sequence in enumerate(batch.sequences):
             if sequence in ended:
-                save = self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
-                self._ends += [] if save is None else [save]
+                self._ends += self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
 
     def clear(self) -> None:
         """Give the memory back, but for what is about to be restored. The disk keeps its own."""
@@ -97,44 +88,41 @@ class PrefixCache:
     def commit(self, saves: list[Save]) -> None:
         """Take in copies whose step has succeeded; the list is emptied."""
         while saves:
-            save = saves.pop(0)
-            save.sequence.saved(len(save.tokens))
-            if save.sequence.finished and not save.sequence.ended:
+            sequence, tokens, segments, snapshot = saves.pop(0)
+            sequence.saved(len(tokens))
+            if sequence.finished and not sequence.ended:
                 # It may have failed in the step before, which this one began with.
                 continue
+            lasting = len(tokens) == sequence.first_turn
             try:
-                self._insert(save)
+                mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
+                self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting)
             except Exception:
-                logger.exception("A prefix of %d tokens could not be kept", len(save.tokens))
+                logger.exception("A prefix of %d tokens could not be kept", len(tokens))
+                continue
+            if segments and not self._measured:
+                self._measured = True
+                per_token = segments[0].nbytes / (segments[0].end - segments[0].start)
+                logger.info(
+                    f"Measured: a prefix takes {per_token / 1e3:.2f} kB a token, and "
+                    f"{snapshot.nbytes / 1e6:.2f} MB at each place where it was saved; there is "
+                    f"room for {self.tree.limit / 1e6:.0f} MB."
+                )
 
-    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> Save | None:
-        sequence = batch.sequences[row]
+    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+        """One copy, or none if that fails."""
+        sequence, segments = batch.sequences[row], []
         try:
             # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
-            segments = []
             if start < len(tokens):
                 head = batch.draft_kv()
                 segments = [take_segment(batch.cache, head, row, start, len(tokens), self._bits)]
-            snapshot = take_snapshot(batch.cache, row, batch.last_hidden)
+            snapshot = take_snapshot(batch.cache, row, len(tokens), batch.last_hidden)
             mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
-            return None
+            sequence.saved(len(tokens))
+            return []
         sequence.num_copied = len(tokens)
-        return Save(sequence, tokens, segments, snapshot)
-
-    def _insert(self, save: Save) -> None:
-        sequence, tokens, segments, snapshot = save
-        mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
-        lasting = len(tokens) == sequence.first_turn
-        self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting=lasting)
-        if segments and not self._measured:
-            self._measured = True
-            logger.info(
-                "Measured: a prefix takes %.2f kB a token, and %.2f MB at each place where it was "
-                "saved; there is room for %.0f MB.",
-                segments[0].nbytes / (segments[0].end - segments[0].start) / 1e3,
-                snapshot.nbytes / 1e6,
-                self.tree.limit / 1e6,
-            )
+        return [Save(sequence, tokens, segments, snapshot)]

@@ -5,11 +5,9 @@ No arrays: policy alone.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Many
 
-from mlx_mtp.cache.prefix_store import READ_SECONDS
 from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, common_length
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import PrefixCacheStats
@@ -21,46 +19,34 @@ NUM_TURNS = 2
 
 
 class PrefixReuse:
-    """Looks prompts up, and holds back those that another is computing the beginning of, or whose
-    beginning is read from the disk.
+    """Looks prompts up, and holds back requests while another computes their prefix, or the disk
+    reads it.
 
-    Requests that arrive together and share a long prefix (the choices of one request, an agent's
-    first two) would each compute it: all but the first wait until it has saved what they share.
-    Each waits only for prompts that were before it in the queue, so none waits for ever.
+    Of requests that arrive together and share a long prefix (the choices of one request, an agent's
+    first two) all but the first wait until it has saved what they share. Each waits only for
+    prompts that were before it in the queue, so none waits for ever.
 
-    One prefix is read at a time, so that one prefix at most has been read and not used yet; the
+    One prefix is read at a time, so that one at most has been read and not used yet; the
     scheduler's queue says which request is next. One that wants the same finds it in memory then.
-    After `READ_SECONDS` all that wait for the disk give up.
+    When the disk is late all that wait for it give up.
 
-    Args:
-        turn_ends: ids that end a message.
-        step: tokens of a prefill chunk.
-        min_gain: tokens that are worth a cut in a prefill, or a wait.
-
-    Attributes:
-        num_queries, num_hits: prompt tokens of the requests that were looked up, and those found.
+    `turn_ends` are ids that end a message, `step` is the length of a prefill chunk, and `min_gain`
+    how many tokens are worth a cut in a prefill, or a wait.
     """
 
     def __init__(
-        self,
-        tree: PrefixTree,
-        turn_ends: Container[int],
-        step: int,
-        min_gain: int = MIN_GAIN,
-        clock: Callable[[], float] = time.monotonic,
+        self, tree: PrefixTree, turn_ends: Container[int], step: int, min_gain: int = MIN_GAIN
     ) -> None:
         self.tree = tree
-        self.num_queries = 0
-        self.num_hits = 0
+        self.num_queries = 0  # prompt tokens of the requests that were looked up
+        self.num_hits = 0  # how many of them were found
         self._turn_ends = turn_ends
         self._step = step
         self._min_gain = min_gain
         self._num_seen = 0
-        self._clock = clock
-        # Those that wait for the disk, and the one that it reads for, until when.
+        # Those that wait for the disk, and the one that it reads for.
         self._reads: set[Sequence] = set()
         self._reader: Sequence | None = None
-        self._read_by = 0.0
 
     def find(self, sequence: Sequence) -> Node | None:
         """The longest prefix of its prompt in memory."""
@@ -69,23 +55,20 @@ class PrefixReuse:
     def must_read(self, sequence: Sequence) -> bool:
         """Its prefix is on the disk alone and will be read, so that it should wait.
 
-        To be asked again until it need not: what has been read is taken into memory here.
+        To be called again until it need not: what has been read is taken into memory here.
         """
         while length := self._on_disk(sequence):
             self._reads.add(sequence)
-            if self._reader is None:
-                self._reader, self._read_by = sequence, self._clock() + READ_SECONDS
-            elif self._reader is not sequence:
+            if self._reader not in (None, sequence):
                 return True
-            prefix = sequence.prompt[:length]
-            lasting = self._is_first_turn(prefix)
-            state = self.tree.fetch(sequence.salt, prefix, lasting=lasting)
-            if state is Fetch.NEVER:
-                sequence.skips_disk = True
-            elif state is Fetch.COMING:
-                if self._clock() < self._read_by:
-                    return True
-                for each in self._reads:
+            self._reader = sequence
+            prefix, ends = sequence.prompt[:length], self._turn_ends
+            lasting = prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
+            state = self.tree.fetch(sequence.salt, prefix, lasting)
+            if state is Fetch.COMING:
+                return True
+            if state in (Fetch.LATE, Fetch.NO_ROOM):
+                for each in self._reads if state is Fetch.LATE else {sequence}:
                     each.skips_disk = True
         self._end_read(sequence)
         return False
@@ -93,14 +76,14 @@ class PrefixReuse:
     @property
     def seconds_left(self) -> float:
         """How much longer a read is waited for."""
-        return 0.0 if self._reader is None else max(self._read_by - self._clock(), 0.0)
+        disk = None if self._reader is None else self.tree.disk
+        return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
     def waits(self, sequence: Sequence) -> bool:
-        """What it was held back for is still to come. (A read under way has to be asked after.)"""
-        if sequence.awaited is not None:
-            leader, point = sequence.awaited
-            if not leader.finished and point in leader.save_points:
-                return True
+        """What it was held back for is still to come. (A read under way must be polled.)"""
+        leader, point = sequence.awaited or (None, 0)
+        if leader is not None and not leader.finished and point in leader.save_points:
+            return True
         waits_for_disk = sequence in self._reads and not sequence.skips_disk
         return waits_for_disk and self._reader not in (None, sequence)
 
@@ -127,11 +110,10 @@ class PrefixReuse:
 
     def begin(self, sequence: Sequence, node: Node | None) -> None:
         """Let a request start after a prefix, which is kept until it is released."""
-        start = 0
         if node is not None:
             self.tree.touch(node)
             self.tree.pin(node)
-            start = node.end
+        start = 0 if node is None else node.end
         ends = turns(sequence.prompt, self._turn_ends)
         points = save_points(sequence.num_prompt, start, ends, self._step, self._min_gain)
         sequence.begin(node, points, first_turn=ends[0] if ends else None)
@@ -139,35 +121,29 @@ class PrefixReuse:
         self.num_hits += start
 
     def release(self, sequence: Sequence) -> None:
-        """The request no longer needs its prefix."""
         self._end_read(sequence)
         if sequence.prefix is not None:
             self.tree.unpin(sequence.prefix)
             sequence.prefix = None
 
     def stats(self) -> PrefixCacheStats:
-        """What it has found, and what it takes."""
         nbytes = self.tree.nbytes + self.tree.fetched_nbytes
         return PrefixCacheStats(self.num_queries, self.num_hits, nbytes, len(self.tree))
 
     def _on_disk(self, sequence: Sequence) -> int:
-        """Length of the longest prefix of its prompt, if that is on the disk alone; else 0."""
-        if sequence.skips_disk:
+        """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
+        if sequence.skips_disk or self.tree.disk is None:
             return 0
         node = self.find(sequence)
-        length = self.tree.on_disk(sequence.salt, sequence.prompt)
+        length = self.tree.disk.longest(sequence.salt, sequence.prompt)
         return length if node is None or length > node.end else 0
-
-    def _is_first_turn(self, prefix: Many[int]) -> bool:
-        ends = self._turn_ends
-        return prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
 
     def _end_read(self, sequence: Sequence) -> None:
         """It has what it waited for, or waits for the disk no longer."""
         self._reads.discard(sequence)
-        if self._reader is sequence:
+        if self._reader is sequence and self.tree.disk is not None:
             self._reader = None
-            self.tree.forget_fetched()
+            self.tree.disk.forget()
 
 
 def turns(prompt: Many[int], turn_ends: Container[int]) -> list[int]:
@@ -184,21 +160,15 @@ def save_points(
     after the first message, which other conversations often share (system prompt and tools), even
     if the question behind it is short; after the last messages, for a template may render the end
     of a prompt, where the answer begins, otherwise in the next turn (reasoning is left out); and at
-    the end. Inside a long text, of whose branches nothing is known, at doubling distances.
+    the end. Inside a long text, which may branch anywhere, at doubling distances.
 
-    Args:
-        end, start: tokens of the prompt, and how many of them need not be computed.
-        turns: where its messages end.
-        step: the prefill's own cuts are at its multiples, and cost nothing.
-        min_gain: tokens between two cuts.
+    The prompt has `end` tokens, `start` of which need not be computed; its messages end at `turns`.
+    The prefill's own cuts are at multiples of `step`, and cost nothing.
     """
     if start == end:
         return []
     wanted = [*turns[:1], *turns[: -NUM_TURNS - 1 : -1]]
-    distance = step
-    while distance < end:
-        wanted.append(distance)
-        distance *= 2
+    wanted += [step << n for n in range(end.bit_length()) if step << n < end]
     cuts = [start]
     for point in wanted:
         if start < point < end and all(abs(point - cut) >= min_gain for cut in cuts):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from mlx_mtp.cache.prefix_keys import root_key
-from mlx_mtp.cache.prefix_tree import Node
+from mlx_mtp.cache.prefix_tree import Node, root_key
 from mlx_mtp.engine.request import Request
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.depth import DraftRow

@@ -40,35 +40,32 @@ def nbytes(arrays: Iterable[mx.array]) -> int:
 class Caches:
     """Trunk's and head's caches of three rows, advanced by hand."""
 
-    def __init__(self, model: LoadedModel, rows: int = 3) -> None:
-        self.model, self.rows = model, rows
-        self.trunk = model.make_cache(rows)
-        self.head = RaggedKVCache(rows)
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.trunk = model.make_cache(3)
+        self.head = RaggedKVCache(3)
 
-    def run(self, length: int, lengths: list[int] | None, limit: int) -> None:
+    def run(self, length: int, lengths: list[int] | None, limit: int) -> int:
+        """Bytes of the caches after a window."""
         start = self.trunk.offset
-        tokens = mx.ones((self.rows, length), dtype=mx.int32)
+        tokens = mx.ones((3, length), dtype=mx.int32)
         known = None if lengths is None else mx.array(lengths)
         self.trunk.begin(limit, known)
         hidden = self.model.hidden(tokens, self.trunk)
-        self.trunk.commit(mx.ones(self.rows, dtype=mx.int32) if known is None else known)
+        self.trunk.commit(mx.ones(3, dtype=mx.int32) if known is None else known)
         self.head.reserve(limit)
         z = self.model.head.join(self.model.embed(tokens), hidden)
         self.model.head.write(z, self.head, start)
-
-    def nbytes(self) -> int:
         return nbytes([*self.trunk.arrays(), *self.head.arrays()])
 
 
 @pytest.mark.parametrize("longest", [40, 256, 257])
 def test_after_a_prefill(model, longest):
     caches, memory = Caches(model), memory_of(model)
-    caches.run(longest, [3, longest, 1], longest)
-    assert caches.nbytes() == memory.batch(3, longest, depth=None)
+    assert caches.run(longest, [3, longest, 1], longest) == memory.batch(3, longest, depth=None)
     trunk = memory_of(model.without_head()).batch(3, longest, depth=None)
     assert nbytes(caches.trunk.arrays()) == trunk
-    caches.run(1, [1, 0, 1], longest + 1)
-    assert caches.nbytes() == memory.batch(3, longest + 1, depth=0)
+    assert caches.run(1, [1, 0, 1], longest + 1) == memory.batch(3, longest + 1, depth=0)
 
 
 def test_with_a_verify_window(model):
@@ -76,8 +73,7 @@ def test_with_a_verify_window(model):
         caches = Caches(model)
         caches.run(20, [20, 5, 9], 20)
         for _ in range(2):
-            caches.run(depth + 1, None, 40)
-            assert caches.nbytes() == memory_of(model).batch(3, 40, depth)
+            assert caches.run(depth + 1, None, 40) == memory_of(model).batch(3, 40, depth)
 
 
 def test_a_row_of_the_engine(model, monkeypatch):

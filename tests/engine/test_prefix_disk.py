@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import prefix_store
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import UsageError
-from tests.cache.prefixes import FINGERPRINT
+from tests.cache.prefixes import FINGERPRINT, PATIENCE, keep
 from tests.engine.cases import EOS, SAMPLED
 from tests.engine.prefix_runs import ROOM, ask, check, driver, words
 from tests.harness import Driver, greedy, request
@@ -41,10 +42,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for store in stores:
         store.close()
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted((folder / "prefixes").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -101,25 +98,18 @@ def test_other_settings_files_are_ignored_and_removed(demo_model, tmp_path):
     base = EngineConfig(prefix_cache_size=ROOM)
     settings = [
         (base, "float32"),
-        (EngineConfig(prefix_cache_size=ROOM, kv_cache_quantization=8), "float32"),
-        (EngineConfig(prefix_cache_size=ROOM, kv_cache_quantization=4), "float32"),
-        (EngineConfig(prefix_cache_size=ROOM, prefill_step_size=64), "float32"),
+        (replace(base, kv_cache_quantization=8), "float32"),
+        (replace(base, kv_cache_quantization=4), "float32"),
+        (replace(base, prefill_step_size=64), "float32"),
         (base, "bfloat16"),
     ]
     for config, dtype in settings:
-        store = prefix_store(demo_model, config, dtype, path, 1 << 30)
-        try:
+        with closing(prefix_store(demo_model, config, dtype, path, 1 << 30)) as store:
             assert store.stats().num_nodes == 0
-            run = Driver(demo_model, vocab_size=4096, config=config, store=store)
-            run.store = store
-            ask(run, request("a", words(40, 30), greedy(3)))
-            assert run.reused("a") == 0
-            assert store.stats().num_nodes > 0
-        finally:
-            store.close()
-    again = prefix_store(demo_model, *settings[-1], path, 1 << 30)
-    assert again.stats().num_nodes > 0
-    again.close()
+            keep(store, 1, 2)
+            assert store.flush(PATIENCE)
+    with closing(prefix_store(demo_model, *settings[-1], path, 1 << 30)) as store:
+        assert store.stats().num_nodes == 2
     with pytest.raises(UsageError, match="prefix_cache_size is 0"):
         prefix_store(demo_model, EngineConfig(), "float32", path, 1 << 30)
 
@@ -138,7 +128,7 @@ def test_a_full_disk_hits_no_request(tiny_models, ties, start, tmp_path, monkeyp
         for each in wanted:
             ask(run, each)
     check(run, model, ties, *wanted)
-    assert files(tmp_path) == []
+    assert list((tmp_path / "prefixes").glob("*.safetensors")) == []
     assert sum("No space left" in record.message for record in caplog.records) == 1
     # In memory the cache went on; with room again, what is used again is written.
     assert run.reused("2") >= 32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.request import Request
-from tests.cache.prefixes import FINGERPRINT, nodes
+from tests.cache.prefixes import FINGERPRINT
 from tests.engine.cases import EOS, SAMPLED
 from tests.engine.prefix_runs import driver
 from tests.harness import MEASURED, Driver, Ties, greedy, plain
@@ -23,41 +22,22 @@ from tests.tiny_models import FAMILIES, VOCAB
 LONGEST = 150
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One request, and when it comes.
-
-    Args:
-        parent: which earlier conversation it goes on from, by number; 0 is an empty one.
-        kept: how much of that one's text it keeps; None: all, the answer too.
-        message, text: tokens that it adds, and which of a few texts, so that some are the same.
-        sampling: which parameters; 5 and above: greedy.
-        steps: of the engine, before the next turn is asked.
-        salt: of its prefixes.
-        then: what happens when the next one comes: it is cancelled, or memory is cleared.
-    """
-
-    parent: int
-    kept: float | None
-    message: int
-    text: int
-    sampling: int
-    steps: int
-    salt: str
-    then: str
-
-
 TURNS = st.lists(
-    st.builds(
-        Turn,
-        parent=st.integers(0, 6),
-        kept=st.one_of(st.none(), st.none(), st.floats(0.0, 1.0)),
-        message=st.integers(0, 40),
-        text=st.integers(0, 2),
-        sampling=st.integers(0, 9),
-        steps=st.integers(0, 12),
-        salt=st.sampled_from(["", "", "", "other"]),
-        then=st.sampled_from(["", "", "", "", "", "cancel", "clear"]),
+    st.fixed_dictionaries(
+        {
+            # Which earlier conversation it goes on from, by number (0 is an empty one), and how
+            # much of that one's text it keeps; None: all, the answer too.
+            "parent": st.integers(0, 6),
+            "kept": st.one_of(st.none(), st.none(), st.floats(0.0, 1.0)),
+            # Tokens that it adds, and of which text; some are the same.
+            "message": st.integers(0, 40),
+            "text": st.integers(0, 2),
+            "sampling": st.integers(0, 9),  # 5 and above: greedy
+            "salt": st.sampled_from(["", "", "", "other"]),
+            # Steps of the engine before the next one comes, and what happens then.
+            "steps": st.integers(0, 12),
+            "then": st.sampled_from(["", "", "", "", "", "cancel", "clear"]),
+        }
     ),
     min_size=2,
     max_size=8,
@@ -78,32 +58,31 @@ def text(number: int, count: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(number).integers(1, 40, count)]
 
 
-def play(
-    model, turns: list[Turn], shape: dict, ties: Ties, store: PrefixStore | None = None
-) -> Driver:
+def play(model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore | None) -> Driver:
     """Ask the turns as they come, and hold every answer against plain decoding's."""
     warm = driver(model, store=store, **shape)
     asked: list[Request] = []
     left: set[str] = set()
     for number, turn in enumerate(turns):
         history: list[int] = []
-        if parent := turn.parent % (number + 1):
+        if parent := turn["parent"] % (number + 1):
             before = asked[parent - 1]
             # Its answer may still be coming.
             history = [*before.prompt_token_ids, *warm.tokens(before.request_id)]
-        if turn.kept is not None:
-            history = history[: int(turn.kept * len(history))]
-        prompt = [*history, *text(turn.text, turn.message)][:LONGEST] or [5]
-        sampling = SAMPLED[turn.sampling] if turn.sampling < 5 else greedy(4 + turn.sampling)
-        wanted = Request(f"turn {number}", tuple(prompt), sampling, cache_salt=turn.salt)
+        if turn["kept"] is not None:
+            history = history[: int(turn["kept"] * len(history))]
+        prompt = [*history, *text(turn["text"], turn["message"])][:LONGEST] or [5]
+        kind = turn["sampling"]
+        sampling = SAMPLED[kind] if kind < 5 else greedy(4 + kind)
+        wanted = Request(f"turn {number}", tuple(prompt), sampling, cache_salt=turn["salt"])
         asked.append(wanted)
         warm.add(wanted)
-        for _ in range(turn.steps):
+        for _ in range(turn["steps"]):
             warm.step()
-        if turn.then == "cancel":
+        if turn["then"] == "cancel":
             warm.core.cancel(wanted.request_id)
             left.add(wanted.request_id)
-        elif turn.then == "clear":
+        elif turn["then"] == "clear":
             warm.prefixes.clear()
         assert warm.prefixes.tree.nbytes <= warm.prefixes.tree.limit
     warm.run()
@@ -113,11 +92,13 @@ def play(
             reference = type(reference)(reference.tokens[: len(got)], reference.gaps)
         ties.check(wanted.request_id, got, reference)
     warm.scheduler.schedule()
-    assert all(not node.pins for node in nodes(warm.prefixes.tree))
+    assert not warm.prefixes.tree._pins
     return warm
 
 
-def hold(models, count: int) -> None:
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("count", [10, pytest.param(500, marks=pytest.mark.full)])
+def test_trees_of_conversations(tiny_models, count):
     """Every second tree with a directory, and then again after a restart."""
     ties = Ties()
     totals = {"trees": 0, "queries": 0, "hits": 0}
@@ -135,14 +116,15 @@ def hold(models, count: int) -> None:
         family=st.sampled_from(FAMILIES),
         max_bytes=st.sampled_from([0, 0, 300_000, 1 << 30]),
     )
-    def check(turns: list[Turn], shape: dict, family: str, max_bytes: int) -> None:
-        if not max_bytes:
-            warm = play(models[family], turns, shape, ties)
+    def check(turns: list[dict], shape: dict, family: str, max_bytes: int) -> None:
         with TemporaryDirectory() as folder:
-            for _ in range(2 if max_bytes else 0):
-                store = PrefixStore(Path(folder) / "prefixes", FINGERPRINT, max_bytes)
+            for _ in range(2 if max_bytes else 1):
+                size = max_bytes or 1
+                store = PrefixStore(Path(folder) / "prefixes", FINGERPRINT, size)
                 with closing(store):
-                    warm = play(models[family], turns, shape, ties, store)
+                    warm = play(
+                        tiny_models[family], turns, shape, ties, store if max_bytes else None
+                    )
                     assert store.flush(30)
                     assert store.stats().nbytes <= max_bytes
         totals["trees"] += 1
@@ -154,13 +136,3 @@ def hold(models, count: int) -> None:
     share = totals["hits"] / totals["queries"]
     MEASURED.append(f"  {totals['queries']} prompt tokens, {share:.0%} of them from the cache")
     assert share > 0.1, "hardly anything was found, so hardly anything was tested"
-
-
-def test_10_trees_of_conversations(tiny_models):
-    hold(tiny_models, 10)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-def test_500_trees_of_conversations(tiny_models):
-    hold(tiny_models, 500)

@@ -12,7 +12,6 @@ import pytest
 from mlx_mtp.cache import prefix_store
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import reuse
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.scheduler import Scheduler
@@ -27,34 +26,30 @@ PROMPT = words(1, 70)
 CONFIG = EngineConfig(num_draft_tokens=2, prefix_cache_size=64 << 20, prefill_step_size=32)
 
 
-class SlowDisk:
+class SlowDisk(PrefixStore):
     """A store whose reads wait until they may go on."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = PrefixStore(folder, FINGERPRINT, 1 << 30)
+        super().__init__(folder, FINGERPRINT, 1 << 30)
         self.began, self.go_on = threading.Event(), threading.Event()
-        original = self.store._directory.read
 
-        def slow(file):
-            self.began.set()
-            assert self.go_on.wait(2 * PATIENCE)
-            return original(file)
-
-        self.store._directory.read = slow
+    def _read(self, files):
+        self.began.set()
+        assert self.go_on.wait(2 * PATIENCE)
+        super()._read(files)
 
 
 @pytest.fixture
 def begin(tiny_models, tmp_path, monkeypatch):
     """Starts a server's like on a directory that has PROMPT's prefix."""
     # Reads wait for the test, and that for a busy machine.
-    monkeypatch.setattr(reuse, "READ_SECONDS", 10 * PATIENCE)
     monkeypatch.setattr(prefix_store, "READ_SECONDS", 10 * PATIENCE)
     made: list[tuple[Client, SlowDisk]] = []
 
     def start() -> tuple[Client, SlowDisk]:
         disk = SlowDisk(tmp_path / "prefixes")
         model = tiny_models[FAMILIES[0]]
-        engine = build_engine(model, CONFIG, VOCAB, (EOS,), store=disk.store)
+        engine = build_engine(model, CONFIG, VOCAB, (EOS,), store=disk)
         made.append((Client(engine), disk))
         return made[-1]
 
@@ -126,7 +121,6 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
 
 def test_a_read_that_takes_too_long_is_not_waited_for(begin, tiny_models, monkeypatch):
     """Alone in the engine, which has to wake up by itself; the next finds what the first saved."""
-    monkeypatch.setattr(reuse, "READ_SECONDS", 0.2)
     monkeypatch.setattr(prefix_store, "READ_SECONDS", 0.2)
     served, disk = begin()
     for name in ("one", "two"):
@@ -148,8 +142,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
     if how == "cancel":
         served.engine.cancel("leaves")
     elif how == "stop":
-        close = PrefixStore.close
-        monkeypatch.setattr(PrefixStore, "close", lambda store: close(store, 0.1))
+        disk.close = lambda: PrefixStore.close(disk, 0.1)
         assert served.engine.stop(PATIENCE)
         assert served.outputs["leaves"][-1].finish_reason == "error"
         return
@@ -166,7 +159,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
         assert served.outputs["leaves"][-1].finish_reason == "error"
         wait_until(lambda: served.engine.stats().num_restarts == 1)
     # The gauges are those of the last step, and may still be those from before the request.
-    wait_until(lambda: disk.store.reader.nbytes == 0)
+    wait_until(lambda: not disk.reading)
     wait_until(lambda: served.engine.stats().num_requests_waiting == 0)
     disk.go_on.set()
     served.engine.submit(request("stays", [*PROMPT, 5], greedy(6)))

@@ -1,4 +1,7 @@
-"""Save points, and requests that wait for a prefix which another computes or the disk reads."""
+"""Save points, and requests that wait for a prefix which another computes or the disk reads.
+
+No arrays: the runner is a fake.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,95 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache.prefix_store import READ_SECONDS
-from mlx_mtp.cache.prefix_tree import Fetch
+from mlx_mtp.cache.prefix_tree import Fetch, PrefixTree
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.memory import Admission
-from mlx_mtp.engine.reuse import MIN_GAIN, save_points, turns
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, save_points, turns
+from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
-from tests.cache.fake_prefixes import check_integrity, put
-from tests.engine.prefix_world import END, World
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.depth import FixedDepth
+from tests.cache.prefixes import FakeDisk, check_tree, put
 
-HERE, COMING, NEVER = Fetch.HERE, Fetch.COMING, Fetch.NEVER
+HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE
+END, STEP, GAIN = 1, 16, 4
 LONG = [5] * 60
 OTHER = [6] * 60
+
+
+class World:
+    """A scheduler with a prefix cache, and a runner that only saves what it should."""
+
+    def __init__(
+        self, rows: int = 8, step: int = STEP, limit: int = 100_000, memory: Admission | None = None
+    ) -> None:
+        self.disk = FakeDisk()
+        self.tree = PrefixTree(limit, self.disk)
+        self.reuse = PrefixReuse(self.tree, {END}, step, GAIN)
+        config = EngineConfig(max_num_seqs=rows, prefill_step_size=step)
+        self.policy = Scheduler(config, FixedDepth(2), self.reuse, memory)
+        self.saves = True
+        self.computed: dict[str, int] = {}  # prompt tokens that each request had computed
+        self.admitted: list[str] = []  # in the order in which their prompts began
+
+    def add(self, name: str, prompt, salt: str = "", client: str = "") -> Sequence:
+        sampling = SamplingParams(max_tokens=2)
+        wanted = Request(name, tuple(prompt), sampling, cache_salt=salt, client=(client,))
+        sequence = Sequence(wanted, (END,), 2)
+        self.policy.add(sequence)
+        return sequence
+
+    def on_disk(self, *prompts) -> None:
+        """These have been computed and are on the disk alone; reads take their time."""
+        for number, prompt in enumerate(prompts):
+            self.add(f"before {number}", prompt)
+            self.run()
+        self.tree.clear()
+        assert self.tree.nbytes == 0
+        self.disk.state = Fetch.COMING
+        self.computed.clear()
+        self.admitted.clear()
+
+    def step(self, fail: bool = False) -> StepPlan:
+        plan = self.policy.schedule()
+        steps = []
+        for row, start, length in plan.chunk.rows if plan.chunk else ():
+            if row.request_id not in self.admitted:
+                self.admitted.append(row.request_id)
+            row.launched(length)
+            if fail:
+                steps.append(InFlightStep((row,), (length,), error=StepError("broken")))
+                continue
+            self.computed[row.request_id] = self.computed.get(row.request_id, 0) + length
+            end = start + length
+            if end in row.save_points:
+                if self.saves:
+                    put(self.tree, row.prompt[:end], row.salt)
+                row.saved(end)
+            tokens = (7,) if end == row.num_prompt else ()
+            steps.append(InFlightStep((row,), (length,), is_prefill=True, token_ids=[tokens]))
+        for row in plan.decode:
+            row.launched(1)
+            read = {"num_cached": [1], "token_ids": [(7,)], "finished": [row.num_output >= 1]}
+            steps.append(InFlightStep((row,), (1,), **read))
+        self.policy.update(steps)
+        return plan
+
+    def run(self, limit: int = 2000) -> None:
+        """Step until all requests have ended; nothing of theirs is left."""
+        for _ in range(limit):
+            if self.policy.idle:
+                self.policy.schedule()
+                assert self.disk.wanted is None
+                assert not self.tree._pins
+                assert not self.reuse._reads
+                check_tree(self.tree)
+                return
+            self.step()
+        raise AssertionError("some request waits for ever")
 
 
 def messages(*lengths: int) -> list[int]:
@@ -97,17 +177,8 @@ def test_a_request_waits_only_for_those_before_it():
     for round_ in range(30):
         world.add(f"later {round_}", [*[5] * 32, *[7] * 60, round_ + 10])
         world.step()
-        if waiting.num_output:
-            break
     assert waiting.num_output, "it was overtaken for ever"
     world.run()
-    first, second = (world.add(name, [8] * 60) for name in ("first", "second"))
-    assert not world.reuse.held_back(first, [])
-    assert not world.reuse.held_back(second, [])
-    for each in (first, second):
-        world.reuse.begin(each, None)
-    assert not world.reuse.held_back(first, [second])
-    assert world.reuse.held_back(second, [first])
 
 
 def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
@@ -117,7 +188,7 @@ def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
     for name in "abc":
         world.add(name, [*LONG, ord(name), 8])
     assert world.step().empty
-    assert world.reuse.seconds_left == READ_SECONDS
+    assert world.reuse.seconds_left == world.disk.seconds_left
     world.add("other", [9] * 10)
     for _ in range(4):
         world.step()
@@ -131,24 +202,22 @@ def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
 
 
 @pytest.mark.parametrize(
-    ("how", "left"), [("broken", 61), ("slow", 61), ("hangs", 61), ("gone", 61), ("evicted", 29)]
+    ("how", "left"), [("broken", 61), ("late", 61), ("gone", 61), ("evicted", 29)]
 )
 def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
     """Saved at 16, 32 and the end: where the last has gone, the disk still has what is before."""
     world = World()
     world.on_disk(LONG, OTHER)
     world.disk.broken = how == "broken"
-    world.add("wants", [*LONG, 8])
-    world.add("waits", [*OTHER, 8])
-    world.add("again", [*LONG, 8])
+    for name, prompt in (("wants", LONG), ("waits", OTHER), ("again", LONG)):
+        world.add(name, [*prompt, 8])
     world.step()
     assert world.admitted == []
-    if how == "slow":
-        world.now = READ_SECONDS
-    elif how != "hangs":
-        gone = {"broken": 1000, "gone": 0, "evicted": 60}[how]
-        world.disk.entries = {each for each in world.disk.entries if len(each[1]) < gone}
-    world.disk.state = {"hangs": NEVER, "slow": COMING}.get(how, HERE)
+    most = {"gone": 0, "evicted": 59}.get(how, 60)
+    world.disk.entries = {each for each in world.disk.entries if len(each[1]) <= most}
+    world.disk.state = LATE if how == "late" else HERE
+    world.step()
+    world.disk.state = HERE  # Those that waited have given up.
     world.run()
     # The third waits for the first one's prefill instead, as ever.
     assert world.computed == {"wants": left, "waits": left, "again": 0}
@@ -157,70 +226,22 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
 def test_one_read_at_a_time_and_clients_take_turns():
     """And what has been read is not lost while its request waits for a row."""
     world = World(rows=1)
-    prompts = [[n] * 60 for n in range(10, 14)]
-    world.on_disk(*prompts)
-    # More than a turn's worth, so that the second client's comes after one of the first's.
-    long = [7] * 1100
-    world.disk.state = HERE
-    world.on_disk(long)
-    for number, prompt in enumerate([long, *prompts[:3]]):
+    # The first has more than a turn's worth, so that the second client's comes after it.
+    prompts = [[7] * 1100, *([n] * 60 for n in range(10, 14))]
+    for prompt in prompts:
+        world.disk.state = HERE
+        world.on_disk(prompt)
+    for number, prompt in enumerate(prompts[:4]):
         world.add(f"greedy {number}", prompt, client="greedy")
     world.step()
-    world.add("modest", prompts[3], client="modest")
+    world.add("modest", prompts[4], client="modest")
     world.add("quick", [9] * 40, client="third")
     world.step()
     assert world.disk.asked == [1100]
-    world.disk.state, world.now = HERE, 10 * READ_SECONDS
+    world.disk.state = HERE
     world.run()
     assert world.admitted[:3] == ["quick", "greedy 0", "modest"]
     assert sum(world.computed.values()) == 40
-
-
-def test_one_that_waits_for_the_disk_can_go_away():
-    world = World()
-    world.on_disk(LONG, OTHER)
-    for name, prompt in (("one", LONG), ("two", OTHER), ("three", [*LONG, 8])):
-        world.add(name, prompt)
-    world.step()
-    world.policy.cancel("two")
-    world.policy.cancel("one")
-    assert world.disk.wanted is None
-    world.step()
-    assert world.disk.asked == [60, 60]
-    # Want of memory drops what was read, and it is read again.
-    world.tree.clear()
-    assert world.tree.fetched_nbytes == 0
-    world.step()
-    assert world.disk.asked == [60, 60, 60]
-    world.add("four", OTHER)
-    outputs = world.policy.fail_all(StepError("down"))
-    assert sorted(o.request_id for o in outputs) == ["four", "three"]
-    world.run()
-
-
-def test_the_tree_may_change_while_a_prefix_is_read():
-    """Another request leaves it in its middle, and what it brought of it goes again."""
-    world = World(step=64)
-    world.on_disk(LONG, [*LONG, *OTHER])
-    world.add("wants", [*LONG, *OTHER, 8])
-    world.step()
-    world.add("branch", [*LONG[:20], 9, 9])
-    for _ in range(5):
-        world.step()
-    assert world.tree.fetched_nbytes == 100 + 50, "20 tokens are in memory now"
-    world.tree._evict(next(iter(world.tree._entries)))
-    world.step()
-    assert world.tree.fetched_nbytes == 120 + 50
-    world.disk.state = HERE
-    world.run()
-    assert world.computed == {"branch": 22, "wants": 1}
-    # Another one computes it meanwhile: then the disk need not answer.
-    world.on_disk(LONG)
-    wants = world.add("wants", [*LONG, 8])
-    world.step()
-    put(world.tree, LONG, wants.salt)
-    world.run()
-    assert wants.num_reused == 60
 
 
 def test_bytes_on_their_way_count():
@@ -234,17 +255,15 @@ def test_bytes_on_their_way_count():
     assert world.tree.fetched_nbytes == 110
     for token in range(20, 30):
         put(world.tree, [token] * 50)
-        check_integrity(world.tree)
+        check_tree(world.tree)
     world.disk.state = HERE
     world.run()
     assert world.computed == {"wants": 0}
     world.tree.clear()
-    world.tree.limit, asked = 100, list(world.disk.asked)
+    world.tree.limit = 100
     world.add("large", LONG)
-    world.step()
-    assert world.admitted == ["wants", "large"]
-    assert world.disk.asked == asked
     world.run()
+    assert world.disk.asked == [60]
     assert world.computed["large"] == 60
 
 
@@ -298,14 +317,14 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
     for number, prompt in enumerate(prompts):
         client, salt = data.draw(st.sampled_from("xyz")), data.draw(st.sampled_from(["", "", "a"]))
         everyone.append(world.add(f"{number}", prompt, salt, client))
-        world.disk.state = data.draw(st.sampled_from([HERE, COMING, COMING, NEVER]))
+        world.disk.state = data.draw(st.sampled_from([HERE, COMING, COMING, LATE]))
         for _ in range(data.draw(st.integers(0, 3))):
             plan = world.step(fail=data.draw(st.integers(0, 9)) == 0)
             # Nothing runs: then all that are here wait for a read, and one is under way.
             if not plan.live and world.policy.num_waiting:
                 assert world.reuse.seconds_left > 0
                 assert world.disk.wanted
-            check_integrity(world.tree)
+            check_tree(world.tree)
         what = data.draw(st.integers(0, 9))
         if what == 0:
             world.policy.cancel(data.draw(st.sampled_from(everyone)).request_id)
@@ -313,15 +332,12 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             world.tree.clear()
         elif what == 2:
             world.disk.entries.clear()
-        elif what == 3:
-            world.now += READ_SECONDS
         elif what == 4 and data.draw(st.booleans()):
             world.policy.fail_all(StepError("down"))
         world.disk.broken = data.draw(st.integers(0, 4)) == 0
         world.saves = data.draw(st.integers(0, 4)) > 0
-    world.disk.state = data.draw(st.sampled_from([HERE, COMING, NEVER]))
+    world.disk.state = data.draw(st.sampled_from([HERE, LATE]))
     for _ in range(300):
-        world.now += READ_SECONDS / 10
         world.step()
     world.run()
     for sequence in everyone:
@@ -331,10 +347,6 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             assert computed + sequence.num_reused == sequence.num_prompt
 
 
-def test_every_request_ends_whatever_the_disk_and_others_do():
-    settings(max_examples=60, deadline=None)(every_request_ends)()
-
-
-@pytest.mark.full
-def test_every_request_ends_at_length():
-    settings(max_examples=1000, deadline=None)(every_request_ends)()
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_every_request_ends_whatever_the_disk_and_others_do(examples):
+    settings(max_examples=examples, deadline=None)(every_request_ends)()
