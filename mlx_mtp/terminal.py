@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_mtp.engine.arrivals import read_outputs, start
-from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.stats import EngineInfo
 from mlx_mtp.options import ANSWER_TOKENS
@@ -44,7 +43,7 @@ def stream_answer(
     """
     request, stops = _request(engine, tokenizer, generation_config, options)
     stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, stops), PlainParser())
-    arrived = start(engine)
+    arrived = start_queued(engine)
     try:
         began = time.perf_counter()
         engine.submit(request)

@@ -32,8 +32,8 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         heartbeat: Heartbeat | None = None,
     ) -> None:
+        self.runner = runner
         self._scheduler = scheduler
-        self._runner = runner
         self._overlap = overlap
         self._in_flight: list[InFlightStep] = []
         self._clock = clock
@@ -57,7 +57,7 @@ class EngineCore:
     def add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str | None = None) -> None:
         self._scheduler.cancel(request_id)
 
     def stats(self) -> EngineStats:
@@ -65,31 +65,48 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, and read the one before it."""
-        if self._scheduler.num_waiting:
-            self._runner.settle()
-        plan = self._scheduler.schedule()
-        last, self._last_plan = self._last_plan, plan
-        self._heartbeat.begin(*_kind_and_name(plan, last or plan))
-        launched = self._runner.run(plan)
-        ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
-        # a launch failed: its rows are gone, and the next plan must not count on them.
-        failed = any(step.error is not None for step in launched)
-        if not self._overlap or plan.needs_host or failed:
-            ready, self._in_flight = [*ready, *launched], []
-        steps = self._runner.read(ready)
-        outputs = self._scheduler.update(steps, self._timer.lap(ready, launched))
-        self._runner.save_ends(steps)
-        if not self._in_flight:
-            self._runner.settle()
-        return outputs
+        plan = self._schedule()
+        steps, seconds = self._run(plan)
+        return self._update(steps, seconds)
 
     def rest(self) -> None:
         """The engine is idle: free what the last rows left on the device."""
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)
-        self._runner.release()
+        self.runner.release()
+
+    def close(self) -> None:
+        """Give up all requests and all cached prefixes: what killed the thread may be in them."""
+        self._scheduler.cancel()
+        self.runner.clear_prefixes()
+
+    def _schedule(self) -> StepPlan:
+        if self._scheduler.num_waiting:
+            self.runner.settle()
+        plan = self._scheduler.schedule()
+        self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
+        self._last_plan = plan
+        return plan
+
+    def _run(self, plan: StepPlan) -> tuple[list[InFlightStep], float | None]:
+        """The steps that have been read, and what a decode step took if that is known."""
+        launched = self.runner.run(plan)
+        ready, self._in_flight = self._in_flight, launched
+        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
+        # a launch failed: its rows are gone, and the next plan must not count on them.
+        failed = any(step.error is not None for step in launched)
+        if not self._overlap or plan.needs_host or failed:
+            ready, self._in_flight = [*ready, *launched], []
+        steps = self.runner.read(ready)
+        return steps, self._timer.lap(ready, launched)
+
+    def _update(self, steps: list[InFlightStep], seconds: float | None) -> list[RequestOutput]:
+        outputs = self._scheduler.update(steps, seconds)
+        self.runner.save_ends(steps)
+        if not self._in_flight:
+            self.runner.settle()
+        return outputs
 
 
 class StepTimer:

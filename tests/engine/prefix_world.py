@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlx_mtp.cache.prefix_tree import Fetch, PrefixTree
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.scheduler import Scheduler
@@ -31,7 +32,11 @@ class World:
     """
 
     def __init__(
-        self, rows: int = 8, step: int = STEP, limit: int = 100_000, memory: Admission | None = None
+        self,
+        rows: int = 8,
+        step: int = STEP,
+        limit: int = 100_000,
+        memory: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.disk = FakeDisk()
         self.tree = PrefixTree(limit, self.disk)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 
-import jsonschema
 import pytest
 
 from mlx_mtp.config import EngineConfig
@@ -14,7 +12,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import GrammarError, InvalidRequestError
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.engine.cases import SPECS, STEP, make_requests
-from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids, text
+from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
 from tests.harness import Driver, greedy, plain, request
 from tests.tiny_models import VOCAB
 
@@ -24,26 +22,6 @@ KIND = "greedy grammars"
 def drive(model, depth: int, **config) -> Driver:
     config = EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP, **config)
     return Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config)
-
-
-def test_answers_end_where_the_grammar_does_and_fit_it(references):
-    """The references themselves: what they are compared with is what a client wants."""
-    reference, num_ended = references("qwen3_next", KIND), 0
-    for wanted in make_requests(KIND):
-        tokens, spec = reference[wanted.request_id].tokens, wanted.sampling.grammar
-        if spec is None or spec.kind == "free" or tokens[-1] != EOS:
-            continue
-        num_ended += 1
-        answer = text(tokens[tokens.index(THINK_END) + 1 if spec.free_until else 0 : -1])
-        if spec.kind.startswith("json"):
-            value = json.loads(answer)
-            if spec.value:
-                jsonschema.validate(value, json.loads(spec.value))
-        elif spec.kind == "choice":
-            assert answer in json.loads(spec.value)
-        elif spec.kind == "regex":
-            assert re.fullmatch(spec.value, answer.lstrip("\n"))
-    assert num_ended >= 4
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -116,20 +94,6 @@ def test_only_a_batch_with_a_grammar_goes_without_look_ahead(tiny_models, refere
     assert tuple(driver.tokens("free")) == plain(model, free, VOCAB, (EOS,)).tokens
     expected = references("qwen3_next", KIND)[budget.request_id].tokens
     assert tuple(driver.tokens(budget.request_id)) == expected
-
-
-def test_logprobs_are_those_of_the_model_not_of_the_mask(tiny_models):
-    reports = []
-    for depth in (0, 3):
-        driver = drive(tiny_models["qwen3_next"], depth)
-        driver.add(request("a", [5, 6, 7], greedy(12, top_logprobs=2), compiled(SPECS[0])))
-        driver.run()
-        reports.append([p for o in driver.outputs["a"] for p in o.logprobs])
-    for one, other in zip(*reports, strict=True):
-        assert abs(one.logprob - other.logprob) < 1e-4
-        assert [t for t, _ in one.top] == [t for t, _ in other.top]
-    # The mask had to allow tokens that the model finds less likely than its first.
-    assert sum(p.logprob < p.top[0][1] for p in reports[0]) >= 6
 
 
 def test_drafts_are_masked_so_that_they_are_accepted(tiny_models):

@@ -6,7 +6,6 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import fingerprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.draft_head import DraftHead
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -104,10 +103,3 @@ def test_wrong_draft_ids_are_refused_and_the_log_tells_what_right_ones_take(tiny
     assert "takes 0.0 MB" in caplog.text
     engine(model, range(96))
     assert "Drafts come from all 96 tokens" in caplog.text
-
-
-def test_step_costs_are_kept_apart(tiny_models):
-    """Those with fewer draft tokens are lower and must not be used without."""
-    model = tiny_models["qwen3_5"]
-    marks = {fingerprint(model), fingerprint(model, 20), fingerprint(model, 30)}
-    assert len({*marks, fingerprint(model, None, "other")}) == 4

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_store import READ_SECONDS
 from mlx_mtp.cache.prefix_tree import Fetch
-from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.reuse import MIN_GAIN, save_points, turns
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.errors import StepError
 from tests.cache.fake_prefixes import check_integrity, put
 from tests.engine.prefix_world import END, World
 
@@ -193,8 +191,8 @@ def test_one_that_waits_for_the_disk_can_go_away():
     world.step()
     assert world.disk.asked == [60, 60, 60]
     world.add("four", OTHER)
-    outputs = world.policy.fail_all(StepError("down"))
-    assert sorted(o.request_id for o in outputs) == ["four", "three"]
+    world.policy.cancel()
+    assert world.policy.idle
     world.run()
 
 
@@ -249,7 +247,7 @@ def test_bytes_on_their_way_count():
 
 
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
-    world = World(memory=Admission(100, lambda rows, longest: rows * longest))
+    world = World(memory=lambda rows, longest: rows * longest <= 100)
     world.on_disk([*LONG, *LONG[:30]])
     world.add("runs", [9] * 40)
     world.step()
@@ -316,7 +314,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
         elif what == 3:
             world.now += READ_SECONDS
         elif what == 4 and data.draw(st.booleans()):
-            world.policy.fail_all(StepError("down"))
+            world.policy.cancel()
         world.disk.broken = data.draw(st.integers(0, 4)) == 0
         world.saves = data.draw(st.integers(0, 4)) > 0
     world.disk.state = data.draw(st.sampled_from([HERE, COMING, NEVER]))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.controller import DepthController
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.controller import DepthController, StepCosts
 from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
 from tests.speculative.simulation import Cost, Machine, best_fixed
 
@@ -157,14 +156,6 @@ def test_batches_that_change_all_the_time():
     assert ideal > 0.94 * spent
 
 
-def test_a_stored_table_spares_the_learning():
-    learned, machine = controller(), Machine(cost_of(CPU), always(MIDDLING), noise=0.02)
-    machine.run(learned, 16, 3000)
-    best = best_fixed(machine.cost, MIDDLING, 16)[1]
-    assert machine.run(controller(learned._costs.table()), 16, 200) > 0.95 * best
-    assert machine.run(controller(), 16, 200) < 0.95 * best
-
-
 def test_a_cost_that_was_misread_once_is_measured_again():
     """The best depth's cost seems far too high at the start."""
     for table, size in PLACES[::2]:
@@ -174,15 +165,6 @@ def test_a_cost_that_was_misread_once_is_measured_again():
         policy = controller({size: misread})
         machine.run(policy, size, 1500)
         assert machine.run(policy, size, 1500) > 0.93 * best
-
-
-def test_rows_differ_and_what_they_bring_together_counts():
-    """Half of the rows are never right: the depth that is best for the sum is found."""
-    machine = Machine(cost_of(GPU), lambda row, step: GOOD if row % 2 else SPOILED, noise=0.05)
-    best = max(machine.run(FixedDepth(depth), 16, 200) for depth in range(K + 1))
-    policy = calibrated(GPU, 1, 4)
-    machine.run(policy, 16, 800)
-    assert machine.run(policy, 16, 1000) > 0.95 * best
 
 
 def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.controller import StepCosts
 
 K = 4
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
