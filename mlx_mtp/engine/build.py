@@ -52,8 +52,7 @@ def build_engine(
     """Build an engine. It speculates if its source of drafts has something to draft with.
 
     Args:
-        model: as `load_model` returned it.
-        config: limits, depth and source of drafts.
+        model, config: as `load_model` returned it; limits, depth and source of drafts.
         tokenizer_vocab_size: ids at or above it (padding of the embedding) are never sampled.
         eos_token_ids: of the tokenizer; the model's own are added.
         proposer: instead of the config's source of drafts.
@@ -75,7 +74,13 @@ def build_engine(
         if getattr(config, name) < 1:
             raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
-    ids = None if draft_ids is None else _draft_ids(draft_ids, vocab_size)
+    ids = None
+    if draft_ids is not None:
+        ids = check_ids(draft_ids, vocab_size, "draft_ids")
+        is_all = len(ids) == vocab_size
+        number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
+        logger.info("Drafts come from %s tokens.", number)
+        ids = None if is_all else ids
     own = make_proposer(config.draft_source, model, ids) if proposer is None else None
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
@@ -200,12 +205,3 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
     if wanted is not None and not 2 <= wanted <= most:
         raise UsageError(f"max_model_len is {wanted}; this model allows 2 to {most}.")
     return wanted or most
-
-
-def _draft_ids(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
-    """Checked and ascending; None where it is all tokens."""
-    ids = check_ids(draft_ids, vocab_size, "draft_ids")
-    is_all = len(ids) == vocab_size
-    number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
-    logger.info("Drafts come from %s tokens.", number)
-    return None if is_all else ids

@@ -1,4 +1,4 @@
-"""Step costs before the first request and between runs: measured, kept in a file, saved.
+"""Step costs before the first request and between runs: measured, and kept in a file.
 
 Costs are measured at a few batch sizes and depths by requests that run through the ordinary path.
 """
@@ -148,8 +148,7 @@ class CostKeeper:
 
     def begin(self, runner: ModelRunner, *, stopping: Callable[[], bool]) -> None:
         """Load what an earlier run measured, and measure what is missing (see `calibrate`)."""
-        if self.path is not None:
-            self._saved = load_costs(self.path, self._fingerprint)
+        self._saved = self.load()
         if self._saved:
             self._costs.load(self._saved)
             logger.debug("Step costs of an earlier run: %s", self._saved)
@@ -166,18 +165,40 @@ class CostKeeper:
             self.save()
 
     def save(self) -> None:
-        """Write the costs, if there is anything new; a failure is logged once."""
+        """Replace the file atomically, if there is anything new; a failure is logged once."""
         self._saved_at = self._clock()
-        table = self._costs.table()
-        if self.path is None or not table or table == self._saved:
+        table, path = self._costs.table(), self.path
+        if path is None or not table or table == self._saved:
             return
+        mark = {"format": _FORMAT, "fingerprint": self._fingerprint, "saved_at": time.time()}
         try:
-            save_costs(self.path, self._fingerprint, table)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A temporary folder is removed with its content, whatever fails.
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
+                temporary = Path(beside) / path.name
+                temporary.write_text(json.dumps(mark | {"seconds": table}))
+                os.replace(temporary, path)
             self._saved = table
         except OSError as error:
             if not self._warned:
                 logger.warning("Step costs are not kept for the next run: %s", error)
             self._warned = True
+
+    def load(self) -> Seconds:
+        """What an earlier run saved; empty if there is nothing that can be used."""
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            file = _File.model_validate_json(self.path.read_bytes())
+            if (file.format, file.fingerprint) != (_FORMAT, self._fingerprint):
+                raise ValueError("it is of another version, model or machine")
+            if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
+                raise ValueError("it is too old")
+        except (OSError, ValueError) as error:
+            # It will be replaced by what this run measures.
+            logger.warning("%s is not used: %s", self.path, error)
+            return {}
+        return file.seconds
 
 
 class _File(BaseModel):
@@ -185,34 +206,6 @@ class _File(BaseModel):
     fingerprint: str
     saved_at: float
     seconds: dict[PositiveInt, dict[NonNegativeInt, Annotated[PositiveFloat, AllowInfNan(False)]]]
-
-
-def load_costs(path: Path, fingerprint: str) -> Seconds:
-    """What an earlier run saved; empty if there is nothing that can be used."""
-    try:
-        file = _File.model_validate_json(path.read_bytes())
-        if (file.format, file.fingerprint) != (_FORMAT, fingerprint):
-            raise ValueError("it is of another version, model or machine")
-        if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
-            raise ValueError("it is too old")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        # It will be replaced by what this run measures.
-        logger.warning("%s is not used: %s", path, error)
-        return {}
-    return file.seconds
-
-
-def save_costs(path: Path, fingerprint: str, table: Seconds) -> None:
-    """Replace a file of costs atomically; its folder is made if it is missing."""
-    file = _File(format=_FORMAT, fingerprint=fingerprint, saved_at=time.time(), seconds=table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A temporary folder is removed with its content, whatever fails.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
-        temporary = Path(beside) / path.name
-        temporary.write_text(file.model_dump_json())
-        os.replace(temporary, path)
 
 
 def fingerprint(

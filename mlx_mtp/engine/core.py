@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 
 from mlx_mtp.engine.health import Heartbeat, Kind
 from mlx_mtp.engine.request import RequestOutput
@@ -16,11 +17,10 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 
 class EngineCore:
-    """Scheduler and runner, advanced step by step.
+    """Scheduler and runner, advanced step by step; `heartbeat` gets the kind of each step.
 
     With `overlap` a step's tokens are read only after the next step is launched, so that the host's
-    work hides behind the device's; without it the loop is plain, and the reference. `heartbeat`
-    gets the kind of each step.
+    work hides behind the device's; without it the loop is plain, and the reference.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: _Shape | None = None
+        self._last: tuple[Any, ...] = ()
         self._at = 0.0
 
     def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
@@ -132,19 +132,16 @@ class StepTimer:
         now, shape = self._clock(), _shape(read)
         seconds = now - self._at
         last, self._last, self._at = self._last, shape, now
-        if shape is None or last is None or shape != _shape(launched):
+        if not shape or not last or shape != _shape(launched):
             return None
         rows, num_verified, num_proposed = shape
         return seconds if rows == last[0] and num_verified == num_proposed else None
 
 
-_Shape = tuple[tuple[Sequence, ...], int, int]
-
-
-def _shape(steps: Many[InFlightStep]) -> _Shape | None:
-    """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
+def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
+    """Rows, drafts verified and drafts proposed, if a decode step is all there is; else nothing."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
-        return None
+        return ()
     return steps[0].sequences, steps[0].num_positions[0] - 1, steps[0].num_proposed
 
 

@@ -83,11 +83,10 @@ class Heartbeat:
         self._beat = _Beat(self._clock(), START_SECONDS, "its start", None)
 
     def begin_planning(self) -> None:
-        """A step is being planned; `begin` follows."""
         self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
 
     def begin(self, kind: Kind, name: str) -> None:
-        """A step of a kind begins; its name is for people."""
+        """A planned step of a kind begins; its name is for people."""
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:

@@ -27,10 +27,8 @@ _LOGITS = 6
 # Measured: a chunk takes up to this much more than the arrays of one layer of each kind.
 _MARGIN = 1.5
 
-MOST_PREFIX_CACHE = 8 * 10**9
-"""Bytes that the prefix cache takes by itself."""
-_LEAST_TOKENS = 512
-"""A server with a shorter context is of no use; it is not started."""
+MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
+_LEAST_TOKENS = 512  # a server with a shorter context is of no use; it is not started
 _SHORT_ROW = 4096
 _MORE = "If the machine has more memory than that, say so with --memory-limit."
 
@@ -136,13 +134,8 @@ class MemoryPlan:
 
     def shares(self) -> str:
         """What each part gets, in words."""
-        parts = {
-            "weights": self.footprint.weights,
-            "head": self.footprint.head,
-            "prefix cache": self.prefix_cache,
-            "prefill chunk": self.chunk,
-            "rows": self.rows,
-        }
+        parts = {"weights": self.footprint.weights, "head": self.footprint.head}
+        parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk, "rows": self.rows}
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
@@ -153,10 +146,10 @@ class MemoryPlan:
     def lines(self, max_num_seqs: int) -> list[str]:
         """For the banner."""
         less = ", less than the model allows: there is no memory for more" if self.reduced else ""
+        context = f"context {self.max_model_len:,} tokens{less}"
         return [
             f"{size_text(self.limit.nbytes)} ({self.limit.source}): {self.shares()}",
-            f"rows at once: {self.rows_at_once(max_num_seqs)}; context {self.max_model_len:,} "
-            f"tokens{less}",
+            f"rows at once: {self.rows_at_once(max_num_seqs)}; {context}",
         ]
 
 
@@ -169,13 +162,10 @@ def plan_memory(
     prefill_step_size: int,
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
-    """Share the memory out.
+    """Share the memory out; UsageError, with the numbers and flags that help, if it can't fit.
 
     Without `wanted` the context is cut to what one row has memory for; a wanted context is not cut
     but refused.
-
-    Raises:
-        UsageError: it can't fit, with the numbers and the flags that help.
     """
     fixed = footprint.weights + footprint.head
     if fixed >= limit.nbytes:

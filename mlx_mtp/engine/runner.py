@@ -129,11 +129,10 @@ class ModelRunner:
         num_kept = mx.array(arrays.lengths)
         batch.keep_hidden(hidden, num_kept)
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
-        targets = mx.array(arrays.following)
         if arrays.is_last.any():
-            targets = self._first_tokens(batch, step, arrays, start + num_kept, targets)
+            targets = self._first_tokens(batch, step, arrays, start + num_kept)
         else:
-            num_draft_tokens = 0
+            targets, num_draft_tokens = mx.array(arrays.following), 0
         computed = Computed(hidden, targets, start, num_kept, limit)
         self._finish(batch, step, computed, num_draft_tokens)
         if self._prefixes is not None:
@@ -154,18 +153,13 @@ class ModelRunner:
         return mx.concatenate([known, hidden], axis=1) if arrays.before else hidden
 
     def _first_tokens(
-        self,
-        batch: Batch,
-        step: InFlightStep,
-        arrays: ChunkArrays,
-        end: mx.array,
-        following: mx.array,
+        self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
     ) -> mx.array:
         """Draw the token at `end` (int32 [B]) of each prompt that ends in this chunk.
 
-        Returns `following`, int32 [B, T], with these tokens.
+        Returns the token after each of the chunk's, int32 [B, T].
         """
-        done = mx.array(arrays.is_last)
+        following, done = mx.array(arrays.following), mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
         at_end = mx.array(arrays.lengths - 1)[:, None]
@@ -259,11 +253,7 @@ def _draw(
 ) -> Drawn:
     """Draw the model's own tokens after a window, and accept its drafts as far as they agree.
 
-    Args:
-        batch: the rows.
-        logits, positions: [B, T, V] and int32 [B, T], of the tokens to draw.
-        window: int32 [B, T], the last token and T-1 drafts.
-        finished, num_drafts: see `accept`.
+    Tokens are drawn from logits [B, T, V] at positions int32 [B, T]; for the rest see `accept`.
     """
     tokens = batch.draw(logits, positions, window)
     accepted = accept(

@@ -24,13 +24,9 @@ from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 class Scheduler:
     """Admits requests, forms prefill groups, plans steps, and updates requests from their results.
 
-    Args:
-        config: limits.
-        depth: drafts per step.
-        reuse: of cached prefixes; None: every prompt is computed.
-        memory: whether so many rows fit, the longest of which may hold so many tokens; None: any.
-            One alone always fits: `Engine.submit` rejects what could never run.
-        totals: counters to continue.
+    Without `reuse` every prompt is computed. `memory` is asked whether so many rows fit, the
+    longest of which may hold so many tokens; without it any rows may run together. `totals` are
+    counters to continue.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class Scheduler:
         return 0.0 if self._reuse is None else self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
-        depths = self._depth.choices()
+        depths = self._depth.choices
         return replace(
             self._totals,
             num_requests_running=self.num_running,
@@ -207,8 +203,7 @@ class Scheduler:
         """
         room = self._config.max_num_seqs - len(self._admitted())
         group: list[Sequence] = []
-        step = self._config.prefill_step_size
-        longest = 0
+        step, longest = self._config.prefill_step_size, 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
             prefix = None if self._reuse is None else self._reuse.find(sequence)
             start = 0 if prefix is None else prefix.end
@@ -248,6 +243,7 @@ class Scheduler:
         return None
 
     def _has_memory_for(self, rows: list[Sequence]) -> bool:
+        """One alone always fits: `Engine.submit` rejects what could never run."""
         if self._memory is None or len(rows) == 1:
             return True
         return self._memory(len(rows), max(row.most_cached for row in rows))
@@ -256,11 +252,11 @@ class Scheduler:
         """Queue those again that need not wait for a prefix any more, for their clients' turns."""
         if self._reuse is None:
             return
-        waiting = [s for s in self._held if self._reuse.waits(s)]
-        ready = [s for s in self._held if s not in waiting]
-        self._held = waiting
-        for sequence in sorted(ready, key=lambda s: s.number or 0, reverse=True):
-            self._waiting.add(sequence, first=True)
+        held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
+        self._held = [s for s in held if self._reuse.waits(s)]
+        for sequence in held:
+            if sequence not in self._held:
+                self._waiting.add(sequence, first=True)
 
     def _release(self, sequence: Sequence) -> None:
         if self._reuse is not None:

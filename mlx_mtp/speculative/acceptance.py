@@ -39,8 +39,7 @@ def accept(
         targets: int32 [B, T], the token drawn after each position of the window.
         window: int32 [B, T], the last emitted token and T-1 drafts.
         stop_ids: int32 [B, S], padded with -1.
-        remaining: int32 [B], tokens each row may still emit.
-        finished: bool [B], rows that had finished before.
+        remaining, finished: int32 and bool [B], as an `AcceptResult` has them, before the window.
         num_drafts: int32 [B], how many of a row's drafts count; None: all of them.
     """
     agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)

@@ -189,7 +189,7 @@ class DepthController:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._pool = PooledRates(costs.max_depth)
-        self._choices: dict[int, int] = {}
+        self.choices: dict[int, int] = {}
         self._speeds: dict[int, float] = {}
         self._last_size = 0
         self._until_review = 0
@@ -205,7 +205,7 @@ class DepthController:
         size = len(rows)
         least = max((row.fixed for row in rows if row.fixed is not None), default=0)
         if all(row.fixed is not None for row in rows):
-            self._choices[size] = least
+            self.choices[size] = least
             return least
         steady = steady and size == self._last_size
         self._last_size = size
@@ -213,11 +213,11 @@ class DepthController:
         if probed is not None:
             return probed
         self._until_review -= 1
-        known = self._choices.get(size, -1) >= least
+        known = self.choices.get(size, -1) >= least
         if not (steady and known and self._until_review > 0):
             self._review(rows, least, steady=steady)
             probed = self._next_probe_window(size, least, steady=steady)
-        return self._choices[size] if probed is None else probed
+        return self.choices[size] if probed is None else probed
 
     def observe(self, step: DecodeStep) -> None:
         for outcome in step.outcomes:
@@ -228,9 +228,6 @@ class DepthController:
         self._costs.observe(step.batch_size, step.depth, step.seconds)
         self._account(step)
 
-    def choices(self) -> dict[int, int]:
-        return self._choices
-
     def _review(self, rows: Sequence[DraftRow], least: int, *, steady: bool) -> None:
         """Choose the depth for so many rows, and start a probe if one is due."""
         size = len(rows)
@@ -239,11 +236,11 @@ class DepthController:
         tokens = _expected_tokens(rows, self._pool.expected())
         speeds = {k: tokens[k] / costs[k] for k in range(least, len(costs))}
         best = max(speeds, key=speeds.__getitem__)
-        choice = self._choices.get(size, -1)
+        choice = self.choices.get(size, -1)
         margin = _MARGIN if best > choice else 1
         if choice not in speeds or speeds[best] > margin * speeds[choice]:
             logger.debug("%d rows: depth %s -> %d", size, choice, best)
-            choice = self._choices[size] = best
+            choice = self.choices[size] = best
         self._speeds[size] = speeds[choice]
         if steady and self._rest <= 0 and len(speeds) > 1:
             self._consider_probe(rows, choice, costs, speeds)

@@ -23,12 +23,10 @@ _FORGOTTEN = 1e-3  # fewer trials are not decayed any more
 
 
 class Rates:
-    """Decaying counts of trials and successes at each position.
+    """Decaying counts of trials and successes at each of the K positions of a window.
 
-    Args:
-        num_positions: K, positions of a window.
-        memory: factor on a position's counts for each trial of it.
-        forgetting: factor on a position's counts for each step in which it isn't tried.
+    A position's counts fade by the factor `memory` for each trial of it, and by `forgetting` for
+    each step in which it isn't tried.
     """
 
     def __init__(self, num_positions: int, *, memory: float, forgetting: float) -> None:
@@ -83,12 +81,9 @@ class RowRates(Rates):
     def expected_tokens(self, pool: Sequence[float], hope: float = 0.0) -> list[float]:
         """Tokens of a step with 0, 1, .. K drafts: [1, 1 + p1, 1 + p1 + p1 p2, ..].
 
-        Args:
-            pool: `PooledRates.expected`, the prior.
-            hope: as there.
+        `pool` is `PooledRates.expected`, the prior; `hope` as there.
         """
-        tokens = [1.0]
-        reached = 1.0
+        tokens, reached = [1.0], 1.0
         for position, prior in enumerate(pool):
             reached *= self._rate(position, prior, _POOL_TRIALS, hope)
             tokens.append(tokens[-1] + reached)
@@ -132,21 +127,21 @@ class DecodeStep:
 
 
 class DepthPolicy(Protocol):
-    """Chooses the depth of each step."""
+    """Chooses the depth of each step.
+
+    `choices` has the depth chosen last for each batch size that has run, probes left out.
+    """
+
+    choices: dict[int, int]
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         """How many drafts to propose for the next window of these rows, 0 or more.
 
-        Args:
-            rows: one or more.
-            steady: the step only decodes, so that its cost can be measured.
+        Steady: the step only decodes, so that its cost can be measured.
         """
 
     def observe(self, step: DecodeStep) -> None:
         """Learn from a step, one or two steps after it was planned."""
-
-    def choices(self) -> dict[int, int]:
-        """The depth chosen last for each batch size that has run, probes left out."""
 
 
 class FixedDepth:
@@ -154,15 +149,12 @@ class FixedDepth:
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
-        self._choices: dict[int, int] = {}
+        self.choices: dict[int, int] = {}
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         depth = max(self._num_draft_tokens if r.fixed is None else r.fixed for r in rows)
-        self._choices[len(rows)] = depth
+        self.choices[len(rows)] = depth
         return depth
 
     def observe(self, step: DecodeStep) -> None:
         pass
-
-    def choices(self) -> dict[int, int]:
-        return self._choices

@@ -16,8 +16,7 @@ from mlx_mtp.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEFERRED = 16
-"""Positions that the head's KV may be behind while nothing is drafted."""
+_MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing is drafted
 
 
 class Computed(NamedTuple):
@@ -37,7 +36,7 @@ class DraftState(Protocol):
     """What a proposer keeps for the B rows of one batch."""
 
     def select(self, rows: mx.array) -> Self:
-        """State of these rows alone, int32 [B'], in the order given; this one stays valid."""
+        """State of these rows, int32 [B'], in the order given; this one stays valid."""
 
     def extend(self, other: Self) -> None:
         """Append the other's rows."""
@@ -149,17 +148,16 @@ class MTPProposer:
         self, state: HeadState, window: Computed, num_draft_tokens: int, sampler: TokenSampler
     ) -> mx.array:
         hidden, targets, start, num_kept, limit = window
-        none = mx.zeros((targets.shape[0], 0), dtype=mx.int32)
         state.cache.reserve(limit + max(num_draft_tokens - 1, 0))
         if num_draft_tokens == 0 and targets.shape[1] == 1:
             state.defer(window)
-            return none
+            return targets[:, :0]
         state.catch_up()
         # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
         # are written from the trunk's true hidden states, over what the recursion wrote before.
         z = self._write(state.cache, hidden, targets, start)
         if num_draft_tokens == 0:
-            return none
+            return targets[:, :0]
         last = mx.maximum(num_kept - 1, 0)
         z = mx.take_along_axis(z, last[:, None, None], axis=1)
         history = mx.take_along_axis(targets, last[:, None], axis=1)
@@ -182,10 +180,7 @@ class MTPProposer:
         num_draft_tokens: int,
         sampler: TokenSampler,
     ) -> mx.array:
-        """k passes of the head from row `position` on, each fed the draft before it: [B, k].
-
-        `history` is each row's last token, int32 [B, 1].
-        """
+        """k passes of the head from row `position` and last token `history` on: [B, k]."""
         while True:
             m = self._head.run(z, cache, position)
             # The head's row p predicts the token at p + 2.

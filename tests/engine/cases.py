@@ -124,6 +124,7 @@ class Erratic:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.choices: dict[int, int] = {}
         self.planned: list[int] = []
         self.steps: list[DecodeStep] = []
 
@@ -137,9 +138,6 @@ class Erratic:
 
     def observe(self, step: DecodeStep) -> None:
         self.steps.append(step)
-
-    def choices(self) -> dict[int, int]:
-        return {}
 
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import calibration
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint, load_costs, save_costs
+from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.controller import StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer
@@ -32,6 +32,12 @@ MARK = "a" * 64
 def runner(tiny_models) -> ModelRunner:
     model = tiny_models["qwen3_next"]
     return ModelRunner(model, MTPProposer(model), VOCAB)
+
+
+def keeper(folder, table=None, mark=MARK, **more) -> CostKeeper:
+    costs = StepCosts(K)
+    costs.load(table or {})
+    return CostKeeper(costs, EngineConfig(), folder, mark, **more)
 
 
 def measure(runner: ModelRunner, known=None, stopping=lambda: False, **settings) -> StepCosts:
@@ -134,7 +140,7 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     assert list(tmp_path.iterdir()) == []  # A fixed depth measures and keeps nothing.
     serve(60)
     (kept,) = tmp_path.iterdir()
-    assert list(load_costs(kept, fingerprint(tiny_models["qwen3_5"]))) == [1]
+    assert list(keeper(tmp_path, mark=fingerprint(tiny_models["qwen3_5"])).load()) == [1]
     kept.write_text("{")
     serve()
     assert str(kept) in caplog.text
@@ -160,23 +166,6 @@ def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeyp
     assert engine.stop(timeout=30)
 
 
-def test_costs_are_saved_now_and_then(tmp_path):
-    now, costs = [0.0], StepCosts(K)
-    keeper = CostKeeper(costs, EngineConfig(), tmp_path, MARK, clock=lambda: now[0])
-    for _ in range(20):
-        costs.observe(1, 0, 0.01)
-    keeper.save_periodically()
-    assert load_costs(keeper.path, MARK) == {}
-    now[0] = 1000.0
-    keeper.save_periodically()
-    assert load_costs(keeper.path, MARK) == costs.table()
-    # Nothing new: the file is left alone.
-    keeper.path.unlink()
-    now[0] = 2000.0
-    keeper.save_periodically()
-    assert load_costs(keeper.path, MARK) == {}
-
-
 def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models):
     """Those with fewer draft tokens are lower and must not be used without."""
     model = tiny_models["qwen3_5"]
@@ -187,19 +176,26 @@ def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models
     assert fingerprint(model) in marks
 
 
-def test_files_are_replaced_whole_and_damaged_or_foreign_ones_are_ignored(
+def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_ignored(
     tmp_path, caplog, monkeypatch
 ):
-    path = tmp_path / "not" / "there" / "yet" / "costs.json"
-    assert load_costs(path, MARK) == {}
-    save_costs(path, MARK, TABLE)
-    assert load_costs(path, MARK) == TABLE
+    now = [0.0]
+    kept = keeper(tmp_path / "not" / "there", TABLE, clock=lambda: now[0])
+    path = kept.path
+    kept.save_periodically()
+    assert kept.load() == {}
+    now[0] = 1000.0
     with monkeypatch.context() as patch:
-        patch.setattr(calibration.os, "replace", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            save_costs(path, MARK, {1: {0: 9.0}})
-    assert load_costs(path, MARK) == TABLE
+        patch.setattr(calibration.os, "replace", lambda source, target: os.stat("missing"))
+        kept.save()
+    assert os.listdir(path.parent) == []
+    kept.save_periodically()
+    assert kept.load() == {}
+    now[0] = 2000.0
+    kept.save_periodically()
     assert os.listdir(path.parent) == [path.name]
+    assert kept.load() == {size: pytest.approx(row) for size, row in TABLE.items()}
+    assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").load() == {}
     good = path.read_text()
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
     fields = {
@@ -215,5 +211,5 @@ def test_files_are_replaced_whole_and_damaged_or_foreign_ones_are_ignored(
     for content in (*(text.encode() for text in damaged), b"\xff\xfe\x00"):
         path.write_bytes(content)
         caplog.clear()
-        assert load_costs(path, MARK) == {}, content[:80]
+        assert kept.load() == {}, content[:80]
         assert str(path) in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -155,30 +154,3 @@ def test_no_more_is_used_than_was_planned(model: LoadedModel):
         assert used.prefill <= found.rows(1, longest) + others + chunk
         assert used.joined <= found.rows(used.rows + 1, longest)
         assert used.prefill > (found.rows(1, longest) + chunk) / 5
-
-
-@pytest.mark.full
-def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
-    """Not with its square, and not with how many short rows run beside it.
-
-    The least of three: mlx's CPU backend allocates ahead of the thread that computes and frees, so
-    a peak differs by some 5% between runs, and by how much it is ahead.
-    """
-    lengths = (512, 1024, 2048)
-    cases = [(n, 0) for n in lengths] + [(1024, 4)]
-    found = prefill_memory.measure_apart(model.path, cases * 3, 128)
-
-    def peak(tokens: int, rows: int = 0) -> int:
-        runs = [run for run in found if (run.tokens, run.rows) == (tokens, rows)]
-        return min(run.prefill - run.before for run in runs)
-
-    first, second = (peak(b) - peak(a) for a, b in pairwise(lengths))
-    # By the square the second would be 4 times the first, and in proportion it is 2 times; 5% off
-    # in each of the three are 2.6.
-    assert 0 < second < 3 * first
-    per_token = second / 1024
-    demand = footprint(model, 1)
-    kept = demand.caches.kv_per_token + demand.caches.head_kv_per_token
-    # Scores, their mask, the rows themselves, and one copy of a layer's as they grow.
-    assert per_token < 1.2 * (128 * demand.heads * 4 + 128 + 2 * kept)
-    assert peak(1024, rows=4) < 1.1 * peak(1024)
