@@ -11,9 +11,8 @@ import mlx.core as mx
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.sampling.sampler import Sampler, TokenSampler
-from mlx_mtp.speculative.acceptance import AcceptResult
+from mlx_mtp.sampling.grammar_masks import GrammarMasks
+from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.proposer import DraftState
 
 
@@ -56,17 +55,6 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def draw(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
-        """The tokens that follow a window (see `Sampler.draw`), as the rows' grammars allow."""
-        if not self.guide:
-            return self.sampler.draw(logits, positions, window)
-        mx.async_eval(logits)  # The host makes the masks meanwhile.
-        return self.sampler.draw(logits, positions, window, mask=self.guide.window_mask(window))
-
-    def draft_sampler(self) -> TokenSampler:
-        """Draws the drafts that follow the tokens of the last `advance`."""
-        return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
-
     def set_drafts(self, drafts: mx.array) -> None:
         """Set the next window's drafts, int32 [B, k]; a row may want fewer than k."""
         self.num_drafts = [s.drafting.num_drafts(drafts.shape[1]) for s in self.sequences]
@@ -77,14 +65,6 @@ class Batch:
         if min(self.num_drafts) == self.drafts.shape[1]:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
-
-    def advance(self, accepted: AcceptResult, targets: mx.array) -> None:
-        """Update counts, limits and last tokens from a window's targets, int32 [B, T]."""
-        self.sampler.count(targets, accepted.num_kept)
-        self.last, self.remaining = accepted.last, accepted.remaining
-        self.ended = accepted.finished
-        if self.guide:
-            self.guide.advance(targets, accepted.num_kept)
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
         """Set `last_hidden` from a window's hidden states [B, T, H] (num_kept: int32 [B])."""

@@ -78,8 +78,10 @@ class EngineCore:
 
     def close(self) -> None:
         """Give up all requests and all cached prefixes: what killed the thread may be in them."""
-        self._scheduler.cancel()
-        self.runner.clear_prefixes()
+        try:
+            self._scheduler.cancel()
+        finally:
+            self.runner.clear_prefixes()
 
     def _schedule(self) -> StepPlan:
         if self._scheduler.num_waiting:

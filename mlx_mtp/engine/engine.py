@@ -240,12 +240,12 @@ class Engine:
         error = EngineStoppedError(f"Cut short: {reason}.")
         # Also those that had just ended: the thread may have died before delivering that.
         ends = [RequestOutput(n, finish_reason="error", error=error) for n in self._open]
-        steps = [lambda: self._send(ends)]
-        steps += [] if core is None else [core.close]
-        steps += [] if self._keeper is None else [self._keeper.save]
-        for step in steps:
+        tasks = [lambda: self._send(ends)]
+        tasks += [] if core is None else [core.close]
+        tasks += [] if self._keeper is None else [self._keeper.save]
+        for task in tasks:
             try:
-                step()
+                task()
             except Exception:
                 logger.exception("Shutting the engine's thread down failed in part")
         self._totals.num_restarts += restart

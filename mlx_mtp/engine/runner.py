@@ -23,7 +23,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.grammar_masks import GrammarMasks
+from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
 from mlx_mtp.speculative.acceptance import accept
 from mlx_mtp.speculative.proposer import Computed, DraftProposer
 
@@ -201,7 +201,8 @@ class ModelRunner:
     ) -> None:
         """Propose what follows a window, and start the device on all of the step."""
         if self._proposer is not None:
-            state, sampler = batch.draft_state, batch.draft_sampler()
+            sampler = DraftSampler(batch.sampler, batch.guide) if batch.guide else batch.sampler
+            state = batch.draft_state
             batch.set_drafts(self._proposer.propose(state, window, num_draft_tokens, sampler))
         step.num_proposed = batch.drafts.shape[1]
         mx.async_eval(*batch.arrays(), step.drawn or ())
@@ -255,7 +256,11 @@ def _draw(
 
     Tokens are drawn from logits [B, T, V] at positions int32 [B, T]; for the rest see `accept`.
     """
-    tokens = batch.draw(logits, positions, window)
+    mask = None
+    if batch.guide:
+        mx.async_eval(logits)  # The host makes the masks meanwhile.
+        mask = batch.guide.window_mask(window)
+    tokens = batch.sampler.draw(logits, positions, window, mask=mask)
     accepted = accept(
         tokens,
         window,
@@ -264,7 +269,11 @@ def _draw(
         finished=finished,
         num_drafts=num_drafts,
     )
-    batch.advance(accepted, tokens)
+    batch.sampler.count(tokens, accepted.num_kept)
+    batch.last, batch.remaining = accepted.last, accepted.remaining
+    batch.ended = accepted.finished
+    if batch.guide:
+        batch.guide.advance(tokens, accepted.num_kept)
     return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
 
 

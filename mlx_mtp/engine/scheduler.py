@@ -147,7 +147,11 @@ class Scheduler:
         sequence.output += tokens
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING:
-            self._start_decoding(sequence)
+            for _, group in self._groups:
+                if sequence in group:
+                    group.remove(sequence)
+            sequence.status = Status.DECODING
+            self._running.append(sequence)
         reason: FinishReason | None = None
         if step.finished[row]:
             sequence.status = Status.FINISHED
@@ -162,13 +166,6 @@ class Scheduler:
             num_accepted_tokens=step.num_accepted[row],
             num_reused_tokens=sequence.num_reused if is_first else 0,
         )
-
-    def _start_decoding(self, sequence: Sequence) -> None:
-        for _, group in self._groups:
-            if sequence in group:
-                group.remove(sequence)
-        sequence.status = Status.DECODING
-        self._running.append(sequence)
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
         """Drafts for the next window of the rows that decode, or will when this step has run."""
