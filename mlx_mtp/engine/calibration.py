@@ -186,7 +186,7 @@ class CostKeeper:
 
     def load(self) -> Seconds:
         """What an earlier run saved; empty if there is nothing that can be used."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return {}
         try:
             file = _File.model_validate_json(self.path.read_bytes())
@@ -194,9 +194,11 @@ class CostKeeper:
                 raise ValueError("it is of another version, model or machine")
             if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
                 raise ValueError("it is too old")
+        except FileNotFoundError:
+            return {}
         except (OSError, ValueError) as error:
             # It will be replaced by what this run measures.
-            logger.warning("%s is not used: %s", self.path, error)
+            logger.warning("%s is not used: %s", self.path, str(error).partition("\n")[0])
             return {}
         return file.seconds
 

@@ -111,7 +111,7 @@ class InFlightStep:
             return
         tokens, accepted, logprobs = self.drawn
         drawn = np.array(tokens).tolist()
-        num_kept, num_accepted, self.finished = (np.array(a).tolist() for a in accepted[:3])
+        num_kept, num_accepted, finished = (np.array(a).tolist() for a in accepted[:3])
         if logprobs is not None:
             tables = [np.array(a) for a in logprobs]
             self.logprobs = [
@@ -119,6 +119,7 @@ class InFlightStep:
                 for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
             ]
         self.token_ids = [tuple(row[:kept]) for row, kept in zip(drawn, num_kept)]
+        self.finished = finished
         if not self.is_prefill:
             self.num_cached, self.num_accepted = num_kept, num_accepted
             # A row that had ended before verifies nothing.

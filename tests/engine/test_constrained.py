@@ -7,10 +7,8 @@ import json
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.request import Request
-from mlx_mtp.errors import GrammarError, InvalidRequestError
-from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.errors import GrammarError
+from mlx_mtp.sampling.params import GrammarSpec
 from tests.engine.cases import SPECS, STEP, make_requests
 from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
 from tests.harness import Driver, greedy, plain, request
@@ -30,15 +28,10 @@ def test_a_grammar_that_meets_a_limit_ends_its_own_request_alone(tiny_models, re
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", KIND)
     ((bracket,), (brace,), (one,)) = ids("["), ids("{"), ids("1")
     quote = ids('{"')[0]
-    limited = [
-        request(
-            name,
-            [5, 6, 7],
-            greedy(30, logit_bias=(bias, (quote, -100.0))),
-            compiled(TOO_WIDE_WITHIN),
-        )
-        for name, bias in (("bad", (one, -100.0)), ("good", (brace, -100.0)))
-    ]
+    limited = []
+    for name, other in (("bad", one), ("good", brace)):
+        sampling = greedy(30, logit_bias=((other, -100.0), (quote, -100.0)))
+        limited.append(request(name, [5, 6, 7], sampling, compiled(TOO_WIDE_WITHIN)))
     driver = drive(model, depth)
     got = driver.run_arrivals({0: limited, 1: make_requests(KIND)[:4]})
     last = driver.outputs["bad"][-1]
@@ -106,13 +99,3 @@ def test_drafts_are_masked_so_that_they_are_accepted(tiny_models):
     # 11 tokens in windows of 5: a random head's drafts would hardly ever be right.
     assert stats.num_drafts <= 3
     assert stats.num_accepted_tokens >= 7
-
-
-def test_what_the_engine_refuses(tiny_models):
-    config = EngineConfig(num_draft_tokens=1)
-    engine = build_engine(tiny_models["qwen3_next"], config, VOCAB, (EOS,))
-    with pytest.raises(InvalidRequestError, match="not been compiled"):
-        engine.submit(Request("a", (5,), SamplingParams(max_tokens=3, grammar=SPECS[0])))
-    with pytest.raises(InvalidRequestError) as caught:
-        engine.submit(request("a", [5], greedy(3, ignore_eos=True), compiled(SPECS[0])))
-    assert caught.value.param == "ignore_eos"
