@@ -39,7 +39,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.server.draft_vocab import draft_vocabulary
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.proposer import Computed, MTPProposer
 
 WHOLE = "whole"
 _MANY = 8
@@ -142,16 +142,8 @@ def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: Sampli
     targets, ones = mx.full((rows, 1), 17, dtype=mx.int32), mx.ones(rows, dtype=mx.int32)
 
     def step(count: int) -> list[mx.array]:
-        drafts = proposer.propose(
-            state,
-            hidden=hidden,
-            targets=targets,
-            start=512 * ones,
-            num_kept=ones,
-            num_draft_tokens=count,
-            limit=513,
-            sampler=sampler,
-        )
+        window = Computed(hidden, targets, start=512 * ones, num_kept=ones, limit=513)
+        drafts = proposer.propose(state, window, count, sampler)
         return [drafts, *state.arrays()]
 
     return step

@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlx_mtp import factories
-from mlx_mtp.engine.arrivals import read_outputs, start
-from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
 from mlx_mtp.options import ANSWER_TOKENS, needs_head
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
@@ -65,7 +64,7 @@ def stream_answer(
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
     stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, body.stop), PlainParser())
-    arrived = start(engine)
+    arrived = start_queued(engine)
     try:
         began = time.perf_counter()
         engine.submit(request)

@@ -24,11 +24,9 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.controller import DepthController
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.controller import DepthController, StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
-from mlx_mtp.speculative.draft_sources import DraftProposer
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.proposer import Computed, DraftProposer, MTPProposer
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -254,10 +252,8 @@ class OracleProposer:
             table[row, : len(self.answers[name])] = self.answers[name]
         return OracleState(mx.array(table))
 
-    def propose(
-        self, state, *, hidden, targets, start, num_kept, num_draft_tokens, limit, sampler
-    ) -> mx.array:
-        position = (start + num_kept)[:, None] + 1 + mx.arange(num_draft_tokens)
+    def propose(self, state, window: Computed, num_draft_tokens: int, sampler) -> mx.array:
+        position = (window.start + window.num_kept)[:, None] + 1 + mx.arange(num_draft_tokens)
         where = mx.minimum(position, self.length - 1)
         right = mx.take_along_axis(state.known, where, axis=1)
         spoiled = (right + 1) % self.vocab_size

@@ -137,10 +137,10 @@ class Recorder(MTPProposer):
         super().__init__(model)
         self.seen: list[tuple[mx.array, mx.array]] = []
 
-    def propose(self, state, *, start, num_kept, **more):
-        drafts = super().propose(state, start=start, num_kept=num_kept, **more)
+    def propose(self, state, window, num_draft_tokens, sampler):
+        drafts = super().propose(state, window, num_draft_tokens, sampler)
         if drafts.shape[1]:
-            self.seen.append((start + num_kept + 1, drafts[:, 0]))
+            self.seen.append((window.start + window.num_kept + 1, drafts[:, 0]))
         return (drafts + 1) % VOCAB
 
 

@@ -9,9 +9,8 @@ from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.config import DraftTokens, EngineConfig
-from mlx_mtp.engine.arrivals import read_outputs, start
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
@@ -35,7 +34,7 @@ class EngineSubject:
         self._numbers = itertools.count()
 
     def __enter__(self) -> Self:
-        self._arrived = start(self.engine)
+        self._arrived = start_queued(self.engine)
         try:
             # It may calibrate itself first, which must not happen while another is measured.
             self.ask([Prompt("Say hello.", seed=0)])

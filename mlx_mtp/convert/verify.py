@@ -16,7 +16,7 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.proposer import Computed, MTPProposer
 
 PROMPTS = (
     "Show me a Python function that checks whether a number is prime.",
@@ -102,16 +102,10 @@ def trace(
         hidden = model.hidden(window, cache)
         cache.commit(lengths)
         token = mx.argmax(model.logits(hidden[:, -1:]), axis=-1).astype(mx.int32)
-        proposed = proposer.propose(
-            state,
-            hidden=hidden,
-            targets=mx.concatenate([window[:, 1:], token], axis=1),
-            start=mx.array([start], dtype=mx.int32),
-            num_kept=lengths,
-            num_draft_tokens=DEPTH,
-            limit=start + length,
-            sampler=sampler,
-        )
+        targets = mx.concatenate([window[:, 1:], token], axis=1)
+        at = mx.array([start], dtype=mx.int32)
+        computed = Computed(hidden, targets, at, num_kept=lengths, limit=start + length)
+        proposed = proposer.propose(state, computed, DEPTH, sampler)
         mx.eval(token, proposed, *cache.arrays(), *state.arrays())
         tokens += np.array(token)[0].tolist()
         drafts += np.array(proposed).tolist()

@@ -7,15 +7,13 @@ from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.sampling.sampler import Sampler, TokenSampler
-from mlx_mtp.speculative.acceptance import AcceptResult
-from mlx_mtp.speculative.draft_sources import DraftState
+from mlx_mtp.sampling.grammar_masks import GrammarMasks
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.speculative.proposer import DraftState
 
 
 class Batch:
@@ -50,23 +48,12 @@ class Batch:
         # [B, 1, H], the trunk's post-norm hidden state of the last position in the caches.
         self.last_hidden = mx.zeros((count, 1, 0))
         # int32 [B, S], padded with -1.
-        self.stop_ids = mx.array(_padded([s.stop_ids for s in sequences]))
+        self.stop_ids = _padded([s.stop_ids for s in sequences])
         # Grammar masks of the step that is being launched; false if there are none.
         self.guide = GrammarMasks(())
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    def draw(self, logits: mx.array, positions: mx.array, window: mx.array) -> mx.array:
-        """The tokens that follow a window (see `Sampler.draw`), as the rows' grammars allow."""
-        if not self.guide:
-            return self.sampler.draw(logits, positions, window)
-        mx.async_eval(logits)  # The host makes the masks meanwhile.
-        return self.sampler.draw(logits, positions, window, mask=self.guide.window_mask(window))
-
-    def draft_sampler(self) -> TokenSampler:
-        """Draws the drafts that follow the tokens of the last `advance`."""
-        return DraftSampler(self.sampler, self.guide) if self.guide else self.sampler
 
     def set_drafts(self, drafts: mx.array) -> None:
         """Set the next window's drafts, int32 [B, k]; a row may want fewer than k."""
@@ -78,14 +65,6 @@ class Batch:
         if min(self.num_drafts) == self.drafts.shape[1]:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
-
-    def advance(self, accepted: AcceptResult, targets: mx.array) -> None:
-        """Update counts, limits and last tokens from a window's targets, int32 [B, T]."""
-        self.sampler.count(targets, accepted.num_kept)
-        self.last, self.remaining = accepted.last, accepted.remaining
-        self.ended = accepted.finished
-        if self.guide:
-            self.guide.advance(targets, accepted.num_kept)
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
         """Set `last_hidden` from a window's hidden states [B, T, H] (num_kept: int32 [B])."""
@@ -182,21 +161,18 @@ class Batches:
 
     def prune(self, live: Container[Sequence]) -> None:
         """Drop the rows that are not live; those of the running batch leave it in `gather`."""
-        groups = {n: b.filter(lambda s: s in live) for n, b in self.prefilling.items()}
-        self.prefilling = {n: batch for n, batch in groups.items() if len(batch)}
-        ready = (batch.filter(lambda s: s in live) for batch in self.ready)
-        self.ready = [batch for batch in ready if len(batch)]
+        left = {n: b.filter(lambda s: s in live) for n, b in self.prefilling.items()}
+        self.prefilling = {n: batch for n, batch in left.items() if len(batch)}
+        self.ready = [b for b in (r.filter(lambda s: s in live) for r in self.ready) if len(b)]
         if self.decoding is not None and not any(s in live for s in self.decoding.sequences):
             self.decoding = None
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows of those batches."""
 
-        def is_hit(batch: Batch) -> bool:
-            return any(s in rows for s in batch.sequences)
-
         running = [] if self.decoding is None else [self.decoding]
-        hit = [b for b in (*running, *self.ready, *self.prefilling.values()) if is_hit(b)]
+        batches = (*running, *self.ready, *self.prefilling.values())
+        hit = [b for b in batches if any(s in rows for s in b.sequences)]
         if self.decoding in hit:
             self.decoding = None
         self.ready = [b for b in self.ready if b not in hit]
@@ -207,10 +183,10 @@ class Batches:
         self.prefilling, self.ready, self.decoding = {}, [], None
 
 
-def _padded(ids: Many[tuple[int, ...]]) -> np.ndarray:
-    width = max(map(len, ids), default=0)
+def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
+    width = max(map(len, ids))
     rows = [(*values, *[-1] * (width - len(values))) for values in ids]
-    return np.array(rows, dtype=np.int32).reshape(len(ids), width)
+    return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 
 
 def _widen(stop_ids: mx.array, width: int) -> mx.array:

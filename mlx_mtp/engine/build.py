@@ -15,20 +15,23 @@ from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.calibration import CostKeeper, fingerprint
+from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
+from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.stats import EngineInfo
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.speculative.controller import DepthController
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.controller import DepthController, StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
-from mlx_mtp.speculative.draft_sources import DraftProposer, make_proposer
+from mlx_mtp.speculative.draft_sources import make_proposer
 from mlx_mtp.speculative.draft_vocab import check_ids
+from mlx_mtp.speculative.proposer import DraftProposer
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,6 @@ def build_engine(
     eos_token_ids: tuple[int, ...],
     *,
     proposer: DraftProposer | None = None,
-    depth: DepthPolicy | None = None,
     cache_dir: Path | None = None,
     draft_ids: Sequence[int] | None = None,
     memory: MemoryPlan | None = None,
@@ -50,11 +52,10 @@ def build_engine(
     """Build an engine. It speculates if its source of drafts has something to draft with.
 
     Args:
-        model: as `load_model` returned it.
-        config: limits, depth and source of drafts.
+        model, config: as `load_model` returned it; limits, depth and source of drafts.
         tokenizer_vocab_size: ids at or above it (padding of the embedding) are never sampled.
         eos_token_ids: of the tokenizer; the model's own are added.
-        proposer, depth: instead of the config's.
+        proposer: instead of the config's source of drafts.
         cache_dir: where measured step costs are kept between runs; None: nowhere.
         draft_ids: the only tokens that may be drafted, in any order; None: all.
         memory: how the memory is shared out; None: it is not limited.
@@ -73,24 +74,30 @@ def build_engine(
         if getattr(config, name) < 1:
             raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
-    ids = None if draft_ids is None else _draft_ids(draft_ids, vocab_size)
+    ids = None
+    if draft_ids is not None:
+        ids = check_ids(draft_ids, vocab_size, "draft_ids")
+        is_all = len(ids) == vocab_size
+        number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
+        logger.info("Drafts come from %s tokens.", number)
+        ids = None if is_all else ids
     own = make_proposer(config.draft_source, model, ids) if proposer is None else None
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
     proposer = proposer or own
-    num_draft_tokens = config.num_draft_tokens if proposer is not None else 0
+    num_draft_tokens = wanted if proposer is not None else 0
+    depth: DepthPolicy
     keeper = None
-    if depth is None:
-        if num_draft_tokens != "auto":
-            depth = FixedDepth(num_draft_tokens)
-        else:
-            costs = StepCosts(MAX_DRAFT_TOKENS)
-            mark = fingerprint(model, None if ids is None else len(ids), config.draft_source)
-            depth, keeper = DepthController(costs), CostKeeper(costs, cache_dir, mark)
+    if num_draft_tokens != "auto":
+        depth = FixedDepth(num_draft_tokens)
+    else:
+        costs = StepCosts(MAX_DRAFT_TOKENS)
+        mark = fingerprint(model, None if ids is None else len(ids), config.draft_source)
+        depth, keeper = DepthController(costs), CostKeeper(costs, config, cache_dir, mark)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
-        max_model_len=max_model_len(config, model) if memory is None else memory.max_model_len,
+        max_model_len=_max_model_len(config, model) if memory is None else memory.max_model_len,
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
         mtp_enabled=proposer is not None,
@@ -101,17 +108,19 @@ def build_engine(
         prefix_cache_dir_size=0 if store is None else store.max_bytes,
     )
     prefixes = prefix_cache(config, store)
-    return Engine(
-        info,
-        config,
-        lambda: ModelRunner(model, proposer, vocab_size, prefixes),
-        depth,
-        keeper,
-        heartbeat,
-        prefixes=prefixes,
-        memory=None if memory is None else memory.admission(),
-        store=store,
-    )
+    heartbeat = heartbeat or Heartbeat()
+
+    def make_core(totals: EngineStats) -> EngineCore:
+        reuse = None
+        if prefixes is not None:
+            turn_ends = frozenset(info.eos_token_ids)
+            reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
+        fits = None if memory is None else memory.fits
+        scheduler = Scheduler(config, depth, reuse, fits, totals)
+        runner = ModelRunner(model, proposer, vocab_size, prefixes)
+        return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
+
+    return Engine(info, make_core, heartbeat, keeper, store)
 
 
 def prefix_store(
@@ -170,14 +179,10 @@ def plan_for(
     num_draft_ids: int | None = None,
     prefix_cache: int | None = 0,
 ) -> MemoryPlan:
-    """Share out the memory for a model, which need not have been read yet.
+    """Share out the memory for a model, with its head if that drafts; no weight is read.
 
-    Args:
-        model: with its head if that drafts.
-        config: limits and depth.
-        limit: of all memory.
-        num_draft_ids: size of a reduced draft vocabulary.
-        prefix_cache: its most bytes; None: a share of what there is.
+    `num_draft_ids` is the size of a reduced draft vocabulary, `prefix_cache` the cache's most bytes
+    (None: a share of what there is).
 
     Raises:
         UsageError: it can't fit, or a limit is out of range.
@@ -187,33 +192,16 @@ def plan_for(
     return plan_memory(
         footprint(model, depth, num_draft_ids),
         limit,
-        allowed=max_model_len(config, model),
+        allowed=_max_model_len(config, model),
         wanted=config.max_model_len,
         prefill_step_size=config.prefill_step_size,
         prefix_cache=prefix_cache,
     )
 
 
-def max_model_len(config: EngineConfig, model: LoadedModel) -> int:
-    """Most tokens of prompt and answer, by the model and the config.
-
-    Raises:
-        UsageError: the config wants more than the model allows.
-    """
-    if config.max_model_len is None:
-        return model.max_model_len
-    if not 2 <= config.max_model_len <= model.max_model_len:
-        raise UsageError(
-            f"max_model_len is {config.max_model_len}; "
-            f"this model allows 2 to {model.max_model_len}."
-        )
-    return config.max_model_len
-
-
-def _draft_ids(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
-    """Checked and ascending; None where it is all tokens."""
-    ids = check_ids(draft_ids, vocab_size, "draft_ids")
-    is_all = len(ids) == vocab_size
-    number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
-    logger.info("Drafts come from %s tokens.", number)
-    return None if is_all else ids
+def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    """Most tokens of prompt and answer, by the model and the config."""
+    wanted, most = config.max_model_len, model.max_model_len
+    if wanted is not None and not 2 <= wanted <= most:
+        raise UsageError(f"max_model_len is {wanted}; this model allows 2 to {most}.")
+    return wanted or most

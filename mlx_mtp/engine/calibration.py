@@ -1,4 +1,4 @@
-"""Step costs before the first request and between runs: measured, kept in a file, saved.
+"""Step costs before the first request and between runs: measured, and kept in a file.
 
 Costs are measured at a few batch sizes and depths by requests that run through the ordinary path.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import tempfile
@@ -16,9 +15,11 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from pydantic import AllowInfNan, BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mlx_mtp import __version__
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
@@ -29,7 +30,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import Seconds, StepCosts
+from mlx_mtp.speculative.controller import Seconds, StepCosts
 from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
 
 logger = logging.getLogger(__name__)
@@ -77,14 +78,8 @@ def calibrate(
     """Measure step costs with requests of fixed depths, for `config.calibration_seconds` at most.
 
     They run through a scheduler and a core of their own, so that the server's counters and its
-    rates of acceptance are not touched. What `costs` already has is measured again in part.
-
-    Args:
-        costs: gets what is measured.
-        config: the engine's.
-        runner: idle, and idle again afterwards.
-        stopping: asked after each step; true ends the measurement.
-        clock: seconds.
+    rates of acceptance are not touched; the runner is idle before and after. What `costs` already
+    has is measured again in part. `stopping` is asked after each step, and ends the measurement.
     """
     deadline = clock() + config.calibration_seconds
     recorder = _Recorder(costs)
@@ -108,10 +103,10 @@ def _measure(
     core: EngineCore, recorder: _Recorder, size: int, depth: int, over: Callable[[], bool]
 ) -> bool:
     """Measure one cell; False if a step failed."""
-    names = [f"calibration-{row}" for row in range(size)]
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    for name in names:
-        request = Request(name, (0,) * _PROMPT_TOKENS, sampling, num_draft_tokens=depth)
+    prompt = (0,) * _PROMPT_TOKENS
+    for row in range(size):
+        request = Request(f"calibration-{row}", prompt, sampling, num_draft_tokens=depth)
         core.add(Sequence(request, (), _MOST_STEPS * (MAX_DRAFT_TOKENS + 1)))
     recorder.num_timed = 0
     healthy = True
@@ -122,8 +117,7 @@ def _measure(
         if not healthy:
             logger.warning("A step failed while step costs were measured")
             break
-    for name in names:
-        core.cancel(name)
+    core.cancel()
     while not core.idle:
         core.step()
     return healthy
@@ -138,32 +132,31 @@ class CostKeeper:
     def __init__(
         self,
         costs: StepCosts,
+        config: EngineConfig,
         folder: Path | None,
         fingerprint: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._costs = costs
         self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
+        self._costs = costs
+        self._config = config
         self._fingerprint = fingerprint
         self._clock = clock
         self._saved_at = clock()
         self._saved: Seconds = {}
         self._warned = False
 
-    def begin(
-        self, config: EngineConfig, runner: ModelRunner, *, stopping: Callable[[], bool]
-    ) -> None:
+    def begin(self, runner: ModelRunner, *, stopping: Callable[[], bool]) -> None:
         """Load what an earlier run measured, and measure what is missing (see `calibrate`)."""
-        if self.path is not None:
-            self._saved = load_costs(self.path, self._fingerprint)
+        self._saved = self.load()
         if self._saved:
             self._costs.load(self._saved)
-            logger.debug("Step costs of an earlier run: %s", _described(self._saved))
-        if config.calibration_seconds > 0:
+            logger.debug("Step costs of an earlier run: %s", self._saved)
+        if self._config.calibration_seconds > 0:
             began = self._clock()
-            calibrate(self._costs, config, runner, stopping=stopping)
+            calibrate(self._costs, self._config, runner, stopping=stopping)
             logger.info("Step costs measured in %.1f s.", self._clock() - began)
-            logger.debug("Step costs: %s", _described(self._costs.table()))
+            logger.debug("Step costs: %s", self._costs.table())
             self.save()
 
     def save_periodically(self) -> None:
@@ -172,52 +165,49 @@ class CostKeeper:
             self.save()
 
     def save(self) -> None:
-        """Write the costs, if there is anything new; a failure is logged once."""
+        """Replace the file atomically, if there is anything new; a failure is logged once."""
         self._saved_at = self._clock()
-        table = self._costs.table()
-        if self.path is None or not table or table == self._saved:
+        table, path = self._costs.table(), self.path
+        if path is None or not table or table == self._saved:
             return
+        mark = {"format": _FORMAT, "fingerprint": self._fingerprint, "saved_at": time.time()}
         try:
-            save_costs(self.path, self._fingerprint, table)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A temporary folder is removed with its content, whatever fails.
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
+                temporary = Path(beside) / path.name
+                temporary.write_text(json.dumps(mark | {"seconds": table}))
+                os.replace(temporary, path)
             self._saved = table
         except OSError as error:
             if not self._warned:
                 logger.warning("Step costs are not kept for the next run: %s", error)
             self._warned = True
 
-
-def load_costs(path: Path, fingerprint: str) -> Seconds:
-    """What an earlier run saved; empty if there is nothing that can be used."""
-    try:
-        content = json.loads(path.read_bytes())
-        if content["format"] != _FORMAT or content["fingerprint"] != fingerprint:
-            raise ValueError("it is of another version, model or machine")
-        if not 0 <= time.time() - content["saved_at"] < _FRESH_SECONDS:
-            raise ValueError("it is too old")
-        table: Seconds = {}
-        for size, row in content["seconds"].items():
-            table[int(size)] = {int(depth): float(seconds) for depth, seconds in row.items()}
-            for depth, seconds in table[int(size)].items():
-                if int(size) < 1 or depth < 0 or not 0 < seconds < math.inf:
-                    raise ValueError(f"{size} rows at depth {depth} can't take {seconds} seconds")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        # It will be replaced by what this run measures.
-        logger.warning("%s is not used: %s: %s", path, type(error).__name__, error)
-        return {}
-    return table
+    def load(self) -> Seconds:
+        """What an earlier run saved; empty if there is nothing that can be used."""
+        if self.path is None:
+            return {}
+        try:
+            file = _File.model_validate_json(self.path.read_bytes())
+            if (file.format, file.fingerprint) != (_FORMAT, self._fingerprint):
+                raise ValueError("it is of another version, model or machine")
+            if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
+                raise ValueError("it is too old")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            # It will be replaced by what this run measures.
+            logger.warning("%s is not used: %s", self.path, str(error).partition("\n")[0])
+            return {}
+        return file.seconds
 
 
-def save_costs(path: Path, fingerprint: str, table: Seconds) -> None:
-    """Replace a file of costs atomically; its folder is made if it is missing."""
-    mark = {"format": _FORMAT, "fingerprint": fingerprint, "saved_at": time.time()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A temporary folder is removed with its content, whatever fails.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
-        file = Path(beside) / path.name
-        file.write_text(json.dumps(mark | {"seconds": table}))
-        os.replace(file, path)
+class _File(BaseModel):
+    format: int
+    fingerprint: str
+    saved_at: float
+    seconds: dict[PositiveInt, dict[NonNegativeInt, Annotated[PositiveFloat, AllowInfNan(False)]]]
 
 
 def fingerprint(
@@ -235,10 +225,3 @@ def fingerprint(
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _described(table: Seconds) -> str:
-    """For the log: milliseconds by rows and depth."""
-    return json.dumps(
-        {n: {k: round(1e3 * s, 2) for k, s in row.items()} for n, row in table.items()}
-    )

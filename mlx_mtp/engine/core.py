@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 
 from mlx_mtp.engine.health import Heartbeat, Kind
 from mlx_mtp.engine.request import RequestOutput
@@ -16,11 +17,10 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 
 class EngineCore:
-    """Scheduler and runner, advanced step by step.
+    """Scheduler and runner, advanced step by step; `heartbeat` gets the kind of each step.
 
     With `overlap` a step's tokens are read only after the next step is launched, so that the host's
-    work hides behind the device's; without it the loop is plain, and the reference. `heartbeat`
-    gets the kind of each step.
+    work hides behind the device's; without it the loop is plain, and the reference.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         heartbeat: Heartbeat | None = None,
     ) -> None:
+        self.runner = runner
         self._scheduler = scheduler
-        self._runner = runner
         self._overlap = overlap
         self._in_flight: list[InFlightStep] = []
         self._clock = clock
@@ -57,7 +57,7 @@ class EngineCore:
     def add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str | None = None) -> None:
         self._scheduler.cancel(request_id)
 
     def stats(self) -> EngineStats:
@@ -65,31 +65,50 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, and read the one before it."""
-        if self._scheduler.num_waiting:
-            self._runner.settle()
-        plan = self._scheduler.schedule()
-        last, self._last_plan = self._last_plan, plan
-        self._heartbeat.begin(*_kind_and_name(plan, last or plan))
-        launched = self._runner.run(plan)
-        ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
-        # a launch failed: its rows are gone, and the next plan must not count on them.
-        failed = any(step.error is not None for step in launched)
-        if not self._overlap or plan.needs_host or failed:
-            ready, self._in_flight = [*ready, *launched], []
-        steps = self._runner.read(ready)
-        outputs = self._scheduler.update(steps, self._timer.lap(ready, launched))
-        self._runner.save_ends(steps)
-        if not self._in_flight:
-            self._runner.settle()
-        return outputs
+        plan = self._schedule()
+        steps, seconds = self._run(plan)
+        return self._update(steps, seconds)
 
     def rest(self) -> None:
         """The engine is idle: free what the last rows left on the device."""
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)
-        self._runner.release()
+        self.runner.release()
+
+    def close(self) -> None:
+        """Give up all requests and all cached prefixes: what killed the thread may be in them."""
+        try:
+            self._scheduler.cancel()
+        finally:
+            self.runner.clear_prefixes()
+
+    def _schedule(self) -> StepPlan:
+        if self._scheduler.num_waiting:
+            self.runner.settle()
+        plan = self._scheduler.schedule()
+        self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
+        self._last_plan = plan
+        return plan
+
+    def _run(self, plan: StepPlan) -> tuple[list[InFlightStep], float | None]:
+        """The steps that have been read, and what a decode step took if that is known."""
+        launched = self.runner.run(plan)
+        ready, self._in_flight = self._in_flight, launched
+        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
+        # a launch failed: its rows are gone, and the next plan must not count on them.
+        failed = any(step.error is not None for step in launched)
+        if not self._overlap or plan.needs_host or failed:
+            ready, self._in_flight = [*ready, *launched], []
+        steps = self.runner.read(ready)
+        return steps, self._timer.lap(ready, launched)
+
+    def _update(self, steps: list[InFlightStep], seconds: float | None) -> list[RequestOutput]:
+        outputs = self._scheduler.update(steps, seconds)
+        self.runner.save_ends(steps)
+        if not self._in_flight:
+            self.runner.settle()
+        return outputs
 
 
 class StepTimer:
@@ -103,7 +122,7 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: _Shape | None = None
+        self._last: tuple[Any, ...] = ()
         self._at = 0.0
 
     def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
@@ -115,19 +134,16 @@ class StepTimer:
         now, shape = self._clock(), _shape(read)
         seconds = now - self._at
         last, self._last, self._at = self._last, shape, now
-        if shape is None or last is None or shape != _shape(launched):
+        if not shape or not last or shape != _shape(launched):
             return None
         rows, num_verified, num_proposed = shape
         return seconds if rows == last[0] and num_verified == num_proposed else None
 
 
-_Shape = tuple[tuple[Sequence, ...], int, int]
-
-
-def _shape(steps: Many[InFlightStep]) -> _Shape | None:
-    """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
+def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
+    """Rows, drafts verified and drafts proposed, if a decode step is all there is; else nothing."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
-        return None
+        return ()
     return steps[0].sequences, steps[0].num_positions[0] - 1, steps[0].num_proposed
 
 

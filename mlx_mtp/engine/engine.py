@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import atexit
 import logging
+import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from time import monotonic, perf_counter
 
 import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
-from mlx_mtp.engine.memory import Admission
-from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
-from mlx_mtp.engine.reuse import PrefixReuse
-from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from mlx_mtp.sampling.params import check_token_ids
-from mlx_mtp.speculative.depth import DepthPolicy
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 1.0  # seconds without outputs after which `read_outputs` checks the engine's health
+
 Deliver = Callable[[Many[RequestOutput]], None]
+Arrivals = queue.SimpleQueue[tuple[float, Many[RequestOutput]]]
+"""The outputs of each step, with the time (`perf_counter`) at which they were delivered."""
 
 
 class Engine:
@@ -40,42 +38,31 @@ class Engine:
 
     Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
     note into its inbox. If the thread dies, its requests end with an error and another one starts,
-    with a runner of its own on the same model (see `acquire_restart`).
+    with a core and a runner of its own on the same model (see `acquire_restart`).
 
     Args:
         info: of the model.
-        config: limits.
-        make_runner: builds a runner, called on the engine's thread.
-        depth: drafts per step.
-        keeper: of the costs that `depth` follows, if it follows any.
-        heartbeat: detects a step that hangs.
-        prefixes: the runner's prefix cache; None without one.
-        memory: which rows there is memory for; None: any.
+        make_core: builds a core that continues these counters, on the engine's thread.
+        heartbeat: detects a step that hangs; the core reports to the same one.
+        keeper: of the costs that the depth follows, if it follows any.
         store: of the prefixes on the disk; closed when the thread has been stopped.
     """
 
     def __init__(
         self,
         info: EngineInfo,
-        config: EngineConfig,
-        make_runner: Callable[[], ModelRunner],
-        depth: DepthPolicy,
+        make_core: Callable[[EngineStats], EngineCore],
+        heartbeat: Heartbeat,
         keeper: CostKeeper | None = None,
-        heartbeat: Heartbeat | None = None,
-        prefixes: PrefixCache | None = None,
-        memory: Admission | None = None,
         store: PrefixStore | None = None,
     ) -> None:
         self.info = info
-        self._config = config
-        self._make_runner = make_runner
-        self._depth = depth
+        self._make_core = make_core
+        self._heartbeat = heartbeat
         self._keeper = keeper
-        self._heartbeat = heartbeat or Heartbeat()
-        self._restarts: deque[float] = deque()
-        self._prefixes = prefixes
-        self._memory = memory
         self._store = store
+        self._core: EngineCore | None = None
+        self._restarts: deque[float] = deque()
         # New requests, ids to cancel, and None, which only wakes the thread.
         self._inbox: list[Sequence | str | None] = []
         self._wake = threading.Condition()
@@ -83,12 +70,12 @@ class Engine:
         self._open: dict[str, None] = {}
         if store is not None:
             store.on_read = lambda: self._post(None)
-        self._started = self._stopping = False
+        self._stopping = False
         self._failure: str | None = None
-        self._deliver: Deliver | None = None
+        self._deliver: Deliver | None = None  # None until it is started
         self._thread = self._new_thread()
-        # Counted by earlier threads, and by all of them.
-        self._earlier = self._stats = EngineStats()
+        self._totals = EngineStats()  # of all threads, which the running one adds to
+        self._stats = EngineStats()  # as published
 
     @property
     def healthy(self) -> bool:
@@ -101,7 +88,7 @@ class Engine:
             return self._failure
         if self._stopping:
             return "the engine is stopping"
-        return None if self._started else "the engine is not started"
+        return "the engine is not started" if self._deliver is None else None
 
     @property
     def hang_reason(self) -> str | None:
@@ -111,20 +98,14 @@ class Engine:
     def start(self, deliver: Deliver) -> None:
         """Start the thread; it calls `deliver` once a step, with all outputs of that step."""
         self._deliver = deliver
-        self._started = True
         self._thread.start()
         atexit.register(self.stop)
 
     def stop(self, timeout: float | None = None) -> bool:
         """End the thread after the current step; requests that are left end with an error.
 
-        Prefixes that wait are written then, for some seconds at most.
-
-        Args:
-            timeout: seconds to wait for the thread; None: as long as it takes.
-
-        Returns:
-            The thread has ended; False: it hangs.
+        Prefixes that wait are written then, for some seconds at most. Returns whether the thread
+        has ended within `timeout` seconds (None: waits as long as it takes).
         """
         with self._wake:
             self._stopping = True
@@ -167,10 +148,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step; those of the disk, as of now."""
-        stats = self._stats
         if self._store is None:
-            return stats
-        disk = self._store.stats()
+            return self._stats
+        stats, disk = self._stats, self._store.stats()
         prefixes = replace(
             stats.prefix_cache,
             num_files=disk.num_nodes,
@@ -185,9 +165,8 @@ class Engine:
         request.sampling.validate(vocab_size)
         prompt = request.prompt_token_ids
         if not prompt:
-            raise InvalidRequestError(
-                "The prompt is empty; it needs at least one token.", param="prompt"
-            )
+            message = "The prompt is empty; it needs at least one token."
+            raise InvalidRequestError(message, param="prompt")
         if len(prompt) >= limit:
             raise ContextLengthError(
                 f"The prompt has {len(prompt)} tokens, but this server's context is {limit} tokens "
@@ -204,22 +183,17 @@ class Engine:
 
     def _main(self) -> None:
         """One thread, from its start to its end or death."""
-        reuse = None
-        if self._prefixes is not None:
-            turn_ends, step = frozenset(self.info.eos_token_ids), self._config.prefill_step_size
-            reuse = PrefixReuse(self._prefixes.tree, turn_ends, step)
-        scheduler = Scheduler(self._config, self._depth, reuse, self._memory)
         reason = "the engine is stopping"
         try:
             if not self._stopping:
-                self._run(scheduler)
+                self._run()
         except BaseException as error:
             reason = f"the engine's thread died: {type(error).__name__}: {error}"
             # Without its traceback, which would refer to the old runner.
             logger.critical("The engine's thread died", exc_info=error)
             error.__traceback__ = None
         self._heartbeat.end()
-        restart = self._shut_down(scheduler, reason)
+        restart = self._shut_down(reason)
         # A thread that leaves its streams behind makes mlx abort the process at exit.
         mx.clear_streams()
         if restart:
@@ -228,13 +202,11 @@ class Engine:
                 self._thread = self._new_thread()
                 self._thread.start()
 
-    def _run(self, scheduler: Scheduler) -> None:
+    def _run(self) -> None:
         self._heartbeat.begin_start()
-        runner = self._make_runner()
-        if self._keeper is not None and not self._stats.num_restarts:
-            self._keeper.begin(self._config, runner, stopping=lambda: self._stopping)
-        overlap = self._config.overlap
-        core = EngineCore(scheduler, runner, overlap=overlap, heartbeat=self._heartbeat)
+        core = self._core = self._make_core(self._totals)
+        if self._keeper is not None and not self._totals.num_restarts:
+            self._keeper.begin(core.runner, stopping=lambda: self._stopping)
         while True:
             self._heartbeat.end()
             for note in self._read_inbox(core.seconds_to_wait):
@@ -248,36 +220,36 @@ class Engine:
             outputs = core.step()
             # Published from here alone: other threads must not walk the scheduler's queues. And
             # before the outputs: a request that has ended is counted when its client looks.
-            self._stats = core.stats().after(self._earlier)
+            self._stats = core.stats()
             self._send(outputs)
             if core.idle:
                 core.rest()
             if self._keeper is not None:
                 self._keeper.save_periodically()
 
-    def _shut_down(self, scheduler: Scheduler, reason: str) -> bool:
+    def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the thread is to be restarted."""
         with self._wake:
-            restart = not self._stopping and acquire_restart(self._restarts, time.monotonic())
+            restart = not self._stopping and acquire_restart(self._restarts, monotonic())
             if restart:
                 logger.warning("The engine is restarted.")
             elif not self._stopping:
                 self._failure = reason
             self._read_inbox(0.0)
+        core, self._core = self._core, None
         error = EngineStoppedError(f"Cut short: {reason}.")
-        try:
-            # Also those that had just ended: the thread may have died before delivering that.
-            self._send([RequestOutput(n, finish_reason="error", error=error) for n in self._open])
-            scheduler.fail_all(error)
-            if self._keeper is not None:
-                self._keeper.save()
-        except Exception:
-            logger.exception("The end of the engine's thread could not be reported")
-        if self._prefixes is not None:
-            # It may hold whatever killed the thread.
-            self._prefixes.clear()
-        idle = EngineStats(num_restarts=int(restart))
-        self._earlier = self._stats = idle.after(self._stats)
+        # Also those that had just ended: the thread may have died before delivering that.
+        ends = [RequestOutput(n, finish_reason="error", error=error) for n in self._open]
+        tasks = [lambda: self._send(ends)]
+        tasks += [] if core is None else [core.close]
+        tasks += [] if self._keeper is None else [self._keeper.save]
+        for task in tasks:
+            try:
+                task()
+            except Exception:
+                logger.exception("Shutting the engine's thread down failed in part")
+        self._totals.num_restarts += restart
+        self._stats = replace(self._totals)
         return restart
 
     def _post(self, note: Sequence | str | None) -> None:
@@ -304,3 +276,33 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self._open.pop(output.request_id, None)
+
+
+def start_queued(engine: Engine) -> Arrivals:
+    """Start an engine for a caller without an event loop; returns the queue of its outputs."""
+    arrived: Arrivals = queue.SimpleQueue()
+    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
+    return arrived
+
+
+def read_outputs(
+    engine: Engine, arrived: Arrivals, num_requests: int
+) -> Iterator[tuple[float, RequestOutput]]:
+    """Yield outputs with their times until so many requests have ended.
+
+    Raises the error of a request that fails, and EngineStoppedError if the engine dies silently.
+    """
+    while num_requests:
+        reason = engine.unhealthy_reason
+        try:
+            at, outputs = arrived.get(timeout=PATIENCE)
+        except queue.Empty:
+            # Checked before the wait: what a dying engine still sent has had the time to come.
+            if reason is not None:
+                raise EngineStoppedError(f"The engine has stopped: {reason}") from None
+            continue
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            num_requests -= output.finish_reason is not None
+            yield at, output

@@ -14,36 +14,24 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+
+from mlx_mtp.engine.sequence import Sequence
 
 QUANTUM = 1024  # tokens of one turn
 FLAT_COST = 128  # of a request beside its prompt: it takes a row for an answer of unknown length
 NUM_NAMES = 2  # names of a client's path that count; missing ones are empty
 
 
-class Queued(Protocol):
-    """What the queue needs to know of a request."""
-
-    @property
-    def client(self) -> tuple[str, ...]: ...
-
-    @property
-    def num_prompt(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=Queued)
-
-
-class _Lane(Generic[Item]):
+class _Lane:
     """The requests of one name: by the next name of their paths, or in order at the last."""
 
     def __init__(self) -> None:
         self.credit = QUANTUM
         self.size = 0
-        self.items: deque[Item] = deque()
-        self.lanes: OrderedDict[str, _Lane[Item]] = OrderedDict()
+        self.items: deque[Sequence] = deque()
+        self.lanes: OrderedDict[str, _Lane] = OrderedDict()
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Sequence]:
         yield from self.items
         for lane in self.lanes.values():
             yield from lane
@@ -53,7 +41,7 @@ class _Lane(Generic[Item]):
         if not size:
             self.lanes.clear()
 
-    def next(self) -> _Lane[Item]:
+    def next(self) -> _Lane:
         """The first lane with credit. Empty ones stay only until their debt is paid."""
         while True:
             name, lane = next(iter(self.lanes.items()))
@@ -65,74 +53,60 @@ class _Lane(Generic[Item]):
             else:
                 del self.lanes[name]
 
-    def keep(self, wanted: frozenset[Item]) -> None:
+    def keep(self, wanted: frozenset[Sequence]) -> None:
         self.items = deque(item for item in self.items if item in wanted)
         for lane in self.lanes.values():
             lane.keep(wanted)
         self.resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
 
 
-class FairQueue(Generic[Item]):
+class FairQueue:
     """Requests of clients that take turns; in the order of their arrival within one client."""
 
     def __init__(self) -> None:
-        self._root = _Lane[Item]()
+        self._root = _Lane()
 
     def __len__(self) -> int:
         return self._root.size
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._root)
 
-    def add(self, item: Item) -> None:
-        """Put a request at the end of its client's; a new client comes last in the round."""
-        self._lane(item).append(item)
+    def add(self, item: Sequence, *, first: bool = False) -> None:
+        """Queue a request behind its client's others, or before them if it had been set aside.
 
-    def put_back(self, item: Item) -> None:
-        """Put a request that was set aside before its client's others."""
-        self._lane(item).appendleft(item)
-
-    def peek(self) -> Item:
-        """The next request; there must be one."""
-        return self._next_path()[-1].items[0]
-
-    def pop(self) -> Item:
-        """Remove the next request, at its client's cost."""
-        path = self._next_path()
-        item = _remove_first(path)
-        for lane in path[1:]:
-            lane.credit -= item.num_prompt + FLAT_COST
-        return item
-
-    def set_aside(self) -> Item:
-        """Remove the next request at no cost, to be put back."""
-        return _remove_first(self._next_path())
-
-    def keep(self, wanted: frozenset[Item]) -> None:
-        self._root.keep(wanted)
-
-    def clear(self) -> None:
-        self._root = _Lane()
-
-    def _lane(self, item: Item) -> deque[Item]:
-        """Where a request goes; it is counted on the way there."""
+        A new client comes last in the round.
+        """
         lane = self._root
         lane.size += 1
         for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
             lane = lane.lanes.setdefault(name, _Lane())
             lane.size += 1
-        return lane.items
+        if first:
+            lane.items.appendleft(item)
+        else:
+            lane.items.append(item)
 
-    def _next_path(self) -> list[_Lane[Item]]:
+    def peek(self) -> Sequence:
+        """The next request; there must be one."""
+        return self._next_path()[-1].items[0]
+
+    def pop(self, *, free: bool = False) -> Sequence:
+        """Remove the next request, at its client's cost; free: to be added again."""
+        path = self._next_path()
+        item = path[-1].items.popleft()
+        for lane in path:
+            lane.resize(lane.size - 1)
+            lane.credit -= 0 if free else item.num_prompt + FLAT_COST
+        return item
+
+    def keep(self, wanted: frozenset[Sequence]) -> None:
+        """Drop all requests but these."""
+        self._root.keep(wanted)
+
+    def _next_path(self) -> list[_Lane]:
         assert len(self), "the queue is empty"
         path = [self._root]
         for _ in range(NUM_NAMES):
             path.append(path[-1].next())
         return path
-
-
-def _remove_first(path: list[_Lane[Item]]) -> Item:
-    item = path[-1].items.popleft()
-    for lane in path:
-        lane.resize(lane.size - 1)
-    return item

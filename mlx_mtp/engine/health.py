@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ _NO_MEMORY = re.compile(
 )
 
 Kind = tuple[object, ...]
+"""Steps of one kind cost about the same; its first part is the most general."""
 
 
 def step_error(error: Exception) -> StepError:
@@ -73,7 +74,7 @@ class Heartbeat:
         self._hang_seconds = hang_seconds
         self._clock = clock
         self._slowest: dict[Kind, float] = {}
-        self._seen: dict[object, int] = {}
+        self._seen = Counter[object]()
         # One reference, replaced as a whole: readers need no lock.
         self._beat: _Beat | None = None
 
@@ -82,16 +83,10 @@ class Heartbeat:
         self._beat = _Beat(self._clock(), START_SECONDS, "its start", None)
 
     def begin_planning(self) -> None:
-        """A step is being planned; `begin` follows."""
         self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
 
     def begin(self, kind: Kind, name: str) -> None:
-        """A step begins.
-
-        Args:
-            kind: steps of one kind cost about the same; its first part is the most general.
-            name: for people.
-        """
+        """A planned step of a kind begins; its name is for people."""
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:
@@ -99,9 +94,8 @@ class Heartbeat:
         if beat is None or beat.kind is None:
             return
         kind, seconds = beat.kind, self._clock() - beat.began
-        seen = self._seen.get(kind[0], 0)
-        self._seen[kind[0]] = seen + 1
-        if seen < _NUM_FIRST_STEPS:
+        self._seen[kind[0]] += 1
+        if self._seen[kind[0]] <= _NUM_FIRST_STEPS:
             return  # Mostly compiling.
         # A hang says little about the kind: should the machine have become slow, the next step may
         # take twice as long.
@@ -111,10 +105,8 @@ class Heartbeat:
     def hang(self) -> str | None:
         """Why the engine is taken to hang; None while it does not."""
         beat = self._beat
-        if beat is None:
-            return None
-        seconds = self._clock() - beat.began
-        if seconds <= beat.allowed:
+        seconds = 0.0 if beat is None else self._clock() - beat.began
+        if beat is None or seconds <= beat.allowed:
             return None
         return (
             f"the engine hangs: it has been in {beat.name} for {seconds:.1f} s, which may take "
@@ -122,9 +114,7 @@ class Heartbeat:
         )
 
     def _allowed(self, kind: Kind) -> float:
-        if self._seen.get(kind[0], 0) < _NUM_FIRST_STEPS:
+        if self._seen[kind[0]] < _NUM_FIRST_STEPS:
             return START_SECONDS
-        slowest = self._slowest.get(kind)
-        if slowest is None:
-            return max(NEW_KIND_SECONDS, self._hang_seconds)
-        return max(self._hang_seconds, SLOWNESS * slowest)
+        past = SLOWNESS * self._slowest[kind] if kind in self._slowest else NEW_KIND_SECONDS
+        return max(self._hang_seconds, past)

@@ -5,9 +5,9 @@ All of it is computed from the model's layer specs before a weight is read, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, LayerSpec
 from mlx_mtp.errors import UsageError
@@ -26,10 +26,8 @@ _LOGITS = 6
 # Measured: a chunk takes up to this much more than the arrays of one layer of each kind.
 _MARGIN = 1.5
 
-MOST_PREFIX_CACHE = 8 * 10**9
-"""Bytes that the prefix cache takes by itself."""
-_LEAST_TOKENS = 512
-"""A server with a shorter context is of no use; it is not started."""
+MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
+_LEAST_TOKENS = 512  # a server with a shorter context is of no use; it is not started
 _SHORT_ROW = 4096
 _MORE = "If the machine has more memory than that, say so with --memory-limit."
 
@@ -71,12 +69,9 @@ class Footprint:
 
 
 def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:
-    """A loaded model's, with its head if that drafts. No weight is read.
+    """A loaded model's, with its head and up to `depth` drafts a step; no weight is read.
 
-    Args:
-        model: see above.
-        depth: most drafts a step; not used without a head.
-        num_draft_ids: size of a reduced draft vocabulary.
+    `num_draft_ids` is the size of a reduced draft vocabulary.
     """
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
@@ -128,23 +123,18 @@ class MemoryPlan:
     max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
     reduced: bool  # memory made that less than what the model allows
 
-    def admission(self) -> Admission:
-        """Admits the rows that fit."""
-        return Admission(self.rows, self.footprint.rows)
+    def fits(self, rows: int, tokens: int) -> bool:
+        """There is memory for so many rows, the longest of which may hold so many tokens."""
+        return self.footprint.rows(rows, tokens) <= self.rows
 
     def num_rows(self, tokens: int, most: int) -> int:
         """How many rows of so many tokens fit, up to `most`."""
-        return largest(1, most, lambda n: self.footprint.rows(n, tokens) <= self.rows) or 0
+        return _largest(1, most, lambda n: self.fits(n, tokens)) or 0
 
     def shares(self) -> str:
         """What each part gets, in words."""
-        parts = {
-            "weights": self.footprint.weights,
-            "head": self.footprint.head,
-            "prefix cache": self.prefix_cache,
-            "prefill chunk": self.chunk,
-            "rows": self.rows,
-        }
+        parts = {"weights": self.footprint.weights, "head": self.footprint.head}
+        parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk, "rows": self.rows}
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
@@ -155,10 +145,10 @@ class MemoryPlan:
     def lines(self, max_num_seqs: int) -> list[str]:
         """For the banner."""
         less = ", less than the model allows: there is no memory for more" if self.reduced else ""
+        context = f"context {self.max_model_len:,} tokens{less}"
         return [
             f"{size_text(self.limit.nbytes)} ({self.limit.source}): {self.shares()}",
-            f"rows at once: {self.rows_at_once(max_num_seqs)}; context {self.max_model_len:,} "
-            f"tokens{less}",
+            f"rows at once: {self.rows_at_once(max_num_seqs)}; {context}",
         ]
 
 
@@ -171,13 +161,10 @@ def plan_memory(
     prefill_step_size: int,
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
-    """Share the memory out.
+    """Share the memory out; UsageError, with the numbers and flags that help, if it can't fit.
 
     Without `wanted` the context is cut to what one row has memory for; a wanted context is not cut
     but refused.
-
-    Raises:
-        UsageError: it can't fit, with the numbers and the flags that help.
     """
     fixed = footprint.weights + footprint.head
     if fixed >= limit.nbytes:
@@ -199,7 +186,7 @@ def plan_memory(
 
     tokens = wanted or allowed
     least = min(_LEAST_TOKENS, tokens)
-    found = largest(least, tokens, lambda n: need(n) <= room)
+    found = _largest(least, tokens, lambda n: need(n) <= room)
     if found is None or (wanted is not None and found < wanted):
         kept = flag = ""
         if prefix_cache:
@@ -223,42 +210,8 @@ def plan_memory(
     )
 
 
-def largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
+def _largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
     """The largest number from `low` to `high` that is good, if all below a good one are good."""
     if not good(low):
         return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if good(middle) else (low, middle - 1)
-    return low
-
-
-class _Row(Protocol):
-    @property
-    def most_cached(self) -> int:
-        """Tokens that its caches can come to hold: its prompt and all that it may emit."""
-
-
-class Admission:
-    """Whether rows may run together.
-
-    None overtakes a request that waits for memory: running rows end some time and none joins them
-    meanwhile, so a stream of small requests can't hold a large one up, but waits with it.
-
-    Args:
-        nbytes: that all rows together may take.
-        cost: what they take at most, by their number and the longest's tokens; it must not fall
-            when either grows.
-    """
-
-    def __init__(self, nbytes: int, cost: Callable[[int, int], int]) -> None:
-        self._nbytes = nbytes
-        self._cost = cost
-
-    def fits(self, rows: Iterable[_Row]) -> bool:
-        """There is memory for these rows, however long their answers get.
-
-        One alone always fits: `Engine.submit` rejects what could never run.
-        """
-        lengths = [row.most_cached for row in rows]
-        return len(lengths) <= 1 or self._cost(len(lengths), max(lengths)) <= self._nbytes
+    return low - 1 + bisect_left(range(low, high + 1), True, key=lambda number: not good(number))

@@ -28,23 +28,15 @@ class Request:
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
-    """Check a request's number of drafts.
-
-    Raises:
-        InvalidRequestError: it is out of range, or there is no source of drafts.
-    """
-    if wanted is None:
-        return
+    """Raise InvalidRequestError if a request's number of drafts is impossible."""
     field = "mtp.num_draft_tokens"
-    if not 0 <= wanted <= MAX_DRAFT_TOKENS:
-        raise InvalidRequestError(
-            f"{field} is {wanted}; it must be 0 to {MAX_DRAFT_TOKENS}.", param=field
-        )
-    if wanted > 0 and not mtp_enabled:
-        raise InvalidRequestError(
-            f"{field} is {wanted}, but this server runs without MTP: only 0 is possible.",
-            param=field,
-        )
+    why = None
+    if wanted is not None and not 0 <= wanted <= MAX_DRAFT_TOKENS:
+        why = f"; it must be 0 to {MAX_DRAFT_TOKENS}."
+    elif wanted and not mtp_enabled:
+        why = ", but this server runs without MTP: only 0 is possible."
+    if why is not None:
+        raise InvalidRequestError(f"{field} is {wanted}{why}", param=field)
 
 
 @dataclass(frozen=True, slots=True)

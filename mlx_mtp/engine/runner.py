@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import mlx.core as mx
 
@@ -24,9 +23,9 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.grammar_masks import GrammarMasks
+from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
 from mlx_mtp.speculative.acceptance import accept
-from mlx_mtp.speculative.draft_sources import DraftProposer
+from mlx_mtp.speculative.proposer import Computed, DraftProposer
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +99,11 @@ class ModelRunner:
         if self._prefixes is not None:
             self._prefixes.settle()
 
+    def clear_prefixes(self) -> None:
+        """Drop all cached prefixes from memory."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     def release(self) -> None:
         """Drop all rows and return freed buffers: the engine is idle."""
         self.batches.clear()
@@ -111,7 +115,7 @@ class ModelRunner:
         batch = self.batches.prefilling.pop(chunk.group, None)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
-        arrays = ChunkArrays.of(chunk, int(warm))
+        arrays = ChunkArrays(chunk, int(warm))
         limit = max(s.max_cached for s in sequences) + arrays.tokens.shape[1]
         batch = batch or self._new_batch(sequences)
         assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
@@ -125,21 +129,12 @@ class ModelRunner:
         num_kept = mx.array(arrays.lengths)
         batch.keep_hidden(hidden, num_kept)
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
-        targets = mx.array(arrays.following)
         if arrays.is_last.any():
-            targets = self._first_tokens(batch, step, arrays, start + num_kept, targets)
+            targets = self._first_tokens(batch, step, arrays, start + num_kept)
         else:
-            num_draft_tokens = 0
-        self._finish(
-            batch,
-            step,
-            hidden=hidden,
-            targets=targets,
-            start=start,
-            num_kept=num_kept,
-            num_draft_tokens=num_draft_tokens,
-            limit=limit,
-        )
+            targets, num_draft_tokens = mx.array(arrays.following), 0
+        computed = Computed(hidden, targets, start, num_kept, limit)
+        self._finish(batch, step, computed, num_draft_tokens)
         if self._prefixes is not None:
             step.saves.extend(self._prefixes.save_prompts(batch))
         self.batches.store(chunk.group, batch, arrays.is_last.tolist())
@@ -158,24 +153,19 @@ class ModelRunner:
         return mx.concatenate([known, hidden], axis=1) if arrays.before else hidden
 
     def _first_tokens(
-        self,
-        batch: Batch,
-        step: InFlightStep,
-        arrays: ChunkArrays,
-        end: mx.array,
-        following: mx.array,
+        self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
     ) -> mx.array:
         """Draw the token at `end` (int32 [B]) of each prompt that ends in this chunk.
 
-        Returns `following`, int32 [B, T], with these tokens.
+        Returns the token after each of the chunk's, int32 [B, T].
         """
-        done = mx.array(arrays.is_last)
+        following, done = mx.array(arrays.following), mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
         at_end = mx.array(arrays.lengths - 1)[:, None]
         window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
         logits = self._model.logits(batch.last_hidden)
-        step.drawn = self._draw(batch, logits, end[:, None], window, finished=~done)
+        step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
         step.row_errors = batch.guide.errors()
         known = mx.take_along_axis(following, at_end, axis=1)
         newest = mx.where(done[:, None], step.drawn.tokens, known)
@@ -195,59 +185,25 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + 1 + mx.arange(length)
-        drawn = self._draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        drawn = _draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
         num_kept = drawn.accepted.num_kept
         batch.cache.commit(num_kept)
         batch.keep_hidden(hidden, num_kept)
         rows = tuple(batch.sequences)
         step = InFlightStep(rows, (length,) * len(rows), num_drafts=batch.num_drafts, drawn=drawn)
-        self._finish(
-            batch,
-            step,
-            hidden=hidden,
-            targets=drawn.tokens,
-            start=start,
-            num_kept=num_kept,
-            num_draft_tokens=num_draft_tokens,
-            limit=limit,
-        )
+        computed = Computed(hidden, drawn.tokens, start, num_kept, limit)
+        self._finish(batch, step, computed, num_draft_tokens)
         step.row_errors = batch.guide.errors()
         return step
 
-    def _draw(
-        self,
-        batch: Batch,
-        logits: mx.array,
-        positions: mx.array,
-        window: mx.array,
-        finished: mx.array,
-        num_drafts: mx.array | None = None,
-    ) -> Drawn:
-        """Draw the model's own tokens after a window, and accept its drafts as far as they agree.
-
-        Args:
-            batch: the rows.
-            logits, positions: [B, T, V] and int32 [B, T], of the tokens to draw.
-            window: int32 [B, T], the last token and T-1 drafts.
-            finished, num_drafts: see `accept`.
-        """
-        tokens = batch.draw(logits, positions, window)
-        accepted = accept(
-            tokens,
-            window,
-            stop_ids=batch.stop_ids,
-            remaining=batch.remaining,
-            finished=finished,
-            num_drafts=num_drafts,
-        )
-        batch.advance(accepted, tokens)
-        return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
-
-    def _finish(self, batch: Batch, step: InFlightStep, **window: Any) -> None:
-        """Propose drafts (see `DraftProposer.propose`), and start the device on all of the step."""
+    def _finish(
+        self, batch: Batch, step: InFlightStep, window: Computed, num_draft_tokens: int
+    ) -> None:
+        """Propose what follows a window, and start the device on all of the step."""
         if self._proposer is not None:
-            sampler = batch.draft_sampler()
-            batch.set_drafts(self._proposer.propose(batch.draft_state, sampler=sampler, **window))
+            sampler = DraftSampler(batch.sampler, batch.guide) if batch.guide else batch.sampler
+            state = batch.draft_state
+            batch.set_drafts(self._proposer.propose(state, window, num_draft_tokens, sampler))
         step.num_proposed = batch.drafts.shape[1]
         mx.async_eval(*batch.arrays(), step.drawn or ())
         for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
@@ -283,9 +239,42 @@ class ModelRunner:
         # Its buffers are free once the error, which refers to them, has been handled.
         self._failed_last = True
         reported = step_error(error)
-        if isinstance(reported, StepMemoryError) and self._prefixes is not None:
-            self._prefixes.clear()  # The only memory that can be given up.
+        if isinstance(reported, StepMemoryError):
+            self.clear_prefixes()  # The only memory that can be given up.
         return reported
+
+
+def _draw(
+    batch: Batch,
+    logits: mx.array,
+    positions: mx.array,
+    window: mx.array,
+    finished: mx.array,
+    num_drafts: mx.array | None = None,
+) -> Drawn:
+    """Draw the model's own tokens after a window, and accept its drafts as far as they agree.
+
+    Tokens are drawn from logits [B, T, V] at positions int32 [B, T]; for the rest see `accept`.
+    """
+    mask = None
+    if batch.guide:
+        mx.async_eval(logits)  # The host makes the masks meanwhile.
+        mask = batch.guide.window_mask(window)
+    tokens = batch.sampler.draw(logits, positions, window, mask=mask)
+    accepted = accept(
+        tokens,
+        window,
+        stop_ids=batch.stop_ids,
+        remaining=batch.remaining,
+        finished=finished,
+        num_drafts=num_drafts,
+    )
+    batch.sampler.count(tokens, accepted.num_kept)
+    batch.last, batch.remaining = accepted.last, accepted.remaining
+    batch.ended = accepted.finished
+    if batch.guide:
+        batch.guide.advance(tokens, accepted.num_kept)
+    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
 
 
 def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:

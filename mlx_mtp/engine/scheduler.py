@@ -8,25 +8,25 @@ prompts take turns, so a short prompt need not wait for the end of a long one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
-from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan
-from mlx_mtp.errors import MlxMtpError
-from mlx_mtp.speculative.acceptance import SpeculationCounters
 from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
 
 class Scheduler:
     """Admits requests, forms prefill groups, plans steps, and updates requests from their results.
 
-    Without `reuse` every prompt is computed; without `memory` any rows may run together.
+    Without `reuse` every prompt is computed. `memory` is asked whether so many rows fit, the
+    longest of which may hold so many tokens; without it any rows may run together. `totals` are
+    counters to continue.
     """
 
     def __init__(
@@ -34,22 +34,21 @@ class Scheduler:
         config: EngineConfig,
         depth: DepthPolicy,
         reuse: PrefixReuse | None = None,
-        memory: Admission | None = None,
+        memory: Callable[[int, int], bool] | None = None,
+        totals: EngineStats | None = None,
     ) -> None:
         self._config = config
         self._depth = depth
         self._reuse = reuse
         self._memory = memory
-        self._waiting = FairQueue[Sequence]()
+        self._totals = totals or EngineStats()
+        self._waiting = FairQueue()
         # Set aside when their turn came: another request computes their prefix, or it is read.
         self._held: list[Sequence] = []
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
         self._next_group = 0
         self._last_size = 0
-        self._counters = SpeculationCounters()
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -69,16 +68,11 @@ class Scheduler:
         return 0.0 if self._reuse is None else self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
-        counters, depths = self._counters, self._depth.choices()
-        return EngineStats(
+        depths = self._depth.choices
+        return replace(
+            self._totals,
             num_requests_running=self.num_running,
             num_requests_waiting=self.num_waiting,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_tokens=counters.num_accepted_tokens,
-            num_accepted_tokens_per_pos=tuple(counters.num_accepted_tokens_per_pos),
             depths=tuple(sorted(depths.items())),
             parked=depths.get(self._last_size) == 0,
             prefix_cache=PrefixCacheStats() if self._reuse is None else self._reuse.stats(),
@@ -87,21 +81,14 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self._waiting.add(sequence)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str | None = None) -> None:
+        """Drop a request; None: all of them."""
         for sequence in (*self._waiting, *self._held, *self._admitted()):
-            if sequence.request_id == request_id:
+            if request_id in (None, sequence.request_id):
                 sequence.status = Status.FINISHED
                 self._release(sequence)
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
         self._held = [s for s in self._held if not s.finished]
-
-    def fail_all(self, error: MlxMtpError) -> list[RequestOutput]:
-        everyone = (*self._waiting, *self._held, *self._admitted())
-        self._waiting.clear()
-        self._held.clear()
-        for sequence in everyone:
-            self._release(sequence)
-        return [_failed(s, error) for s in everyone if not s.finished]
 
     def schedule(self) -> StepPlan:
         self._drop_finished()
@@ -131,12 +118,12 @@ class Scheduler:
         """Count a step, and report a decode step to the depth policy."""
         rows = [row for row in range(len(step.sequences)) if step.error_of(row) is None]
         if step.is_prefill:
-            self._prompt_tokens += sum(step.num_positions[row] for row in rows)
+            self._totals.prompt_tokens += sum(step.num_positions[row] for row in rows)
             return
         outcomes = []
         for row in rows:
             num_drafts, num_accepted = step.num_drafts[row], step.num_accepted[row]
-            self._counters.observe(num_drafts, num_accepted)
+            self._totals.count_window(num_drafts, num_accepted)
             if step.num_cached[row]:
                 # A row that ends with a recovered token has tried the draft in its place.
                 cut = step.finished[row] and step.num_cached[row] == num_accepted
@@ -152,14 +139,19 @@ class Scheduler:
         if sequence.finished:
             return None
         if (error := step.error_of(row)) is not None:
-            return _failed(sequence, error)
+            sequence.status = Status.FINISHED
+            return RequestOutput(sequence.request_id, finish_reason="error", error=error)
         if not tokens:
             return None
         is_first = not sequence.output
         sequence.output += tokens
-        self._generation_tokens += len(tokens)
+        self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING:
-            self._start_decoding(sequence)
+            for _, group in self._groups:
+                if sequence in group:
+                    group.remove(sequence)
+            sequence.status = Status.DECODING
+            self._running.append(sequence)
         reason: FinishReason | None = None
         if step.finished[row]:
             sequence.status = Status.FINISHED
@@ -175,13 +167,6 @@ class Scheduler:
             num_reused_tokens=sequence.num_reused if is_first else 0,
         )
 
-    def _start_decoding(self, sequence: Sequence) -> None:
-        for _, group in self._groups:
-            if sequence in group:
-                group.remove(sequence)
-        sequence.status = Status.DECODING
-        self._running.append(sequence)
-
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
         """Drafts for the next window of the rows that decode, or will when this step has run."""
         spans = chunk.rows if chunk is not None else ()
@@ -192,9 +177,11 @@ class Scheduler:
         self._last_size = len(rows)
         return self._depth.depth(rows, steady=chunk is None)
 
-    def _admitted(self) -> Iterable[Sequence]:
-        prefilling = (s for _, group in self._groups for s in group)
-        return (*prefilling, *self._running)
+    def _admitted(self) -> list[Sequence]:
+        return [*self._prefilling(), *self._running]
+
+    def _prefilling(self) -> list[Sequence]:
+        return [s for _, group in self._groups for s in group]
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
@@ -211,10 +198,9 @@ class Scheduler:
         Only one group forms per step, and short prompts of about one length share a chunk, so that
         little of it is padding. Those that start after a cached prefix have groups of their own.
         """
-        room = self._config.max_num_seqs - sum(1 for _ in self._admitted())
+        room = self._config.max_num_seqs - len(self._admitted())
         group: list[Sequence] = []
-        step = self._config.prefill_step_size
-        longest = 0
+        step, longest = self._config.prefill_step_size, 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
             prefix = None if self._reuse is None else self._reuse.find(sequence)
             start = 0 if prefix is None else prefix.end
@@ -225,41 +211,49 @@ class Scheduler:
             self._waiting.pop()
             if self._reuse is not None:
                 self._reuse.begin(sequence, prefix)
+            sequence.status = Status.PREFILLING
             group.append(sequence)
         if group:
-            for sequence in group:
-                sequence.status = Status.PREFILLING
             self._groups.append((self._next_group, group))
             self._next_group += 1
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The first that there is memory for; those that wait for their prefix are set aside."""
-        reuse, memory = self._reuse, self._memory
+        """The first that there is memory for; those that wait for their prefix are set aside.
+
+        None overtakes a request that waits for memory: running rows end some time and none joins
+        them meanwhile, so a stream of small requests can't hold a large one up.
+        """
+        reuse = self._reuse
         self._put_back()
-        prefilling = [s for _, members in self._groups for s in members] + group
+        prefilling = self._prefilling() + group
         while len(self._waiting):
             sequence = self._waiting.peek()
             if reuse is None or not reuse.held_back(sequence, prefilling):
-                rows = (*self._admitted(), *group, sequence)
-                if memory is not None and not memory.fits(rows):
-                    return None  # Nothing overtakes it (engine/admission.py).
+                if not self._has_memory_for([*self._admitted(), *group, sequence]):
+                    return None
                 # Another prompt may be computing what could not be read after all.
                 if reuse is None or not (
                     reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)
                 ):
                     return sequence
-            self._held.append(self._waiting.set_aside())
+            self._held.append(self._waiting.pop(free=True))
         return None
+
+    def _has_memory_for(self, rows: list[Sequence]) -> bool:
+        """One alone always fits: `Engine.submit` rejects what could never run."""
+        if self._memory is None or len(rows) == 1:
+            return True
+        return self._memory(len(rows), max(row.most_cached for row in rows))
 
     def _put_back(self) -> None:
         """Queue those again that need not wait for a prefix any more, for their clients' turns."""
         if self._reuse is None:
             return
-        waiting = [s for s in self._held if self._reuse.waits(s)]
-        ready = [s for s in self._held if s not in waiting]
-        self._held = waiting
-        for sequence in sorted(ready, key=lambda s: s.number or 0, reverse=True):
-            self._waiting.put_back(sequence)
+        held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
+        self._held = [s for s in held if self._reuse.waits(s)]
+        for sequence in held:
+            if sequence not in self._held:
+                self._waiting.add(sequence, first=True)
 
     def _release(self, sequence: Sequence) -> None:
         if self._reuse is not None:
@@ -281,8 +275,3 @@ class Scheduler:
                     sequence.begun = True
                 return PrefillChunk(number, rows)
         return None
-
-
-def _failed(sequence: Sequence, error: MlxMtpError) -> RequestOutput:
-    sequence.status = Status.FINISHED
-    return RequestOutput(sequence.request_id, finish_reason="error", error=error)

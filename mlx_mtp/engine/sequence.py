@@ -20,15 +20,10 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """A request in the engine.
+    """A request in the engine; `stop_ids` end it, and it may emit `max_new_tokens`.
 
     Steps are launched before their predecessors are read, so the host knows the exact length only
     of what it has read; `max_cached` is an upper bound that includes the steps in flight.
-
-    Args:
-        request: as it was submitted.
-        stop_ids: every token id that ends it.
-        max_new_tokens: tokens it may emit, context limit included.
     """
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
@@ -121,9 +116,7 @@ class Sequence:
 
     def read(self, num_positions: int, num_kept: int) -> None:
         """A window has been read; its first `num_kept` positions stay in the caches."""
+        assert 0 <= num_kept <= num_positions <= self._positions_in_flight
         self._steps_in_flight -= 1
         self._positions_in_flight -= num_positions
         self.num_cached += num_kept
-        assert 0 <= num_kept <= num_positions
-        assert self._steps_in_flight >= 0
-        assert self._positions_in_flight >= 0

@@ -1,8 +1,8 @@
-"""What an engine reports of itself: its fixed properties, and counters as an immutable snapshot."""
+"""What an engine reports of itself: its fixed properties, counters and gauges."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class PrefixCacheStats:
     num_files_dropped: int = 0  # the disk is slow or full, or they are too large
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """Totals since the start, and gauges."""
 
@@ -57,20 +57,12 @@ class EngineStats:
     num_restarts: int = 0  # how often the engine's thread died and was started again
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
-    def after(self, earlier: EngineStats) -> EngineStats:
-        """These gauges with the counters of both: a restarted engine continues to count."""
-        pairs = zip_longest(
-            self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos, fillvalue=0
-        )
-        totals = {name: getattr(self, name) + getattr(earlier, name) for name in _COUNTERS}
-        return replace(self, num_accepted_tokens_per_pos=tuple(map(sum, pairs)), **totals)
-
-
-_COUNTERS = (
-    "prompt_tokens",
-    "generation_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_restarts",
-)
+    def count_window(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verify window of one row."""
+        assert 0 <= num_accepted <= num_drafts
+        self.num_drafts += num_drafts > 0
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        hits = [position < num_accepted for position in range(num_drafts)]
+        totals = zip_longest(self.num_accepted_tokens_per_pos, hits, fillvalue=0)
+        self.num_accepted_tokens_per_pos = tuple(map(sum, totals))

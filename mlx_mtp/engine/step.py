@@ -16,16 +16,14 @@ from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.speculative.acceptance import AcceptResult
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk(NamedTuple):
     """A chunk of the prompts of one group."""
 
     group: int  # the group's number, unique
     rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, first position, number of tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What to launch: a prefill chunk, a decode step, or both."""
 
     chunk: PrefillChunk | None
@@ -42,33 +40,31 @@ class StepPlan:
         return any(s.needs_host for s in self.decode)
 
 
-@dataclass(frozen=True, slots=True)
 class ChunkArrays:
-    """A prefill chunk on the host."""
+    """A prefill chunk on the host.
 
-    tokens: np.ndarray  # int32 [B, T], padded on the right
-    following: np.ndarray  # int32 [B, T], the token after each; 0 where the prompt ends
-    lengths: np.ndarray  # int32 [B]
-    is_last: np.ndarray  # bool [B], the row's prompt ends in this chunk
-    before: int  # 1 if the first token is the last of a cached prefix: its hidden state is known
+    `before` is 1 if the first token is the last of a cached prefix: its hidden state is known.
 
-    @staticmethod
-    def of(chunk: PrefillChunk, before: int) -> ChunkArrays:
-        lengths = np.array([length for _, _, length in chunk.rows], dtype=np.int32) + before
-        tokens = np.zeros((len(lengths), int(lengths.max())), dtype=np.int32)
-        following = np.zeros_like(tokens)
-        is_last = np.zeros(len(lengths), dtype=bool)
+    Attributes:
+        tokens: int32 [B, T], padded on the right.
+        following: int32 [B, T], the token after each; 0 where the prompt ends.
+        lengths: int32 [B].
+        num_computed: int32 [B], how many of a row's tokens the trunk has to run.
+        is_last: bool [B], the row's prompt ends in this chunk.
+    """
+
+    def __init__(self, chunk: PrefillChunk, before: int) -> None:
+        self.before = before
+        self.num_computed = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
+        self.lengths = self.num_computed + before
+        self.tokens = np.zeros((len(chunk.rows), int(self.lengths.max())), dtype=np.int32)
+        self.following = np.zeros_like(self.tokens)
+        ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]
+        self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
         for row, (sequence, start, length) in enumerate(chunk.rows):
             piece = sequence.prompt[start - before : start + length + 1]
-            tokens[row, : length + before] = piece[: length + before]
-            following[row, : len(piece) - 1] = piece[1:]
-            is_last[row] = start + length == sequence.num_prompt
-        return ChunkArrays(tokens, following, lengths, is_last, before)
-
-    @property
-    def num_computed(self) -> np.ndarray:
-        """int32 [B], how many of a row's tokens the trunk has to run."""
-        return self.lengths - self.before
+            self.tokens[row, : length + before] = piece[: length + before]
+            self.following[row, : len(piece) - 1] = piece[1:]
 
 
 class Drawn(NamedTuple):
@@ -115,13 +111,11 @@ class InFlightStep:
             return
         tokens, accepted, logprobs = self.drawn
         drawn = np.array(tokens).tolist()
-        num_kept = np.array(accepted.num_kept).tolist()
-        num_accepted = np.array(accepted.num_accepted).tolist()
-        finished = np.array(accepted.finished).tolist()
+        num_kept, num_accepted, finished = (np.array(a).tolist() for a in accepted[:3])
         if logprobs is not None:
             tables = [np.array(a) for a in logprobs]
             self.logprobs = [
-                _token_logprobs(tables, row, kept, s.request.sampling.top_logprobs)
+                _token_logprobs([table[row, :kept] for table in tables], s)
                 for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
             ]
         self.token_ids = [tuple(row[:kept]) for row, kept in zip(drawn, num_kept)]
@@ -141,12 +135,11 @@ class InFlightStep:
         return self.error or self.row_errors.get(row)
 
 
-def _token_logprobs(
-    tables: list[np.ndarray], row: int, kept: int, top: int | None
-) -> tuple[TokenLogprobs, ...]:
+def _token_logprobs(tables: list[np.ndarray], sequence: Sequence) -> tuple[TokenLogprobs, ...]:
+    top = sequence.request.sampling.top_logprobs
     if top is None:
         return ()
-    chosen, ids, values = (table[row].tolist() for table in tables)
     return tuple(
-        TokenLogprobs(chosen[j], tuple(zip(ids[j][:top], values[j][:top]))) for j in range(kept)
+        TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])))
+        for chosen, ids, values in zip(*(table.tolist() for table in tables))
     )

@@ -1,8 +1,7 @@
-"""Which of a verify window's tokens each row keeps, decided on the device; and its counters."""
+"""Which of a verify window's tokens each row keeps, decided on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -40,8 +39,7 @@ def accept(
         targets: int32 [B, T], the token drawn after each position of the window.
         window: int32 [B, T], the last emitted token and T-1 drafts.
         stop_ids: int32 [B, S], padded with -1.
-        remaining: int32 [B], tokens each row may still emit.
-        finished: bool [B], rows that had finished before.
+        remaining, finished: int32 and bool [B], as an `AcceptResult` has them, before the window.
         num_drafts: int32 [B], how many of a row's drafts count; None: all of them.
     """
     agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
@@ -64,25 +62,3 @@ def accept(
         remaining=remaining,
         last=mx.where(num_kept > 0, newest, window[:, 0]),
     )
-
-
-@dataclass
-class SpeculationCounters:
-    """Totals since the start (vLLM's names)."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        if num_draft_tokens == 0:
-            return
-        assert 0 <= num_accepted_tokens <= num_draft_tokens
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted_tokens
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
-        for position in range(num_accepted_tokens):
-            per_pos[position] += 1

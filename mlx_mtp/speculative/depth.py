@@ -1,4 +1,9 @@
-"""How many drafts a step proposes: the interface of a depth policy, and the fixed one."""
+"""How many drafts a step proposes: what a policy knows, its interface, and the fixed one.
+
+How often drafts are accepted is counted by position in the window, of one row and of all rows. A
+position counts only where the drafts before it were accepted, so the rates are conditional, and
+their running product is the chance that a window is accepted up to there.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,82 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.speculative.rates import RowRates
+
+_FIRST_RATE = 0.8  # prior of the first position
+_FIRST_TRIALS = 4.0  # its weight in trials at the start, forgotten as real trials are
+_LAST_TRIALS = 0.5  # its weight when all trials are forgotten
+_DECLINE = 0.95  # prior of another position, relative to the rate of the one before it
+_NEIGHBOUR_TRIALS = 2.0  # its weight
+_POOL_TRIALS = 3.0  # weight of the rate of all rows in that of one row
+_FORGOTTEN = 1e-3  # fewer trials are not decayed any more
+
+
+class Rates:
+    """Decaying counts of trials and successes at each of the K positions of a window.
+
+    A position's counts fade by the factor `memory` for each trial of it, and by `forgetting` for
+    each step in which it isn't tried.
+    """
+
+    def __init__(self, num_positions: int, *, memory: float, forgetting: float) -> None:
+        self._memory = memory
+        self._forgetting = forgetting
+        self._tried = [0.0] * num_positions
+        self._passed = [0.0] * num_positions
+
+    def observe(self, num_drafts: int, num_accepted: int, *, cut: bool) -> int:
+        """Count one window (see `Outcome`); returns how many positions were tried."""
+        num_tried = min(num_accepted + (not cut), num_drafts)
+        for i in range(num_tried):
+            self._tried[i] = self._tried[i] * self._memory + 1.0
+            self._passed[i] = self._passed[i] * self._memory + (i < num_accepted)
+        return num_tried
+
+    def forget(self, start: int) -> None:
+        """Decay the positions from `start` on, which a step has not tried."""
+        for i in range(start, len(self._tried)):
+            if self._tried[i] < _FORGOTTEN:
+                return  # And so are deeper ones: they are tried only where this one is.
+            self._tried[i] *= self._forgetting
+            self._passed[i] *= self._forgetting
+
+    def _rate(self, position: int, prior: float, weight: float, hope: float) -> float:
+        """The share of successes, with `weight` trials of the prior and `hope` more successes."""
+        passed = self._passed[position] + weight * prior + hope
+        return passed / (self._tried[position] + weight + hope)
+
+
+class PooledRates(Rates):
+    """Rates of all rows together, the prior of each row."""
+
+    def __init__(self, num_positions: int) -> None:
+        super().__init__(num_positions, memory=0.98, forgetting=0.999)
+        self._tried[0], self._passed[0] = _FIRST_TRIALS, _FIRST_TRIALS * _FIRST_RATE
+
+    def expected(self, hope: float = 0.0) -> list[float]:
+        """The rate of each position; with `hope` successes more, an upper estimate of it."""
+        rates = [self._rate(0, _FIRST_RATE, _LAST_TRIALS, hope)]
+        for position in range(1, len(self._tried)):
+            rates.append(self._rate(position, _DECLINE * rates[-1], _NEIGHBOUR_TRIALS, hope))
+        return rates
+
+
+class RowRates(Rates):
+    """Rates of one row."""
+
+    def __init__(self, num_positions: int) -> None:
+        super().__init__(num_positions, memory=0.95, forgetting=0.995)
+
+    def expected_tokens(self, pool: Sequence[float], hope: float = 0.0) -> list[float]:
+        """Tokens of a step with 0, 1, .. K drafts: [1, 1 + p1, 1 + p1 + p1 p2, ..].
+
+        `pool` is `PooledRates.expected`, the prior; `hope` as there.
+        """
+        tokens, reached = [1.0], 1.0
+        for position, prior in enumerate(pool):
+            reached *= self._rate(position, prior, _POOL_TRIALS, hope)
+            tokens.append(tokens[-1] + reached)
+        return tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -47,21 +127,21 @@ class DecodeStep:
 
 
 class DepthPolicy(Protocol):
-    """Chooses the depth of each step."""
+    """Chooses the depth of each step.
+
+    `choices` has the depth chosen last for each batch size that has run, probes left out.
+    """
+
+    choices: dict[int, int]
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         """How many drafts to propose for the next window of these rows, 0 or more.
 
-        Args:
-            rows: one or more.
-            steady: the step only decodes, so that its cost can be measured.
+        Steady: the step only decodes, so that its cost can be measured.
         """
 
     def observe(self, step: DecodeStep) -> None:
         """Learn from a step, one or two steps after it was planned."""
-
-    def choices(self) -> dict[int, int]:
-        """The depth chosen last for each batch size that has run, probes left out."""
 
 
 class FixedDepth:
@@ -69,15 +149,12 @@ class FixedDepth:
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
-        self._choices: dict[int, int] = {}
+        self.choices: dict[int, int] = {}
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         depth = max(self._num_draft_tokens if r.fixed is None else r.fixed for r in rows)
-        self._choices[len(rows)] = depth
+        self.choices[len(rows)] = depth
         return depth
 
     def observe(self, step: DecodeStep) -> None:
         pass
-
-    def choices(self) -> dict[int, int]:
-        return self._choices

@@ -8,11 +8,7 @@ from mlx_mtp.errors import UsageError
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
-    """Ids in ascending order; `source` names them in errors.
-
-    Raises:
-        UsageError: there are none, or one is out of range or occurs twice.
-    """
+    """Ids in ascending order; UsageError, which names `source`, if they are not a vocabulary."""
     found: set[int] = set()
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:

@@ -1,9 +1,10 @@
-"""Drafts of the model's own multi-token-prediction head."""
+"""What a source of drafts must do, and the model's own multi-token-prediction head as one."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 
@@ -14,8 +15,67 @@ from mlx_mtp.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEFERRED = 16
-"""Positions that the head's KV may be behind while nothing is drafted."""
+_MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing is drafted
+
+
+class Computed(NamedTuple):
+    """A window that was just computed: a prefill chunk or a verify window, T positions of B rows.
+
+    A row's last token is `targets[b, num_kept[b] - 1]`, at position `start[b] + num_kept[b]`.
+    """
+
+    hidden: mx.array  # [B, T, H], the trunk's post-norm hidden states
+    targets: mx.array  # int32 [B, T], the token after each position
+    start: mx.array  # int32 [B], absolute position of the first one
+    num_kept: mx.array  # int32 [B], how many positions are valid; 0 for ended rows
+    limit: int  # a bound of every row's length after the window
+
+
+class DraftState(Protocol):
+    """What a proposer keeps for the B rows of one batch."""
+
+    def select(self, rows: mx.array) -> Self:
+        """State of these rows, int32 [B'], in the order given; this one stays valid."""
+
+    def extend(self, other: Self) -> None:
+        """Append the other's rows."""
+
+    def prefix_kv(self) -> RaggedKVCache | None:
+        """KV that a cached prefix must hold besides the trunk's; None if there is none.
+
+        Its row p belongs to the hidden state at p and the token at p+1 (`cache/prefix_state.py`).
+        That of a new state is empty and may be loaded.
+        """
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated with a step."""
+
+
+class DraftProposer(Protocol):
+    """A source of drafts. Nothing in it may wait for the device.
+
+    A draft changes no token: it is only accepted if it equals the token that the model draws. So a
+    source may propose anything, and is as good as the share of its drafts that are accepted.
+    """
+
+    def make_state(
+        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]]
+    ) -> DraftState:
+        """State for B new rows, given the id and the prompt's token ids of each."""
+
+    def propose(
+        self, state: Any, window: Computed, num_draft_tokens: int, sampler: TokenSampler
+    ) -> mx.array:
+        """Update a state of `make_state` from a window of its rows, and draft what follows.
+
+        Called after every prefill chunk and every verify window, in order. With a prefix from the
+        cache, the first window begins at the prefix's last position. `sampler` draws drafts from
+        logits with the noise that will draw the tokens themselves.
+
+        Returns int32 [B, k], drafts for the k tokens after each row's last; k = `num_draft_tokens`
+        may be 0, to update the state only.
+        """
+
 
 Write = Callable[[RaggedKVCache, mx.array, mx.array, mx.array], object]
 """Writes positions: (cache, hidden [B, T, H], targets int32 [B, T], start int32 [B])."""
@@ -34,11 +94,11 @@ class HeadState:
         self._deferred: list[tuple[mx.array, mx.array]] = []
         self._start: mx.array | None = None
 
-    def defer(self, hidden: mx.array, targets: mx.array, start: mx.array) -> None:
-        """Keep one position a row for later: hidden [B, 1, H], targets int32 [B, 1], start [B]."""
+    def defer(self, window: Computed) -> None:
+        """Keep a window of one position for later."""
         if self._start is None:
-            self._start = start
-        self._deferred.append((hidden, targets))
+            self._start = window.start
+        self._deferred.append((window.hidden, window.targets))
         if len(self._deferred) == _MOST_DEFERRED:
             self.catch_up()
 
@@ -84,32 +144,23 @@ class MTPProposer:
         return HeadState(RaggedKVCache(len(request_ids)), self._write)
 
     def propose(
-        self,
-        state: HeadState,
-        *,
-        hidden: mx.array,
-        targets: mx.array,
-        start: mx.array,
-        num_kept: mx.array,
-        num_draft_tokens: int,
-        limit: int,
-        sampler: TokenSampler,
+        self, state: HeadState, window: Computed, num_draft_tokens: int, sampler: TokenSampler
     ) -> mx.array:
-        cache, none = state.cache, mx.zeros((targets.shape[0], 0), dtype=mx.int32)
-        cache.reserve(limit + max(num_draft_tokens - 1, 0))
+        hidden, targets, start, num_kept, limit = window
+        state.cache.reserve(limit + max(num_draft_tokens - 1, 0))
         if num_draft_tokens == 0 and targets.shape[1] == 1:
-            state.defer(hidden, targets, start)
-            return none
+            state.defer(window)
+            return targets[:, :0]
         state.catch_up()
         # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
         # are written from the trunk's true hidden states, over what the recursion wrote before.
-        z = self._write(cache, hidden, targets, start)
+        z = self._write(state.cache, hidden, targets, start)
         if num_draft_tokens == 0:
-            return none
+            return targets[:, :0]
         last = mx.maximum(num_kept - 1, 0)
         z = mx.take_along_axis(z, last[:, None, None], axis=1)
-        token = mx.take_along_axis(targets, last[:, None], axis=1)
-        return self._recur(cache, z, token, start + last, num_draft_tokens, sampler)
+        history = mx.take_along_axis(targets, last[:, None], axis=1)
+        return self._recur(state.cache, z, history, start + last, num_draft_tokens, sampler)
 
     def _write(
         self, cache: RaggedKVCache, hidden: mx.array, targets: mx.array, start: mx.array
@@ -123,28 +174,26 @@ class MTPProposer:
         self,
         cache: RaggedKVCache,
         z: mx.array,
-        token: mx.array,
+        history: mx.array,
         position: mx.array,
         num_draft_tokens: int,
         sampler: TokenSampler,
     ) -> mx.array:
-        """k passes of the head from row `position` on, each fed the draft before it: [B, k]."""
-        drafts: list[mx.array] = []
+        """k passes of the head from row `position` and last token `history` on: [B, k]."""
         while True:
             m = self._head.run(z, cache, position)
             # The head's row p predicts the token at p + 2.
             logits = self._model.logits(m, self._lm_head)
-            history = mx.concatenate([token, *drafts], axis=1)
-            drafts.append(sampler.draw(logits, position[:, None] + 2, history, ids=self._ids))
-            if len(drafts) == num_draft_tokens:
-                return mx.concatenate(drafts, axis=1)
+            draft = sampler.draw(logits, position[:, None] + 2, history, ids=self._ids)
+            history = mx.concatenate([history, draft], axis=1)
+            if history.shape[1] > num_draft_tokens:
+                return history[:, 1:]
             position = position + 1
-            z = self._head.join(self._model.embed(drafts[-1]), m)
-            self._head.write(z, cache, position)
+            z = self._write(cache, m, draft, position)
 
 
 def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPProposer | None:
-    """The "mtp" source (see `SOURCES`); None for a model that was loaded without its head."""
+    """The "mtp" source; None for a model that was loaded without its head."""
     if model.head is None:
         return None
     if draft_ids is None:

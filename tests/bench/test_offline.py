@@ -10,7 +10,7 @@ from mlx_mtp.bench.answer import Split
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.offline import EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import Prompt
-from mlx_mtp.engine import arrivals
+from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import StepError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def subject(engine: FakeEngine, **asking) -> EngineSubject:
 
 
 def test_tokens_and_times_are_those_of_the_steps(ticking):
-    ticking(arrivals, offline)
+    ticking(engine_module, offline)
     engine = FakeEngine(answer([7] * 9, sizes=(1, 3)))
     with subject(engine, max_tokens=6, temperature=0.5, ignore_eos=True) as measured:
         (found,) = measured.ask([Prompt("to be or not", 3)])

@@ -14,7 +14,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.depth import DecodeStep, DraftRow
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.proposer import Computed, MTPProposer
 from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, greedy, request
 from tests.tiny_models import VOCAB
@@ -123,6 +123,7 @@ class Erratic:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.choices: dict[int, int] = {}
         self.planned: list[int] = []
         self.steps: list[DecodeStep] = []
 
@@ -137,9 +138,6 @@ class Erratic:
     def observe(self, step: DecodeStep) -> None:
         self.steps.append(step)
 
-    def choices(self) -> dict[int, int]:
-        return {}
-
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     """The head's KV of a running row is as if written in one go; the driver is run to its end."""
@@ -153,16 +151,9 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     text = [*prompt, *driver.tokens(name)][: held + 1]
     proposer = MTPProposer(model)
     state = proposer.make_state(["reference"])
-    proposer.propose(
-        state,
-        hidden=model.causal_lm.model(mx.array([text[:-1]])),
-        targets=mx.array([text[1:]]),
-        start=mx.array([0]),
-        num_kept=mx.array([held]),
-        num_draft_tokens=0,
-        limit=held,
-        sampler=batch.sampler,
-    )
+    hidden = model.causal_lm.model(mx.array([text[:-1]]))
+    whole = Computed(hidden, mx.array([text[1:]]), mx.array([0]), mx.array([held]), limit=held)
+    proposer.propose(state, whole, 0, batch.sampler)
     reference = state.prefix_kv()
     for mine, theirs in ((keys, reference.keys), (values, reference.values)):
         theirs = np.array(theirs[0, :, :held])

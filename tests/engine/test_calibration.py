@@ -15,9 +15,9 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import calibration
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint, load_costs, save_costs
+from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.controller import StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer
 from tests.engine.test_engine import Client
 from tests.harness import greedy, plain, request
@@ -34,6 +34,12 @@ def runner(tiny_models) -> ModelRunner:
     return ModelRunner(model, MTPProposer(model), VOCAB)
 
 
+def keeper(folder, table=None, mark=MARK, **more) -> CostKeeper:
+    costs = StepCosts(K)
+    costs.load(table or {})
+    return CostKeeper(costs, EngineConfig(), folder, mark, **more)
+
+
 def measure(runner: ModelRunner, known=None, stopping=lambda: False, **settings) -> StepCosts:
     costs = StepCosts(K)
     costs.load(known or {})
@@ -42,25 +48,21 @@ def measure(runner: ModelRunner, known=None, stopping=lambda: False, **settings)
     return costs
 
 
-def test_it_measures_sizes_near_1_and_leaves_the_runner_idle(runner):
-    table = measure(runner, prefill_step_size=64).table()
-    assert set(table) == {1, 2, 4}
-    assert {0, 1, 2, 3, 4, 6, 8} == set(table[1])
-    assert {0, 1, 3} <= set(table[2])
-    assert all(0 < seconds < 10 for row in table.values() for seconds in row.values())
-    assert not runner.batches.prefilling
-    assert not runner.batches.ready
-
-
-def test_what_an_earlier_run_measured_is_checked_in_part(runner):
+def test_it_measures_sizes_near_1_and_checks_what_an_earlier_run_measured(runner):
     known = {1: dict.fromkeys((0, 2, 3, 4, 6, 8), 1.0) | {1: 1000.0}, 4: {0: 1.0, 1: 1.0}}
-    costs = measure(runner, known)
+    costs = measure(runner, known, prefill_step_size=64)
     assert costs.relative(1)[1] < 800.0
     table = costs.table()
     # One row is known but checked, four rows lack depths, and of two nothing is known.
     assert table[1][8] == pytest.approx(table[1][6])
-    assert {0, 1, 2, 3, 5, 8} == set(table[4])
-    assert {0, 1, 3} == set(table[2])
+    assert {size: set(row) for size, row in table.items()} == {
+        1: {0, 1, 2, 3, 4, 6, 8},
+        2: {0, 1, 3},
+        4: {0, 1, 2, 3, 5, 8},
+    }
+    assert all(seconds > 0 for row in table.values() for seconds in row.values())
+    assert not runner.batches.prefilling
+    assert not runner.batches.ready
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -75,22 +77,22 @@ def test_its_time_is_bounded(runner, overlap):
     assert 0 in costs.table()[1]
 
 
-def test_it_keeps_to_the_most_rows_and_stops_when_asked(runner):
-    assert set(measure(runner, max_num_seqs=1).table()) == {1}
+def test_it_keeps_to_the_most_rows_and_stops_when_asked_or_after_a_failure(
+    runner, monkeypatch, caplog
+):
     asked = itertools.count()
     assert measure(runner, stopping=lambda: next(asked) > 3).table() == {}
-
-
-def test_a_failing_step_ends_it_with_a_warning(runner, monkeypatch, caplog):
     calls, original = itertools.count(), MTPProposer.propose
 
-    def failing(self, *parts, **more):
+    def failing(self, *parts):
         if next(calls) == 30:
             raise MemoryError("no room")
-        return original(self, *parts, **more)
+        return original(self, *parts)
 
     monkeypatch.setattr(MTPProposer, "propose", failing)
-    assert set(measure(runner).table()) == {1}
+    measured = measure(runner, max_num_seqs=1).table()
+    assert set(measured) == {1}
+    assert 8 not in measured[1]
     assert "failed while step costs were measured" in caplog.text
 
 
@@ -127,32 +129,24 @@ def test_an_engine_measures_and_counts_nothing_of_it(serve, tmp_path, caplog):
         assert len(tables) == 1 + number
         assert tables[0].startswith("Step costs of an earlier run: ") == (number == 1)
     (file,) = tmp_path.iterdir()
+    assert file.name.startswith("step-costs-")
     assert json.loads(file.read_text())["seconds"]["1"]
 
 
-def test_without_time_for_it_costs_are_learned_in_use_and_kept(serve, tiny_models, tmp_path):
-    serve(60)
-    (file,) = tmp_path.iterdir()
-    assert file.name.startswith("step-costs-")
-    assert list(load_costs(file, fingerprint(tiny_models["qwen3_5"]))) == [1]
-
-
-def test_a_fixed_depth_measures_and_keeps_nothing(serve, tmp_path):
+def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
+    serve, tiny_models, tmp_path, caplog
+):
     serve(num_draft_tokens=2, calibration_seconds=9.0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_and_a_damaged_file_hurt_nobody(serve, tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    serve(folder=tmp_path / "file" / "folder")
-    assert "Step costs are not kept" in caplog.text
-    serve()
-    (kept,) = (path for path in tmp_path.iterdir() if path.name != "file")
-    good = kept.read_text()
+    assert list(tmp_path.iterdir()) == []  # A fixed depth measures and keeps nothing.
+    serve(60)
+    (kept,) = tmp_path.iterdir()
+    assert list(keeper(tmp_path, mark=fingerprint(tiny_models["qwen3_5"])).load()) == [1]
     kept.write_text("{")
     serve()
     assert str(kept) in caplog.text
-    assert json.loads(kept.read_text()).keys() == json.loads(good).keys()
+    assert json.loads(kept.read_text())["seconds"]
+    serve(folder=kept / "folder")
+    assert "Step costs are not kept" in caplog.text
 
 
 def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeypatch):
@@ -172,52 +166,36 @@ def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeyp
     assert engine.stop(timeout=30)
 
 
-def test_costs_are_saved_now_and_then(tmp_path):
-    now, costs = [0.0], StepCosts(K)
-    keeper = CostKeeper(costs, tmp_path, MARK, clock=lambda: now[0])
-    for _ in range(20):
-        costs.observe(1, 0, 0.01)
-    keeper.save_periodically()
-    assert load_costs(keeper.path, MARK) == {}
-    now[0] = 1000.0
-    keeper.save_periodically()
-    assert load_costs(keeper.path, MARK) == costs.table()
-    # Nothing new: the file is left alone.
-    keeper.path.unlink()
-    now[0] = 2000.0
-    keeper.save_periodically()
-    assert load_costs(keeper.path, MARK) == {}
-
-
-def test_the_fingerprint_knows_the_model_from_others(tiny_models):
+def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models):
+    """Those with fewer draft tokens are lower and must not be used without."""
     model = tiny_models["qwen3_5"]
     changed = dataclasses.replace(model, config=model.config | {"quantization": {"bits": 4}})
-    models = [*tiny_models.values(), changed]
-    assert len({fingerprint(each) for each in models}) == len(models)
-    assert fingerprint(model) == fingerprint(model)
+    marks = [fingerprint(each) for each in (*tiny_models.values(), changed)]
+    marks += [fingerprint(model, 20), fingerprint(model, 30), fingerprint(model, None, "other")]
+    assert len(set(marks)) == len(marks)
+    assert fingerprint(model) in marks
 
 
-def test_what_is_saved_comes_back_and_leaves_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "not" / "there" / "yet" / "costs.json"
-    assert load_costs(path, MARK) == {}
-    save_costs(path, MARK, TABLE)
-    assert load_costs(path, MARK) == TABLE
-    assert load_costs(path, "b" * 64) == {}
-
-    def fail(*_):
-        raise OSError("disk full")
-
+def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_ignored(
+    tmp_path, caplog, monkeypatch
+):
+    now = [0.0]
+    kept = keeper(tmp_path / "not" / "there", TABLE, clock=lambda: now[0])
+    path = kept.path
+    kept.save_periodically()
+    assert kept.load() == {}
+    now[0] = 1000.0
     with monkeypatch.context() as patch:
-        patch.setattr(calibration.os, "replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            save_costs(path, MARK, {1: {0: 9.0}})
-    assert load_costs(path, MARK) == TABLE
+        patch.setattr(calibration.os, "replace", lambda source, target: os.stat("missing"))
+        kept.save()
+    assert os.listdir(path.parent) == []
+    kept.save_periodically()
+    assert kept.load() == {}
+    now[0] = 2000.0
+    kept.save_periodically()
     assert os.listdir(path.parent) == [path.name]
-
-
-def test_a_file_that_is_damaged_or_foreign_is_ignored_and_replaced(tmp_path, caplog):
-    path = tmp_path / "costs.json"
-    save_costs(path, MARK, TABLE)
+    assert kept.load() == {size: pytest.approx(row) for size, row in TABLE.items()}
+    assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").load() == {}
     good = path.read_text()
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
     fields = {
@@ -233,7 +211,5 @@ def test_a_file_that_is_damaged_or_foreign_is_ignored_and_replaced(tmp_path, cap
     for content in (*(text.encode() for text in damaged), b"\xff\xfe\x00"):
         path.write_bytes(content)
         caplog.clear()
-        assert load_costs(path, MARK) == {}, content[:80]
+        assert kept.load() == {}, content[:80]
         assert str(path) in caplog.text
-    save_costs(path, MARK, TABLE)
-    assert load_costs(path, MARK) == TABLE

@@ -71,11 +71,3 @@ def compare(counts: np.ndarray, probability: np.ndarray) -> tuple[float, int]:
     support = probability > 0
     expected = counts.sum() * probability[support]
     return float(((counts[support] - expected) ** 2 / expected).sum()), int(support.sum()) - 1
-
-
-def test_the_statistic_sees_a_bias():
-    """The test above fails for a distribution that is off by 3.5 points in one token."""
-    right = np.array([0.5, 0.3, 0.2])
-    biased = np.array([0.535, 0.28, 0.185]) * DRAWS
-    statistic, freedom = compare(biased, right)
-    assert chi_square_tail(statistic, freedom) < 1e-3

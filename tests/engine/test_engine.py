@@ -20,12 +20,9 @@ from mlx_mtp.engine.health import acquire_restart
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.errors import (
-    ContextLengthError,
-    EngineStoppedError,
-    InvalidRequestError,
-    UsageError,
-)
+from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, UsageError
+from tests.engine.cases import SPECS
+from tests.grammars import compiled
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
 
@@ -154,6 +151,8 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
         (Request("b", (5,), greedy(1, logit_bias=((VOCAB, 1.0),))), "logit_bias"),
         (Request("b", (5,), greedy(1, stop_token_ids=(VOCAB,))), "stop_token_ids"),
         (Request("b", (5,), greedy(1), num_draft_tokens=9), "mtp.num_draft_tokens"),
+        (Request("b", (5,), greedy(3, grammar=SPECS[0])), None),
+        (request("b", [5], greedy(3, ignore_eos=True), compiled(SPECS[0])), "ignore_eos"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
             served.engine.submit(bad)
@@ -289,13 +288,6 @@ def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client
 
 
 def test_an_idle_engine_holds_no_rows(client, monkeypatch):
-    runners: list[ModelRunner] = []
-    original = ModelRunner.__init__
-
-    def noted(self, *parts):
-        runners.append(self)
-        original(self, *parts)
-
     gc.collect()  # What earlier tests left would be freed, and cached, in between.
     # Looked at on the engine's thread: what other threads free later is cached again.
     left: list[tuple[object, ...]] = []
@@ -306,12 +298,11 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
         batches = self.batches
         left.append((batches.decoding, batches.ready, batches.prefilling, mx.get_cache_memory()))
 
-    monkeypatch.setattr(ModelRunner, "__init__", noted)
     monkeypatch.setattr(ModelRunner, "release", looked_at)
-    served = client(config=EngineConfig(num_draft_tokens=2, prefill_step_size=32))
+    served = client()
     for name, length in (("a", 8), ("b", 40)):
         with served.held_at(4, request(name, range(2, 40), greedy(length, ignore_eos=True))):
-            assert runners[0].batches.decoding is not None
+            assert served.engine._core.runner.batches.decoding is not None
             if name == "b":
                 served.engine.cancel(name)
         wait_until(lambda: left)
@@ -319,14 +310,14 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
 
 
 def test_settings_out_of_range_are_refused(tiny_models):
-    for config, text in (
-        (EngineConfig(num_draft_tokens=9), "0 to 8"),
-        (EngineConfig(num_draft_tokens="some"), "auto"),
-        (EngineConfig(num_draft_tokens=True), "0 to 8"),
-        (EngineConfig(max_model_len=1), "2 to 512"),
-        (EngineConfig(max_model_len=513), "2 to 512"),
-        (EngineConfig(max_num_seqs=0), "max_num_seqs"),
-        (EngineConfig(prefill_step_size=0), "prefill_step_size"),
+    for name, value, text in (
+        ("num_draft_tokens", 9, "0 to 8"),
+        ("num_draft_tokens", "some", "auto"),
+        ("num_draft_tokens", True, "0 to 8"),
+        ("max_model_len", 1, "2 to 512"),
+        ("max_model_len", 513, "2 to 512"),
+        ("max_num_seqs", 0, "max_num_seqs"),
+        ("prefill_step_size", 0, "prefill_step_size"),
     ):
         with pytest.raises(UsageError, match=text):
-            build_engine(tiny_models["qwen3_5"], config, VOCAB, ())
+            build_engine(tiny_models["qwen3_5"], EngineConfig(**{name: value}), VOCAB, ())

@@ -16,6 +16,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from tests.engine.cases import (
     EOS,
     FACTORS,
+    SPECS,
     STEP,
     Erratic,
     check_head_cache,
@@ -23,21 +24,14 @@ from tests.engine.cases import (
     make_requests,
     proposer_for,
 )
-from tests.harness import Driver, OracleProposer, Ties, greedy, plain, request
+from tests.grammars import compiled
+from tests.harness import Driver, OracleProposer, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 CASES = covering(FACTORS)
 for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
     whole = dict(zip(FACTORS, (*values, FACTORS["arrivals"][number % 3], bool(number % 2))))
     CASES.append(pytest.param(whole, marks=pytest.mark.full))
-
-
-@pytest.fixture(scope="module")
-def ties():
-    """All differences at rounding ties that this file met, listed at its end."""
-    found = Ties()
-    yield found
-    found.report("random models")
 
 
 @pytest.fixture
@@ -88,11 +82,7 @@ def test_tokens_equal_plain_decoding(model_of, references, ties, case):
             assert tuple(tokens) == reference[name].tokens[: len(tokens)]
         else:
             ties.check(f"{case} {name}", tokens, reference[name])
-    check_counters(driver, case)
-
-
-def check_counters(driver: Driver, case: dict) -> None:
-    """Forced drafts are all accepted up to the end of an answer, spoiled ones never."""
+    # Forced drafts are all accepted up to the end of an answer, spoiled ones never.
     stats, depth = driver.core.stats(), case["depth"]
     outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens >= sum(o.num_draft_tokens for o in outputs)
@@ -121,19 +111,12 @@ def forced(model, requests) -> tuple[dict[str, list[int]], OracleProposer]:
 def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
     """Every draft would be right, so what a row gets of a step is what it asked for, plus one."""
     model = tiny_models["qwen3_5"]
-    requests = [
-        dataclasses.replace(
-            request(f"r{number}", [5 + number, 9], greedy(25, ignore_eos=True)),
-            num_draft_tokens=drafts,
-        )
-        for number, drafts in enumerate((None, 0, 1, 3, None))
-    ]
+    requests = [request(f"r{n}", [5 + n, 9], greedy(25, ignore_eos=True)) for n in range(5)]
+    wanted = (None, 0, 1, 3, None)
+    requests = [dataclasses.replace(r, num_draft_tokens=n) for r, n in zip(requests, wanted)]
     plain, proposer = forced(model, requests)
-    config = EngineConfig(num_draft_tokens=2)
-    driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
-    for each in requests:
-        driver.add(each)
-    assert driver.run() == plain
+    driver = Driver(model, vocab_size=VOCAB, proposer=proposer)
+    assert driver.run_arrivals({0: requests}) == plain
     # While the row that wants 3 is there, the others that don't mind take 3 too.
     for number, depth in enumerate((3, 0, 1, 3, 3)):
         outputs = driver.outputs[f"r{number}"][1:-1]
@@ -146,14 +129,14 @@ def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
     assert stats.num_accepted_tokens == sum(o.num_accepted_tokens for o in outputs)
 
 
+class Scripted(Erratic):
+    def choose(self, steady: bool) -> int:
+        return 4 if steady else 2
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_models, overlap):
     """The window is that of the rows that run; what is missing in a joining row doesn't count."""
-
-    class Scripted(Erratic):
-        def choose(self, steady: bool) -> int:
-            return 4 if steady else 2
-
     model, policy = tiny_models["qwen3_next"], Scripted(0)
     # Long enough that what attention reads and what is allocated have to grow.
     requests = [request(f"r{i}", [5 + i] * 40, greedy(40, ignore_eos=True)) for i in range(2)]
@@ -166,6 +149,40 @@ def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_mode
     assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
     assert {o.num_draft_tokens for o in outputs} >= {2, 4}
     assert {step.depth for step in policy.steps} == {2, 4}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
+    """An accepted draft after the stop id, or past max_tokens, is never given out."""
+    model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
+    full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
+    names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
+    right = OracleProposer(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
+    config = EngineConfig(num_draft_tokens=5, overlap=overlap)
+    for proposer in (None, right):
+        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        for cut in cuts:
+            stops = greedy(30, stop_token_ids=(full[cut], 90))
+            driver.add(request(f"stop {cut}", prompt, stops))
+            driver.add(request(f"length {cut}", prompt, greedy(cut)))
+        got = driver.run()
+        for cut in cuts:
+            assert tuple(got[f"stop {cut}"]) == full[: full.index(full[cut]) + 1]
+            assert tuple(got[f"length {cut}"]) == full[:cut]
+        assert [driver.reason(name) for name in names] == [name.split()[0] for name in names]
+
+
+@pytest.mark.parametrize("first", ["none", "one", "three"])
+def test_rows_with_different_numbers_of_stop_ids_do_not_share_them(tiny_models, first):
+    """They join in either order, and each emits token 0 alone, which no padding may stand for."""
+    stops = {"none": (), "one": (90,), "three": (91, 92, 93)}
+    requests = {
+        name: request(name, [5, 6], greedy(9, logit_bias=((0, 100.0),), stop_token_ids=ids))
+        for name, ids in stops.items()
+    }
+    driver = Driver(tiny_models["qwen3_5"], vocab_size=VOCAB)
+    driver.run_arrivals({0: [requests.pop(first)], 3: list(requests.values())})
+    assert driver.run() == {name: [0] * 9 for name in (first, *requests)}
 
 
 class Parking(Erratic):
@@ -201,27 +218,6 @@ def test_windows_of_few_rows_are_filled_up(model_of):
         assert other.window_length(batch, length) == length
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
-    """An accepted draft after the stop id, or past max_tokens, is never given out."""
-    model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
-    full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
-    names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
-    right = OracleProposer(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
-    config = EngineConfig(num_draft_tokens=5, overlap=overlap)
-    for proposer in (None, right):
-        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
-        for cut in cuts:
-            stops = greedy(30, stop_token_ids=(full[cut], 90))
-            driver.add(request(f"stop {cut}", prompt, stops))
-            driver.add(request(f"length {cut}", prompt, greedy(cut)))
-        got = driver.run()
-        for cut in cuts:
-            assert tuple(got[f"stop {cut}"]) == full[: full.index(full[cut]) + 1]
-            assert tuple(got[f"length {cut}"]) == full[:cut]
-        assert [driver.reason(name) for name in names] == [name.split()[0] for name in names]
-
-
 @pytest.mark.parametrize("depth", [0, 2])
 def test_caches_stand_still_after_the_end(tiny_models, depth):
     """The state at the end of an answer is exact: all tokens but the last are in the caches."""
@@ -250,21 +246,25 @@ def test_caches_stand_still_after_the_end(tiny_models, depth):
     assert seen, "the row left the batch before its end was seen"
 
 
-def test_logprobs_of_accepted_tokens_are_the_true_ones(tiny_models):
+def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_models):
     """Not 0 or 1, and the same with MTP on and off."""
     model, reports = tiny_models["qwen3_5_moe"], []
     sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
-    wanted = [request("a", [5, 6, 7], sampling), request("b", [5, 6], greedy(15))]
+    wanted = [
+        request("a", [5, 6, 7], sampling),
+        request("masked", [5, 6, 7], greedy(12, top_logprobs=2), compiled(SPECS[0])),
+        request("b", [5, 6], greedy(15)),
+    ]
     _, proposer = forced(model, wanted)
     for depth in (0, 3):
         config = EngineConfig(num_draft_tokens=depth)
         driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
-        for each in wanted:
-            driver.add(each)
-        driver.run()
-        reports.append([p for o in driver.outputs["a"] for p in o.logprobs])
-        assert all(not o.logprobs for o in driver.outputs["b"])
-    assert len(reports[0]) == 15
+        driver.run_arrivals({0: wanted})
+        got = {name: [p for o in outs for p in o.logprobs] for name, outs in driver.outputs.items()}
+        assert [len(got[name]) for name in ("a", "masked", "b")] == [15, 12, 0]
+        # The mask had to allow tokens that the model finds less likely than its first.
+        assert sum(p.logprob < p.top[0][1] for p in got["masked"]) >= 6
+        reports.append(got["a"] + got["masked"])
     for one, other in zip(*reports, strict=True):
         assert one.logprob < 0.0
         assert abs(one.logprob - other.logprob) < 1e-4

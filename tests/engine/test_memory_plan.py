@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -15,7 +14,7 @@ from benchmarks import prefill_memory
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, GatedDeltaSpec, MLPSpec
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine, plan_for
-from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, largest, plan_memory
+from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B
@@ -47,14 +46,11 @@ def plan(nbytes: int, shape: Footprint = LARGE, **more: int | None) -> MemoryPla
     return plan_memory(shape, MemoryLimit(nbytes, "a test"), **given)
 
 
-def test_the_published_sizes_of_a_large_model():
+def test_a_large_model_on_large_machines():
     """24 KB a token, and 75 MB of states a row."""
     assert LARGE.caches.kv_per_token == 12 * 2 * 2 * 256 * 2
     assert LARGE.caches.states["recurrent state (float32)"] == 36 * 32 * 128 * 128 * 4
     assert LARGE.caches.states["convolution"] == 36 * 3 * 8192 * 2
-
-
-def test_a_large_model_on_a_large_machine():
     found = plan(110 * GB)
     assert (found.max_model_len, found.reduced) == (262_144, False)
     assert found.rows + found.chunk + 46 * GB == 110 * GB
@@ -62,6 +58,10 @@ def test_a_large_model_on_a_large_machine():
     text = "\n".join(found.lines(32))
     for part in ("110.0 GB (a test)", "weights 45.0 GB", "head 1.0 GB", "context 262,144 tokens"):
         assert part in text
+    for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
+        found = plan(46 * GB + left, prefix_cache=None)
+        assert found.prefix_cache == share
+        assert found.rows + found.chunk == left - share
 
 
 def test_the_context_is_cut_to_what_one_row_has_memory_for():
@@ -69,6 +69,7 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
     assert found.reduced
     assert 4096 < found.max_model_len < 262_144
     assert found.num_rows(found.max_model_len, 32) == 1
+    assert not found.fits(1, found.max_model_len + 100)
     assert plan(54 * GB, wanted=found.max_model_len) == replace(found, reduced=False)
     assert "less than the model allows" in found.lines(32)[1]
     assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
@@ -94,25 +95,12 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags():
         plan(60 * GB, prefix_cache=14 * GB)
 
 
-def test_without_a_size_the_prefix_cache_gets_a_share_of_what_is_left():
-    for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
-        found = plan(LARGE.weights + LARGE.head + left, prefix_cache=None)
-        assert found.prefix_cache == share
-        assert found.rows + found.chunk == left - share
-
-
 def test_demands_grow_with_everything():
     for rows, tokens in ((1, 100), (3, 100), (3, 5000), (32, 5000)):
         assert LARGE.rows(rows, tokens) >= LARGE.caches.batch(rows, tokens, 8) * 2
         assert LARGE.rows(rows + 1, tokens) > LARGE.rows(rows, tokens)
         assert LARGE.rows(rows, tokens + 256) > LARGE.rows(rows, tokens)
         assert LARGE.chunk(512, tokens + 1) > LARGE.chunk(512, tokens) > LARGE.chunk(256, tokens)
-
-
-def test_largest():
-    for last in range(3, 11):
-        assert largest(3, 10, lambda n, last=last: n <= last) == last
-    assert largest(3, 10, lambda n: False) is None
 
 
 def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):
@@ -166,30 +154,3 @@ def test_no_more_is_used_than_was_planned(model: LoadedModel):
         assert used.prefill <= found.rows(1, longest) + others + chunk
         assert used.joined <= found.rows(used.rows + 1, longest)
         assert used.prefill > (found.rows(1, longest) + chunk) / 5
-
-
-@pytest.mark.full
-def test_a_prompts_peak_grows_in_proportion_to_its_length(model: LoadedModel):
-    """Not with its square, and not with how many short rows run beside it.
-
-    The least of three: mlx's CPU backend allocates ahead of the thread that computes and frees, so
-    a peak differs by some 5% between runs, and by how much it is ahead.
-    """
-    lengths = (512, 1024, 2048)
-    cases = [(n, 0) for n in lengths] + [(1024, 4)]
-    found = prefill_memory.measure_apart(model.path, cases * 3, 128)
-
-    def peak(tokens: int, rows: int = 0) -> int:
-        runs = [run for run in found if (run.tokens, run.rows) == (tokens, rows)]
-        return min(run.prefill - run.before for run in runs)
-
-    first, second = (peak(b) - peak(a) for a, b in pairwise(lengths))
-    # By the square the second would be 4 times the first, and in proportion it is 2 times; 5% off
-    # in each of the three are 2.6.
-    assert 0 < second < 3 * first
-    per_token = second / 1024
-    demand = footprint(model, 1)
-    kept = demand.caches.kv_per_token + demand.caches.head_kv_per_token
-    # Scores, their mask, the rows themselves, and one copy of a layer's as they grow.
-    assert per_token < 1.2 * (128 * demand.heads * 4 + 128 + 2 * kept)
-    assert peak(1024, rows=4) < 1.1 * peak(1024)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_tree import Fetch, PrefixTree
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.memory import Admission
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, save_points, turns
 from mlx_mtp.engine.scheduler import Scheduler
@@ -31,9 +30,7 @@ OTHER = [6] * 60
 class World:
     """A scheduler with a prefix cache, and a runner that only saves what it should."""
 
-    def __init__(
-        self, rows: int = 8, step: int = STEP, limit: int = 100_000, memory: Admission | None = None
-    ) -> None:
+    def __init__(self, rows: int = 8, step: int = STEP, limit: int = 100_000, memory=None) -> None:
         self.disk = FakeDisk()
         self.tree = PrefixTree(limit, self.disk)
         self.reuse = PrefixReuse(self.tree, {END}, step, GAIN)
@@ -268,7 +265,7 @@ def test_bytes_on_their_way_count():
 
 
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
-    world = World(memory=Admission(100, lambda rows, longest: rows * longest))
+    world = World(memory=lambda rows, longest: rows * longest <= 100)
     world.on_disk([*LONG, *LONG[:30]])
     world.add("runs", [9] * 40)
     world.step()
@@ -333,7 +330,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
         elif what == 2:
             world.disk.entries.clear()
         elif what == 4 and data.draw(st.booleans()):
-            world.policy.fail_all(StepError("down"))
+            world.policy.cancel()
         world.disk.broken = data.draw(st.integers(0, 4)) == 0
         world.saves = data.draw(st.integers(0, 4)) > 0
     world.disk.state = data.draw(st.sampled_from([HERE, LATE]))

@@ -1,4 +1,4 @@
-"""The scheduler without a model: chunks, turns, admission, and rows that end in every way."""
+"""The scheduler without a model: chunks, turns, admission, memory, and every way to end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ def sequence(
     return Sequence(request, (1,), max_tokens)
 
 
-def scheduler(**limits: int) -> Scheduler:
-    return Scheduler(EngineConfig(**limits), FixedDepth(2))
+def rectangle(rows: int, longest: int) -> int:
+    return rows * (longest + 10)
+
+
+def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
+    """With as many bytes for the rows' rectangle; None: without a limit."""
+    fits = None if memory is None else lambda rows, longest: rectangle(rows, longest) <= memory
+    return Scheduler(EngineConfig(**limits), FixedDepth(2), memory=fits)
 
 
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
@@ -141,20 +147,15 @@ def test_finish_reasons_and_output_after_the_end():
     assert policy.stats().generation_tokens == 3 + 4
 
 
-@pytest.mark.parametrize("how", ["cancel", "fail_all"])
-def test_a_request_is_dropped_wherever_it_is(how):
+@pytest.mark.parametrize("dropped", [("waiting", "prefilling", "decoding", "unknown"), (None,)])
+def test_a_request_is_dropped_wherever_it_is(dropped):
     policy = scheduler(max_num_seqs=2, prefill_step_size=16)
     add(policy, decoding=4)
     finish_chunk(policy, policy.schedule())
     add(policy, prefilling=40, waiting=4)
     policy.schedule()
-    if how == "cancel":
-        for name in ("waiting", "prefilling", "decoding", "unknown"):
-            policy.cancel(name)
-    else:
-        outputs = policy.fail_all(StepError("down"))
-        assert sorted(o.request_id for o in outputs) == ["decoding", "prefilling", "waiting"]
-        assert all(o.finish_reason == "error" for o in outputs)
+    for name in dropped:
+        policy.cancel(name)
     assert policy.idle
     assert policy.schedule().empty
 
@@ -263,3 +264,52 @@ def test_every_prompt_token_is_computed_once_and_every_request_ends(prompts, ste
     assert ended == set(waiting)
     for name, each in waiting.items():
         assert computed[name] == list(range(each.num_prompt))
+
+
+def running(policy: Scheduler) -> list[Sequence]:
+    return [s for s in policy._admitted() if not s.finished]
+
+
+def test_what_does_not_fit_waits_and_one_alone_always_fits():
+    policy = scheduler(105)
+    for name in "abc":
+        policy.add(sequence(name, 20, 20))  # 50 bytes each, and 180 together with 50 more tokens
+    assert len(policy.schedule().chunk.rows) == 2, "members of one group count before it runs"
+    assert names(running(policy)) == ["a", "b"]
+    policy.cancel("a")
+    policy.schedule()
+    assert names(running(policy)) == ["b", "c"]
+    policy.add(sequence("long", 500, 500))
+    policy.cancel("b")
+    policy.schedule()
+    assert names(running(policy)) == ["c"]
+    policy.cancel("c")
+    assert policy.schedule().chunk is not None
+
+
+@settings(max_examples=60)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 120), st.integers(2, 20)), min_size=1, max_size=25),
+    nbytes=st.integers(150, 800),
+    arrivals=st.integers(1, 5),
+)
+def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, nbytes, arrivals):
+    """So a stream of small ones can't hold a large one up."""
+    policy = scheduler(nbytes, max_num_seqs=8, prefill_step_size=64)
+    coming = [sequence(str(i), prompt, answer) for i, (prompt, answer) in enumerate(requests)]
+    everyone, order = list(coming), []
+    for _ in range(1000):
+        for one in coming[:arrivals]:
+            policy.add(one)
+        del coming[:arrivals]
+        plan = policy.schedule()
+        rows = running(policy)
+        order += [s for s in rows if s not in order]
+        # By the prompts and all that may be emitted, whatever the sequence says of itself.
+        longest = max((len(s.prompt) + s.max_new_tokens for s in rows), default=0)
+        assert len(rows) <= 1 or rectangle(len(rows), longest) <= nbytes
+        if plan.chunk is not None:
+            finish_chunk(policy, plan)
+        finish_decode(policy, plan, stop=False)
+    assert order == everyone
+    assert all(s.finished for s in everyone)

@@ -27,9 +27,6 @@ def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
     return [InFlightStep(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
 
 
-PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
-
-
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
     """Each step takes one second longer than the one before it; the time that counts of each."""
     clock = Clock()
@@ -51,6 +48,7 @@ def test_steps_in_an_unbroken_row_are_timed():
     assert laps(*change, overlap=False) == [None, 1, 2, None, 4, 5, 6]
 
 
+PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
 BREAKS = {
     "idle": [],
     "prefill": PREFILL,
@@ -74,8 +72,7 @@ def test_what_breaks_the_row(name):
     assert times[-2] is not None
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize(("overlap", "depth"), [(True, 2), (False, 0)])
 def test_the_policy_observes_every_decode_step(tiny_models, overlap, depth):
     """Times by the injected clock, rows, windows, and what was accepted of them."""
     policy, clock = Watched(depth), Clock()

@@ -13,7 +13,7 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.models.loaded import DraftHead
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.proposer import Computed, MTPProposer
 from tests.harness import greedy
 from tests.reference_head import ReferenceHead
 from tests.tiny_models import FAMILIES, VOCAB, Layout, text_config, write_checkpoint
@@ -56,16 +56,14 @@ def test_draft_logits_equal_the_reference(tmp_path, family, stacked):
     start = 0
     for length, kept in ((6, 6), (1, 1), (8, 6)):
         rows = [min(start + j, 12) for j in range(length)]
-        proposer.propose(
-            state,
+        window = Computed(
             hidden=hidden[:, mx.array(rows)],
             targets=mx.array([[int(tokens[r + 1]) for r in rows]]),
             start=mx.array([start]),
             num_kept=mx.array([kept]),
-            num_draft_tokens=DEPTH,
             limit=start + length,
-            sampler=sampler,
         )
+        proposer.propose(state, window, DEPTH, sampler)
         start += kept
     # Thirteen rows kept, so the next token is at 13 and the drafts, with its noise, follow it.
     assert sampler.positions[-DEPTH:] == [14, 15, 16]

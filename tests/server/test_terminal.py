@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mlx_mtp.engine import arrivals
+from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
 from mlx_mtp.server.detokenizer import Detokenizer
@@ -49,7 +49,7 @@ def test_generate_takes_the_room_that_there_is(tokenizer, context, asked, given)
 
 
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
-    monkeypatch.setattr(arrivals, "PATIENCE", 0.01)
+    monkeypatch.setattr(engine_module, "PATIENCE", 0.01)
     engine = FakeEngine(lambda _: itertools.repeat(None))
     engine.unhealthy_reason = "the engine's thread died: it was ill"
     with pytest.raises(EngineStoppedError, match="it was ill"):

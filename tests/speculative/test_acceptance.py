@@ -6,7 +6,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.acceptance import SpeculationCounters, accept
+from mlx_mtp.speculative.acceptance import accept
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):
@@ -55,10 +55,3 @@ def test_equals_a_loop(data, length, batch):
     )
     rows = zip(targets, window, stops, remaining, finished, limits, strict=True)
     assert list(zip(*(a.tolist() for a in accepted))) == [reference(*row) for row in rows]
-
-
-def test_counters_count_by_position():
-    counters = SpeculationCounters()
-    for drafts, accepted in ((0, 0), (2, 2), (3, 1), (3, 0), (1, 1)):
-        counters.observe(drafts, accepted)
-    assert counters == SpeculationCounters(4, 9, 4, [3, 1, 0])

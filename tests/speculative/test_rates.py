@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.rates import PooledRates, RowRates
+from mlx_mtp.speculative.depth import PooledRates, RowRates
 
 K = 5
 
@@ -41,18 +40,6 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     assert rates[2] < 0.2
     # Behind the one that failed nothing was tried, nor at all at the last.
     assert rates[3:] == pytest.approx([0.9, 0.9])
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_it_comes_near_the_true_rate_and_follows_it(rate):
-    draw, row = random.Random(1), RowRates(K)
-    for _ in range(200):
-        row.observe(1, 1, cut=False)
-    seen = []
-    for _ in range(600):
-        row.observe(1, int(draw.random() < rate), cut=False)
-        seen.append(row.expected_tokens([0.5] * K)[1] - 1)
-    assert sum(seen[60:]) / len(seen[60:]) == pytest.approx(rate, abs=0.06)
 
 
 @given(st.lists(st.tuples(st.integers(0, K), st.integers(0, K), st.booleans()), max_size=60))
