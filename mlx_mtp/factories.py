@@ -27,7 +27,7 @@ def load(
 ) -> tuple[LoadedModel, Tokenizer]:
     """Load model and tokenizer; `memory` and `lazy` are arguments of `load_model`."""
     if enable_mtp and options.model is not None:
-        from mlx_mtp.convert.hub_head import check_head_on_hub
+        from mlx_mtp.convert.source import check_head_on_hub
 
         check_head_on_hub(options.model)
     from mlx_mtp.models.hub import resolve_model

@@ -9,18 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from mlx_mtp.convert.hub import HubRepo
+from mlx_mtp.convert.hub import HubRepo, LocalRepo
 from mlx_mtp.convert.plan import Plan
 from mlx_mtp.convert.sidecar import Existing, SidecarWriter, link_model
-from mlx_mtp.convert.source import (
-    LocalRepo,
-    head_of,
-    open_source,
-    weight_map_of,
-)
+from mlx_mtp.convert.source import head_of, open_source, weight_map_of
 from mlx_mtp.convert.target import Target
 from mlx_mtp.convert.verify import verify_head
 from mlx_mtp.errors import ConvertError
@@ -72,8 +66,6 @@ def add_head(
             )
             return
         plan.open(source.repo.fetch(source.files), mtp_norms)
-        print(f"Head of {source.name}: {plan}", flush=True)
-        plan.report_copies()
         if existing is None:
             if dry_run:
                 print(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
@@ -180,11 +172,8 @@ def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
         start = time.perf_counter()
         with SidecarWriter(directory, plan.specs, plan.metadata()) as writer:
             with tqdm(total=plan.nbytes, unit="B", unit_scale=True, disable=None) as bar:
-
-                def write(first: int, tensors: Mapping[str, mx.array]) -> None:
-                    bar.update(writer.write(first, tensors))
-
-                plan.run(write)
+                for expert, tensors in plan.converted():
+                    bar.update(writer.write(expert, tensors))
             writer.finish(plan.metadata())
             seconds = time.perf_counter() - start
             print(f"Converted to {size_text(plan.nbytes)} in {seconds:.1f} s.", flush=True)

@@ -1,4 +1,4 @@
-"""A repository on the Hugging Face hub: single files of it, in the usual cache."""
+"""Where a checkpoint's files are: in a directory, or in a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,16 +18,48 @@ from huggingface_hub import (
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import HfFileMetadata
 
-from mlx_mtp.errors import ConvertError
+from mlx_mtp.convert.tensors import SafetensorsFile
+from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.hub import explained
 from mlx_mtp.units import size_text
 
+INDEX = "model.safetensors.index.json"
+
+
+class LocalRepo:
+    """A directory, with the methods of `HubRepo`."""
+
+    commit = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.repo_id = path, str(path.resolve())
+
+    def small(self, name: str) -> Path | None:
+        return self.path / name if (self.path / name).is_file() else None
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir())
+
+    def tensor_names(self, name: str) -> list[str]:
+        return list(SafetensorsFile(self.path / name).tensors)
+
+    def download_size(self, names: Sequence[str]) -> int:
+        return 0
+
+    def fetch(self, names: Sequence[str]) -> list[Path]:
+        for name in names:
+            if not self.small(name):
+                raise CheckpointError(
+                    f"{self.path / name} is missing, though {INDEX} names it: is the download "
+                    "complete?"
+                )
+        return [self.path / name for name in names]
+
 
 class HubRepo:
-    """A model repository at one revision. Its methods raise ConvertError where the hub fails.
+    """A model repository at one revision, in the usual cache; ConvertError where the hub fails.
 
     Args:
-        repo_id: like `Qwen/Qwen3-Next-80B-A3B-Instruct`.
         revision: a branch, tag or commit; None for the main branch.
     """
 
@@ -36,7 +68,6 @@ class HubRepo:
 
     @cached_property
     def commit(self) -> str:
-        """The commit that the revision stands for."""
         path = self.small("config.json")
         if path is not None:
             return path.parent.name
@@ -53,6 +84,16 @@ class HubRepo:
             except RemoteEntryNotFoundError:
                 return None
 
+    def names(self) -> list[str]:
+        with self._explained("the list of files"):
+            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
+
+    def tensor_names(self, name: str) -> list[str]:
+        """What a safetensors file holds, by its header alone."""
+        with self._explained(name):
+            read_header = HfApi().parse_safetensors_file_metadata
+            return list(read_header(self.repo_id, name, revision=self.commit).tensors)
+
     def remote(self, name: str) -> HfFileMetadata | None:
         """What the hub says of a file without sending it; None if there is no such file."""
         with self._explained(name):
@@ -67,17 +108,6 @@ class HubRepo:
         if found.size is None:
             raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
         return found
-
-    def tensor_names(self, name: str) -> list[str]:
-        """What a safetensors file holds, by its header alone."""
-        with self._explained(name):
-            read_header = HfApi().parse_safetensors_file_metadata
-            return list(read_header(self.repo_id, name, revision=self.commit).tensors)
-
-    def names(self) -> list[str]:
-        """All files."""
-        with self._explained("the list of files"):
-            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
 
     def download_size(self, names: Sequence[str]) -> int:
         """Bytes that `fetch` would have to download."""
@@ -97,16 +127,13 @@ class HubRepo:
         return paths
 
     def _missing(self, names: Sequence[str]) -> dict[str, int]:
-        """Size of each file that is not in the cache."""
         sizes = {}
         for name in names:
             if isinstance(try_to_load_from_cache(self.repo_id, name, revision=self.commit), str):
                 continue
             found = self.remote(name)
             if found is None:
-                raise ConvertError(
-                    f"{self.repo_id} has no {name}, which its model.safetensors.index.json names."
-                )
+                raise ConvertError(f"{self.repo_id} has no {name}, which its {INDEX} names.")
             sizes[name] = found.size
         return sizes
 
@@ -114,6 +141,9 @@ class HubRepo:
         at = f" at revision {self._revision}" if self._revision else ""
         what = f"{name} of {self.repo_id}{at}"
         return explained(self.repo_id, what, ConvertError, revision=self._revision)
+
+
+Repo = LocalRepo | HubRepo
 
 
 def _checked(text: str | None, of: str) -> str:

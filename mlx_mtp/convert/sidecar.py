@@ -30,14 +30,13 @@ _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items() if name != FP8}
 
 
 class Existing(NamedTuple):
-    """A sidecar that is there already: its files, none if it can't be read, and its header."""
+    """A sidecar that is there already."""
 
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # None if they can't be read.
     metadata: Mapping[str, str]
 
     @classmethod
     def find(cls, directory: Path) -> Existing | None:
-        """The sidecar of a model directory."""
         try:
             files = sidecar_files(directory)
             return cls(tuple(files), SafetensorsFile(files[0]).metadata) if files else None
@@ -65,7 +64,6 @@ class SidecarWriter:
     """A sidecar in the making. Use as a context manager: what is not committed is removed.
 
     Args:
-        directory: of the model.
         specs: type and shape of each tensor, by its name without the `mtp.` prefix.
         metadata: the header's entries; `finish` may give others of the same length.
 
@@ -90,7 +88,7 @@ class SidecarWriter:
             entry = {"dtype": _TYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
             self._entries[f"mtp.{name}"] = entry
         self._start = len(self._header(metadata))
-        remove_leftovers(directory)
+        _remove_leftovers(directory)
         self._file = self.path.open("xb")
         # No run beside this one takes it for a leftover, where the file system has locks.
         with contextlib.suppress(OSError):
@@ -141,7 +139,7 @@ class SidecarWriter:
         return len(text).to_bytes(8, "little") + text
 
 
-def remove_leftovers(directory: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of runs that were killed; those of running ones are locked."""
     for path in directory.glob(_TEMPORARY.format("*")):
         with contextlib.suppress(OSError), path.open("rb") as file:

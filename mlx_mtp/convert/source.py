@@ -1,7 +1,8 @@
-"""Checkpoints in a directory or on the hub: which file holds which tensor, and which the head."""
+"""Checkpoints: which file holds which tensor, which tensors are the head, and how its norms are."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,69 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.convert.hub import HubRepo
+from mlx_mtp.convert.hub import INDEX, HubRepo, LocalRepo, Repo
 from mlx_mtp.convert.tensors import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.head_weights import (
     NORM_CONVENTION_KEY,
     PREFIXES,
+    SIDECAR_PATTERN,
     Convention,
     has_router,
     head_name,
 )
 from mlx_mtp.models.hub import HUB_ID
-from mlx_mtp.models.loader import read_json
+from mlx_mtp.models.loader import missing_head, read_json
 
-INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
-
-
-class LocalRepo:
-    """A directory, with the methods of `HubRepo`."""
-
-    commit = None
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.repo_id = path, str(path.resolve())
-
-    def small(self, name: str) -> Path | None:
-        return self.path / name if (self.path / name).is_file() else None
-
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self.path.iterdir())
-
-    def tensor_names(self, name: str) -> list[str]:
-        return list(SafetensorsFile(self.path / name).tensors)
-
-    def download_size(self, names: Sequence[str]) -> int:
-        return 0
-
-    def fetch(self, names: Sequence[str]) -> list[Path]:
-        for name in names:
-            if not self.small(name):
-                raise CheckpointError(
-                    f"{self.path / name} is missing, though {INDEX} names it: is the download "
-                    "complete?"
-                )
-        return [self.path / name for name in names]
-
-
-Repo = LocalRepo | HubRepo
+_BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with a head, of which nothing but names has been read.
-
-    Args:
-        config: config.json, empty if there is none.
-        file_of: file of each of the head's tensors, by its name in the checkpoint.
-    """
+    """A checkpoint with a head, of which nothing but names has been read."""
 
     name: str
     repo: Repo
-    config: dict[str, Any]
-    file_of: dict[str, str]
+    config: dict[str, Any]  # Empty if there is no config.json.
+    file_of: dict[str, str]  # File of each of the head's tensors, by its name in the checkpoint.
 
     @property
     def files(self) -> list[str]:
@@ -129,6 +93,47 @@ def open_source(name: str, revision: str | None = None) -> Source:
             f"from, and look for 'mtp' in its {INDEX}."
         )
     return Source(repo.repo_id, repo, read_json(config) if config else {}, head_of(names))
+
+
+def check_head_on_hub(name: str | None) -> None:
+    """Refuse a repository without a head before its weights are downloaded.
+
+    A directory is left to the loader. A gated repository, or a hub that can't be reached, is left
+    to the download: either it explains the failure, or the model is in the cache.
+
+    Raises:
+        MissingHeadError: names the command that adds the head.
+    """
+    if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
+        return
+    repo = HubRepo(name, None)
+    try:
+        # add-mtp-weights puts a head into the cache, beside what the hub has.
+        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
+            return
+        base = base_model(repo.small("README.md"))
+    except ConvertError:
+        return
+    raise missing_head(name, base, "Its weights were not downloaded.")
+
+
+def cached_sidecar(repo: HubRepo) -> list[Path]:
+    """The files of a head that was added to the cached copy."""
+    config = repo.small("config.json")
+    return [] if config is None else sorted(config.parent.glob(SIDECAR_PATTERN))
+
+
+def remote_sidecar(repo: HubRepo) -> list[str]:
+    """The files of a head beside the model."""
+    return sorted(fnmatch.filter(repo.names(), SIDECAR_PATTERN))
+
+
+def base_model(readme: Path | None) -> str | None:
+    """The model that a model card says it was converted from."""
+    if readme is None or not readme.is_file():
+        return None
+    found = _BASE_MODEL.search(readme.read_text(encoding="utf-8", errors="replace"))
+    return found[1] if found else None
 
 
 def weight_map_of(repo: Repo) -> dict[str, str]:
@@ -192,7 +197,6 @@ def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
 
 
 def _scan(repo: Repo, pattern: str, but: Iterable[str] = ()) -> dict[str, str]:
-    """File of each tensor by the headers of the files that match."""
     files = [name for name in repo.names() if re.fullmatch(pattern, name) and name not in but]
     return {name: file for file in sorted(files) for name in repo.tensor_names(file)}
 

@@ -20,19 +20,14 @@ FP8 = "F8_E4M3"
 _FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 # The format's names of the types that are read; FP8 as its codes.
 TYPES = {**_FLOATS, "U32": mx.uint32, FP8: mx.uint8, "U8": mx.uint8}
-_ROWS_COMPARED = 4096
 
 
 class SafetensorsFile:
-    """The header of a file, checked against its length; CheckpointError if it is damaged.
-
-    Attributes:
-        metadata: the header's text entries.
-        digest: a SHA-256 of all that was read of the tensors, in the order of the reads.
-    """
+    """The header of a file, checked against its length; CheckpointError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size, self.digest = path, 0, hashlib.sha256()
+        self.path, self.size = path, 0
+        self.digest = hashlib.sha256()  # Of all that was read of the tensors, in that order.
         try:
             self.size = path.stat().st_size
             with safe_open(path, framework="numpy"), path.open("rb") as file:
@@ -55,25 +50,18 @@ class SafetensorsFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, or some of the matrices of a stack.
-
-    Args:
-        dtype: the format's name of its type.
-        offset: of its first byte in the file.
-        scales: of FP8, one for each block of rows and columns, [.., blocks, blocks].
-    """
+    """A tensor in a file, or a slice of it along its first axis."""
 
     file: SafetensorsFile
     name: str
-    dtype: str
+    dtype: str  # The format's name of it.
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # Of its first byte in the file.
     nbytes: int
-    scales: StoredTensor | None = None
-    block: tuple[int, int] = (1, 1)
+    scales: StoredTensor | None = None  # Of FP8: [.., blocks of rows, blocks of columns].
+    block: tuple[int, int] = (1, 1)  # Rows and columns that share a scale.
 
     def part(self, start: int, stop: int) -> StoredTensor:
-        """A slice along the first axis of a stack."""
         stride = self.nbytes // self.shape[0]
         return replace(
             self,
@@ -126,10 +114,3 @@ class StoredTensor:
         scales = mx.repeat(scales, self.block[1], axis=-1)
         scales = scales[..., : self.shape[-2], : self.shape[-1]]
         return (mx.from_fp8(values, dtype=mx.float32) * scales).astype(mx.bfloat16)
-
-    def begins_like(self, other: StoredTensor) -> bool:
-        """Whether two matrices have one shape and equal first rows."""
-        rows = min(self.shape[0], _ROWS_COMPARED)
-        # From a file of its own: the checksums are of what the head takes over.
-        mine = SafetensorsFile(self.file.path).tensors[self.name].part(0, rows).read()
-        return self.shape == other.shape and bool(mx.array_equal(mine, other.part(0, rows).read()))

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar
+from mlx_mtp.convert.hub import HubRepo, LocalRepo
 from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY, Existing
-from mlx_mtp.convert.source import LocalRepo, head_of, weight_map_of
+from mlx_mtp.convert.source import (
+    base_model,
+    cached_sidecar,
+    head_of,
+    remote_sidecar,
+    weight_map_of,
+)
 from mlx_mtp.convert.target import Target
 from mlx_mtp.convert.tensors import SafetensorsFile
 from mlx_mtp.errors import ModelError

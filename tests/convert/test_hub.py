@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.convert.hub_head import check_head_on_hub
+from mlx_mtp.convert.source import check_head_on_hub
 from mlx_mtp.errors import ConvertError, MissingHeadError
 from tests.convert.checkpoints import read_file, write_source
 from tests.convert.fake_hub import COMMIT, FakeHub

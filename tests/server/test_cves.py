@@ -18,8 +18,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.source import INDEX, open_source
+from mlx_mtp.convert.hub import INDEX, HubRepo
+from mlx_mtp.convert.source import open_source
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
 from mlx_mtp.models.hub import _FILES, BUNDLED_MODEL, resolve_model
 from mlx_mtp.models.loader import load_model
