@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_mtp import __version__
-from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY
-from mlx_mtp.convert.source import Source, norm_convention, trunk_tensor
+from mlx_mtp.convert.files import FORMAT_VERSION_KEY, SafetensorsFile, StoredTensor
+from mlx_mtp.convert.source import Source, norm_convention
 from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
-from mlx_mtp.convert.tensors import SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models.head_weights import (
     EXPERT_KEY,
@@ -35,16 +32,13 @@ from mlx_mtp.units import size_text
 
 _MAX_STREAMS = 8
 _GROUPS_AHEAD = 4
-_ROWS_COMPARED = 4096
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class Plan:
     """What becomes of every tensor of a source's head, as far as its index says; see `open`.
 
-    Attributes:
-        default: how most matrices are quantized, or None.
-        header: the sidecar's metadata but for the checksums.
+    `header` is the sidecar's metadata but for the checksums.
     """
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
@@ -54,21 +48,19 @@ class Plan:
         self.header = self._describe("hf")
 
     def open(self, paths: Iterable[Path], asked_norms: Convention | None) -> None:
-        """Decide the rest by the headers of the files that hold the head, and check all of it.
+        """Decide the rest by the headers of the files that hold the head, check it, and report.
 
-        Afterwards `specs` has type and shape of each tensor of the sidecar; they take `nbytes`.
-
-        Raises:
-            ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
+        Afterwards `like` has type and shape of each tensor of the sidecar; they take `nbytes`.
+        ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
         """
         self._files = [SafetensorsFile(path) for path in paths]
         tensors = self._source.tensors(self._files)
-        self._copies = {name: tensors.pop(name) for name in TIED if name in tensors}
-        self._tensors = tensors
+        self._copies = [name for name in TIED if tensors.pop(name, None)]
+        self.groups = _groups(tensors)
         self._convention = norm_convention(self._files, self._source, asked_norms)
         num_parameters = sum(value.size for _, value in tree_flatten(self._head.parameters()))
         like = {name: tensor.like() for name, tensor in tensors.items()}
-        _check_experts(like, self._source.name)
+        self._check_experts(like)
         # What is loaded where a source is served as it is: this checks names, shapes and packing.
         stored = self._renamed(like)
         load_into(self._head, stored, self._source.name)
@@ -81,9 +73,20 @@ class Plan:
             self._settings |= self._packed
             self.default = self._settings.get("fc")
         self.header = self._describe(self._convention)
-        self.specs = {name: (a.dtype, a.shape) for name, a in self._encoded(stored).items()}
-        self.nbytes = sum(prod(shape) * dtype.size for dtype, shape in self.specs.values())
+        self.like = self._encoded(stored)
+        self.nbytes = sum(array.nbytes for array in self.like.values())
         self._report(num_parameters)
+
+    def _check_experts(self, tensors: Mapping[str, mx.array]) -> None:
+        """An expert's place in the stack is computed, so all experts have to be alike."""
+        for name, value in tensors.items():
+            match = EXPERT_KEY.match(name)
+            first = tensors.get(f"{match[1]}.0.{match[3]}.weight", value) if match else value
+            if (value.shape, value.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"mtp.{name} in {self._source.name} has shape {value.shape} and type "
+                    f"{value.dtype}, expert 0 has {first.shape} and {first.dtype}."
+                )
 
     def _describe(self, convention: Convention) -> dict[str, str]:
         table = {path: setting._asdict() for path, setting in sorted(self._settings.items())}
@@ -109,15 +112,8 @@ class Plan:
         is_hf = self._convention == "hf"
         norms = "zero-centred in the source, 1 is added" if is_hf else "as MLX has them already"
         print(f"Head of {self._source.name}: {size}, {how}.{packed} Norms: {norms}.", flush=True)
-        for name, copy in self._copies.items():
-            # With tied embeddings there is no lm_head.
-            endings = (*(["lm_head.weight"] if "head" in name else []), "embed_tokens.weight")
-            trunk = next(filter(None, (trunk_tensor(self._source.repo, e) for e in endings)), None)
-            line = f"mtp.{name} is left out, as the trunk's own is used"
-            if trunk is None or _begin_alike(copy, trunk):
-                print(f"{line}{'' if trunk else ' (not compared: it is not on this machine)'}.")
-            else:
-                print(f"warning: {line}, but they differ.", file=sys.stderr)
+        for name in self._copies:
+            print(f"mtp.{name} is left out, as the trunk's own is used.")
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
@@ -128,7 +124,7 @@ class Plan:
 
     def read_through(self) -> None:
         """Read what `converted` would read, for the checksums alone."""
-        for _, tensors in self._groups():
+        for _, tensors in self.groups:
             for tensor in tensors.values():
                 tensor.read()
 
@@ -140,7 +136,7 @@ class Plan:
         """
         streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, _MAX_STREAMS))]
         pending: deque[tuple[int, dict[str, mx.array]]] = deque()
-        for (expert, tensors), stream in zip(self._groups(), itertools.cycle(streams)):
+        for (expert, tensors), stream in zip(self.groups, itertools.cycle(streams)):
             with mx.stream(stream):
                 stored = {name: tensor.read() for name, tensor in tensors.items()}
                 encoded = self._encoded(self._renamed(stored))
@@ -153,13 +149,12 @@ class Plan:
 
     def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
-        rounded = {}
+        rounded = dict(tensors)
         for name, value in tensors.items():
             if name in NORMS:
-                value = value.astype(mx.float32)
+                rounded[name] = value.astype(mx.float32)
             elif value.dtype == mx.float32 and not name.endswith((".scales", ".biases")):
-                value = value.astype(mx.bfloat16)
-            rounded[name] = value
+                rounded[name] = value.astype(mx.bfloat16)
         return to_mlx(HeadTensors(rounded, self._convention, self._source.name))
 
     def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -180,39 +175,18 @@ class Plan:
             encoded |= zip(names, parts)
         return encoded
 
-    def _groups(self) -> list[tuple[int, dict[str, StoredTensor]]]:
-        """What is converted together: the tensors of one expert or one module."""
-        groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
-        for name, tensor in self._tensors.items():
-            module = name.rpartition(".")[0]
-            if match := EXPERT_KEY.match(name):
-                first = f"{match[1]}.0.{match[3]}.weight"
-                groups.setdefault((match[1], int(match[2])), {})[first] = tensor
-            elif len(tensor.shape) == 3:
-                for expert in range(tensor.shape[0]):
-                    groups.setdefault((module, expert), {})[name] = tensor.part(expert, expert + 1)
-            else:
-                groups.setdefault((module, 0), {})[name] = tensor
-        return [(expert, tensors) for (_, expert), tensors in groups.items()]
 
-
-def _begin_alike(copy: StoredTensor, trunk: StoredTensor) -> bool:
-    rows = min(copy.shape[0], _ROWS_COMPARED)
-    # From a file of its own: the checksums are of what the head takes over.
-    copy = SafetensorsFile(copy.file.path).tensors[copy.name]
-    if copy.shape != trunk.shape:
-        return False
-    return bool(mx.array_equal(copy.part(0, rows).read(), trunk.part(0, rows).read()))
-
-
-def _check_experts(tensors: Mapping[str, mx.array], source: str) -> None:
-    """An expert's place in the stack is computed, so all experts have to be alike."""
-    first: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
-    for name, value in tensors.items():
+def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, StoredTensor]]]:
+    """What is converted together, one expert or one module; and the number of the expert."""
+    groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0]
         if match := EXPERT_KEY.match(name):
-            expected = first.setdefault(match[3], (value.shape, value.dtype))
-            if expected != (value.shape, value.dtype):
-                raise CheckpointError(
-                    f"mtp.{name} in {source} has shape {value.shape} and type {value.dtype}, "
-                    f"another expert has {expected[0]} and {expected[1]}."
-                )
+            first = f"{match[1]}.0.{match[3]}.weight"
+            groups.setdefault((match[1], int(match[2])), {})[first] = tensor
+        elif len(tensor.shape) == 3:
+            for expert in range(tensor.shape[0]):
+                groups.setdefault((module, expert), {})[name] = tensor.part(expert, expert + 1)
+        else:
+            groups.setdefault((module, 0), {})[name] = tensor
+    return [(expert, group) for (_, expert), group in groups.items()]

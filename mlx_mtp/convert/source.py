@@ -1,4 +1,4 @@
-"""Checkpoints: which file holds which tensor, which tensors are the head, and how its norms are."""
+"""Checkpoints in a directory or on the hub: which file holds which tensor, and which the head."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.convert.hub import INDEX, HubRepo, LocalRepo, Repo
-from mlx_mtp.convert.tensors import FP8, SafetensorsFile, StoredTensor
+from huggingface_hub import (
+    HfApi,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.file_download import HfFileMetadata
+
+from mlx_mtp.convert.files import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.head_weights import (
     NORM_CONVENTION_KEY,
@@ -21,11 +32,106 @@ from mlx_mtp.models.head_weights import (
     has_router,
     head_name,
 )
-from mlx_mtp.models.hub import HUB_ID
+from mlx_mtp.models.hub import HUB_ID, explained
 from mlx_mtp.models.loader import missing_head, read_json
 
+INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
+
+
+class LocalRepo:
+    """A directory, with the methods of `HubRepo`."""
+
+    commit = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.repo_id = path, str(path.resolve())
+
+    def file(self, name: str) -> Path | None:
+        return self.path / name if (self.path / name).is_file() else None
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir())
+
+    def tensor_names(self, name: str) -> list[str]:
+        return list(SafetensorsFile(self.path / name).tensors)
+
+    def missing(self, names: Sequence[str]) -> dict[str, int]:
+        for name in names:
+            if not self.file(name):
+                raise CheckpointError(
+                    f"{self.path / name} is missing, though {INDEX} names it: is the download "
+                    "complete?"
+                )
+        return {}
+
+
+class HubRepo:
+    """A model repository at one revision, in the usual cache; ConvertError where the hub fails."""
+
+    def __init__(self, repo_id: str, revision: str | None) -> None:
+        self.repo_id, self._revision = repo_id, revision  # None: the main branch
+
+    @cached_property
+    def commit(self) -> str:
+        path = self.file("config.json")
+        if path is not None:
+            return path.parent.name
+        with self._explained("the list of files"):
+            found = HfApi().model_info(self.repo_id, revision=self._revision or "main")
+        return _checked(found.sha, self.repo_id)
+
+    def file(self, name: str) -> Path | None:
+        """A file, from the cache or downloaded to it; None if there is no such file."""
+        revision = self._revision if name == "config.json" else self.commit
+        with self._explained(name):
+            try:
+                return Path(hf_hub_download(self.repo_id, name, revision=revision))
+            except RemoteEntryNotFoundError:
+                return None
+
+    def names(self) -> list[str]:
+        with self._explained("the list of files"):
+            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
+
+    def tensor_names(self, name: str) -> list[str]:
+        """What a safetensors file holds, by its header alone."""
+        with self._explained(name):
+            read_header = HfApi().parse_safetensors_file_metadata
+            return list(read_header(self.repo_id, name, revision=self.commit).tensors)
+
+    def remote(self, name: str) -> HfFileMetadata | None:
+        """What the hub says of a file without sending it; None if there is no such file."""
+        with self._explained(name):
+            url = hf_hub_url(self.repo_id, name, revision=self.commit)
+            try:
+                found = get_hf_file_metadata(url)
+            except RemoteEntryNotFoundError:
+                return None
+        # huggingface_hub makes paths of these two.
+        _checked(found.etag, name)
+        _checked(found.commit_hash, name)
+        if found.size is None:
+            raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
+        return found
+
+    def missing(self, names: Sequence[str]) -> dict[str, int]:
+        """The size of each file that is not in the cache; ConvertError for one not on the hub."""
+        sizes = {}
+        for name in names:
+            if isinstance(try_to_load_from_cache(self.repo_id, name, revision=self.commit), str):
+                continue
+            found = self.remote(name)
+            if found is None:
+                raise ConvertError(f"{self.repo_id} has no {name}, which its {INDEX} names.")
+            sizes[name] = found.size
+        return sizes
+
+    def _explained(self, name: str) -> AbstractContextManager[None]:
+        at = f" at revision {self._revision}" if self._revision else ""
+        what = f"{name} of {self.repo_id}{at}"
+        return explained(self.repo_id, what, ConvertError, revision=self._revision)
 
 
 @dataclass(frozen=True)
@@ -33,7 +139,7 @@ class Source:
     """A checkpoint with a head, of which nothing but names has been read."""
 
     name: str
-    repo: Repo
+    repo: LocalRepo | HubRepo
     config: dict[str, Any]  # Empty if there is no config.json.
     file_of: dict[str, str]  # File of each of the head's tensors, by its name in the checkpoint.
 
@@ -68,8 +174,7 @@ class Source:
 def open_source(name: str, revision: str | None = None) -> Source:
     """Open a directory or a repository on the hub, of which only small files are downloaded.
 
-    Raises:
-        ModelError: there is no such source, it can't be had or is damaged, or it has no head.
+    ModelError: there is no such source, it can't be had or is damaged, or it has no head.
     """
     path = Path(name).expanduser()
     if path.is_dir() and revision is not None:
@@ -79,7 +184,7 @@ def open_source(name: str, revision: str | None = None) -> Source:
             f"{name!r} is neither an existing directory nor a hub id of the form organisation/name."
         )
     repo = LocalRepo(path) if path.is_dir() else HubRepo(name, revision)
-    config = repo.small("config.json")
+    config = repo.file("config.json")
     names = _indexed(repo)
     if not head_of(names):
         # A head that was added later, or a model without an index.
@@ -96,13 +201,10 @@ def open_source(name: str, revision: str | None = None) -> Source:
 
 
 def check_head_on_hub(name: str | None) -> None:
-    """Refuse a repository without a head before its weights are downloaded.
+    """Raise MissingHeadError for a repository without a head, before its weights are downloaded.
 
     A directory is left to the loader. A gated repository, or a hub that can't be reached, is left
     to the download: either it explains the failure, or the model is in the cache.
-
-    Raises:
-        MissingHeadError: names the command that adds the head.
     """
     if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
         return
@@ -111,7 +213,7 @@ def check_head_on_hub(name: str | None) -> None:
         # add-mtp-weights puts a head into the cache, beside what the hub has.
         if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
             return
-        base = base_model(repo.small("README.md"))
+        base = base_model(repo.file("README.md"))
     except ConvertError:
         return
     raise missing_head(name, base, "Its weights were not downloaded.")
@@ -119,7 +221,7 @@ def check_head_on_hub(name: str | None) -> None:
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:
     """The files of a head that was added to the cached copy."""
-    config = repo.small("config.json")
+    config = repo.file("config.json")
     return [] if config is None else sorted(config.parent.glob(SIDECAR_PATTERN))
 
 
@@ -136,7 +238,7 @@ def base_model(readme: Path | None) -> str | None:
     return found[1] if found else None
 
 
-def weight_map_of(repo: Repo) -> dict[str, str]:
+def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:
     """File of each of a model's own tensors, by its index or the files' headers."""
     return _indexed(repo) or _scan(repo, r"model[^/]*\.safetensors")
 
@@ -144,14 +246,6 @@ def weight_map_of(repo: Repo) -> dict[str, str]:
 def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
     """The part of a map that is about the head."""
     return {key: file for key, file in weight_map.items() if head_name(key) is not None}
-
-
-def trunk_tensor(repo: Repo, ending: str) -> StoredTensor | None:
-    """The first tensor of a directory's trunk with this ending of its name."""
-    for key, file in weight_map_of(repo).items() if isinstance(repo, LocalRepo) else ():
-        if key.endswith(ending) and head_name(key) is None and (path := repo.small(file)):
-            return SafetensorsFile(path).tensors.get(key)
-    return None
 
 
 def norm_convention(
@@ -164,16 +258,16 @@ def norm_convention(
     MLX ones); PyTorch's mark in the header; a convolution elsewhere in the source, if it is HF's.
     ConvertError if none of these says it, or they contradict each other.
     """
+    names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
     if asked and stated - {asked}:
         raise ConvertError(
-            f"--mtp-norms says {asked}, but the header of {files[0].path} says "
-            f"{NORM_CONVENTION_KEY} {', '.join(map(str, stated))}."
+            f"--mtp-norms says {asked}, but the header of {names} says {NORM_CONVENTION_KEY} "
+            f"{', '.join(map(str, stated))}."
         )
-    found = {asked} if asked else {_convention_of(file, source) for file in files}
+    found = {asked or _convention_of(file, source) for file in files}
     if len(found) == 1 and (convention := found.pop()) is not None:
         return convention
-    names = ", ".join(str(file.path) for file in files)
     raise ConvertError(
         f"Whether the norms in {names} are zero-centred can't be determined from the headers or "
         "from a convolution's layout, and guessing would give a head that drafts badly. Say "
@@ -191,19 +285,22 @@ def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
             return "mlx" if tensor.shape[-1] == 1 else "hf"
     if file.metadata.get("format") == "pt":
         return "hf"
-    elsewhere = trunk_tensor(source.repo, _CONVOLUTION)
-    # An MLX trunk proves nothing: a raw head is easily put beside a converted one.
-    return "hf" if elsewhere and elsewhere.shape[-1] != 1 else None
+    for name, other in weight_map_of(source.repo).items() if not source.repo.commit else ():
+        path = source.repo.file(other)
+        if name.endswith(_CONVOLUTION) and head_name(name) is None and path:
+            # An MLX trunk proves nothing: a raw head is easily put beside a converted one.
+            return "hf" if SafetensorsFile(path).tensors[name].shape[-1] != 1 else None
+    return None
 
 
-def _scan(repo: Repo, pattern: str, but: Iterable[str] = ()) -> dict[str, str]:
+def _scan(repo: LocalRepo | HubRepo, pattern: str, but: Iterable[str] = ()) -> dict[str, str]:
     files = [name for name in repo.names() if re.fullmatch(pattern, name) and name not in but]
     return {name: file for file in sorted(files) for name in repo.tensor_names(file)}
 
 
-def _indexed(repo: Repo) -> dict[str, str]:
+def _indexed(repo: LocalRepo | HubRepo) -> dict[str, str]:
     """File of each tensor by the index; only names, as an index must not lead elsewhere."""
-    path = repo.small(INDEX)
+    path = repo.file(INDEX)
     if path is None:
         return {}
     try:
@@ -217,3 +314,9 @@ def _indexed(repo: Repo) -> dict[str, str]:
                 f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
             )
     return found
+
+
+def _checked(text: str | None, of: str) -> str:
+    if text is None or not re.fullmatch(r"[\w-]+", text, re.ASCII):
+        raise ConvertError(f"The hub's answer about {of} is damaged: {text!r} names no version.")
+    return text

@@ -8,11 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp.convert.tensors import SafetensorsFile
+from mlx_mtp.convert.files import SafetensorsFile
 from mlx_mtp.errors import CheckpointError
-from tests.convert.checkpoints import Raw, bf16, from_bf16, to_fp8, write_file
-
-RANDOM = np.random.default_rng(0)
+from tests.convert.checkpoints import to_fp8, write_file
 
 
 def with_header(**changes: object) -> bytes:
@@ -24,10 +22,8 @@ def with_header(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"\xff" * 16, (500).to_bytes(8, "little") + b"{}"),
-        *((4).to_bytes(8, "little") + b"nope", (2).to_bytes(8, "little") + b"[]"),
-        *(with_header()[:-1], with_header(data_offsets=[0, 400]), with_header(shape=None)),
-        *(with_header(data_offsets=[0, 12]), with_header(data_offsets=[0])),
+        *(b"", (500).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"),
+        *(with_header()[:-1], with_header(data_offsets=[0, 400]), with_header(data_offsets=[0])),
     ],
 )
 def test_damaged_and_short_files_are_refused_by_name(tmp_path, content):
@@ -35,8 +31,7 @@ def test_damaged_and_short_files_are_refused_by_name(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="truncated, damaged or not") as caught:
         SafetensorsFile(path)
-    assert str(path) in str(caught.value)
-    assert f"{len(content)} bytes" in str(caught.value)
+    assert f"{path} ({len(content)} bytes)" in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_shrinks(tmp_path):
@@ -50,21 +45,22 @@ def test_a_file_that_is_not_there_or_shrinks(tmp_path):
         tensor.read()
 
 
-@pytest.mark.parametrize("shape", [(300, 260), (128, 128), (1, 5), (3, 150, 130)])
-@pytest.mark.parametrize("scale_type", ["BF16", "F32"])
+@pytest.mark.parametrize("shape", [(300, 260), (1, 5), (3, 150, 130)])
+@pytest.mark.parametrize("scale_type", [mx.bfloat16, mx.float32])
 def test_fp8_blocks_that_do_not_divide_a_matrix(tmp_path, shape, scale_type):
-    codes, scales, meant = to_fp8(RANDOM.standard_normal(shape).astype(np.float32), 128)
-    stored = Raw("BF16", scales) if scale_type == "BF16" else Raw("F32", from_bf16(scales))
+    codes, scales, meant = to_fp8(np.random.default_rng(0).standard_normal(shape), 128)
     path = tmp_path / "a.safetensors"
-    write_file(path, {"w": Raw("F8_E4M3", codes), "s": stored, "typed": Raw("U16", scales)}, {})
+    stored = {"w": codes, "w_scale_inv": scales.astype(scale_type), "typed": scales.view(mx.uint16)}
+    write_file(path, stored)
     tensors = SafetensorsFile(path).tensors
-    tensor = tensors["w"].with_scales(tensors["s"], (128, 128))
+    tensor = tensors["w"].with_scales(tensors["w_scale_inv"], (128, 128))
     if len(shape) == 3:
         tensor, meant = tensor.part(1, 3), meant[1:3]
-    got = tensor.read()
-    assert got.dtype == mx.bfloat16
-    np.testing.assert_array_equal(np.array(got.astype(mx.float32)), from_bf16(bf16(meant)))
-    with pytest.raises(CheckpointError, match="U16"):
-        tensors["w"].with_scales(tensors["typed"], (128, 128))
-    with pytest.raises(CheckpointError, match="should be"):
-        tensors["w"].with_scales(tensors["s"], (64, 2))
+    assert mx.array_equal(tensor.read(), meant.astype(mx.bfloat16))
+    for wrong, block, match in (
+        (tensors["typed"], 128, "U16"),
+        (tensors["w_scale_inv"], 2, "should be"),
+        (None, 128, "is FP8 and has no w_scale_inv"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            tensors["w"].with_scales(wrong, (block, block))

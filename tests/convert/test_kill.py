@@ -9,22 +9,24 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp import cli
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.convert.sidecar import SidecarWriter
+from mlx_mtp.convert.files import StoredTensor
 from mlx_mtp.models.head_weights import sidecar_files
 from tests.convert.checkpoints import (
+    encode_all,
     read_file,
     split_sidecar,
-    write_large_source,
+    write_file,
     write_source,
     write_target,
 )
-from tests.tiny_models import Layout
+from tests.convert.conftest import LAYOUT
+from tests.tiny_models import Layout, hf_tensors
 
-LAYOUT = Layout("qwen3_next")
 ROOT = Path(__file__).resolve().parents[2]
 # Imports once, and then forks a process for each line that it reads: what importing takes, no
 # process of its own should take again. None of mlx's threads runs in it.
@@ -48,7 +50,7 @@ sys.exit(status != 0)
 
 
 def ended_at(last: str, number: str, target: str, source: str) -> int:
-    """Convert to 8 bits, with this signal before the n-th thing that is done to the disk."""
+    """Convert to 8 bits, with this signal before the n-th access to the disk."""
     events = 0
 
     def event(original):
@@ -61,12 +63,10 @@ def ended_at(last: str, number: str, target: str, source: str) -> int:
 
         return run
 
-    for owner, name in (
-        *((os, name) for name in ("replace", "fsync")),
-        *((Path, name) for name in ("unlink", "open")),
-        *((SidecarWriter, name) for name in ("write", "finish")),
-    ):
-        setattr(owner, name, event(getattr(owner, name)))
+    owners = {os: ("replace", "fsync"), Path: ("unlink", "open"), StoredTensor: ("read",)}
+    for owner, names in owners.items():
+        for name in names:
+            setattr(owner, name, event(getattr(owner, name)))
     arguments = ["--mlx-model-path", target, "--source-model", source, "--bits", "8", "--force"]
     try:
         return cli.main(["add-mtp-weights", *arguments])
@@ -89,21 +89,19 @@ def fork() -> Iterator[Callable[..., int]]:
         process.stdin.close()
 
 
-def head_of(directory: Path) -> dict[str, bytes] | None:
+def head_of(directory: Path) -> dict[str, bytes]:
     """What the loader would read."""
     tensors = {}
     for path in sidecar_files(directory):
-        tensors |= {name: raw.bits.tobytes() for name, raw in read_file(path)[0].items()}
-    return tensors or None
+        tensors |= {k: bytes(memoryview(v.view(mx.uint8))) for k, v in read_file(path)[0].items()}
+    return tensors
 
 
 @pytest.mark.parametrize(
     ("number", "before"),
     [
-        (signal.SIGKILL, "a head"),
-        (signal.SIGKILL, "a head in parts"),
+        *[(signal.SIGKILL, "a head"), (signal.SIGKILL, "parts"), (signal.SIGTERM, "no head")],
         pytest.param(signal.SIGKILL, "no head", marks=pytest.mark.full),
-        (signal.SIGTERM, "no head"),
     ],
 )
 def test_ended_at_each_step(tmp_path, fork, number, before):
@@ -112,7 +110,7 @@ def test_ended_at_each_step(tmp_path, fork, number, before):
     write_source(source, LAYOUT)
     write_target(target, LAYOUT)
     add_head(str(target), str(source), flags={"bits": 4})
-    if before == "a head in parts":
+    if before == "parts":
         split_sidecar(target)
     elif before == "no head":
         (target / "mtp.safetensors").unlink()
@@ -142,12 +140,19 @@ def test_ended_at_each_step(tmp_path, fork, number, before):
 @pytest.mark.parametrize("bits", [pytest.param("4", marks=pytest.mark.full), "16"])
 def test_peak_memory_does_not_grow_with_the_head(tmp_path, bits):
     """With 8 experts, and with 96, the larger stack of which takes 101 MB."""
-    peaks = []
+    layout, mlp, peaks = Layout("qwen3_next", stacked_experts=True), "mtp.layers.0.mlp.", []
     for experts in (8, 96):
         source, target = tmp_path / f"source-{experts}", tmp_path / f"target-{experts}"
-        write_large_source(source, experts)
-        target.mkdir()
-        (target / "config.json").write_bytes((source / "config.json").read_bytes())
+        for path in (source, target):
+            write_target(path, layout, num_experts=experts, moe_intermediate_size=4096)
+        tensors, _ = encode_all(hf_tensors(layout))
+        for name, shape in (
+            ("gate.weight", (experts, 64)),
+            ("experts.gate_up_proj", (experts, 8192, 64)),
+            ("experts.down_proj", (experts, 64, 4096)),
+        ):
+            tensors[mlp + name] = mx.random.normal(shape, mx.bfloat16)
+        write_file(source / "model.safetensors", tensors)
         command = [sys.executable, str(ROOT / "scripts" / "add_mtp_weights.py"), "--bits", bits]
         command += ["--mlx-model-path", str(target), "--source-model", str(source)]
         launcher = [sys.executable, "-c", LAUNCHER, *command]
