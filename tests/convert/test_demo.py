@@ -54,9 +54,11 @@ def test_served_with_mtp_as_without_and_stock_mlx_lm_sees_no_difference(tmp_path
     before, said = digests(path), answer(path)
     with pytest.raises(MissingHeadError):
         load_model(path, enable_mtp=True)
-    command = [sys.executable, str(ROOT / "scripts" / "add_mtp_weights.py")]
-    command += ["--mlx-model-path", str(path), "--source-model", str(DEMO)]
-    subprocess.run(command, check=True, capture_output=True)
+    # Without the package on the path, and from any directory.
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "add_mtp_weights.py")]
+    command += ["--mlx-model-path", precision, "--source-model", str(DEMO)]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
     after = digests(path)
     assert after.pop("mtp.safetensors")
     assert after == before
