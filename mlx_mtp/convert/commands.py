@@ -1,8 +1,4 @@
-"""The converter's commands: add-mtp-weights and convert.
-
-Nothing heavy is imported before a command runs: --help answers at once, and mlx finds its backend
-prepared.
-"""
+"""The commands add-mtp-weights and convert; nothing heavy is imported before one of them runs."""
 
 from __future__ import annotations
 

@@ -36,10 +36,9 @@ def add_head(
     verify: bool = False,
     mtp_norms: Convention | None = None,
 ) -> None:
-    """Convert a head, or print that it is there already. The arguments are the command's.
+    """Convert a head, or print that it is there already; after an error the model is as it was.
 
-    `flags` has those given of `bits`, `group_size` and `mode`. After a ModelError or a UsageError
-    the model's directory is as it was.
+    The arguments are the command's; `flags` has those given of `bits`, `group_size` and `mode`.
     """
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model

@@ -208,10 +208,8 @@ def _header(entries: Mapping[str, object], metadata: Mapping[str, str]) -> bytes
 def _publish(path: Path, directory: Path) -> None:
     os.replace(path, directory / SIDECAR)
     descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
     # The index of an older sidecar in several files counts until it is gone.
     (directory / SIDECAR_INDEX).unlink(missing_ok=True)
     for shard in directory.glob("mtp-*-of-*.safetensors"):

@@ -36,16 +36,13 @@ _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class Plan:
-    """What becomes of every tensor of a source's head, as far as its index says; see `open`.
-
-    `header` is the sidecar's metadata but for the checksums.
-    """
+    """What becomes of every tensor of a source's head, as far as its index says; see `open`."""
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
         self._target, self._source, self._flags = target, source, flags
         self._head = target.head(moe=source.is_moe)
         self.default, self._settings = target.quantization(self._head, flags)
-        self.header = self._describe("hf")
+        self.header = self._describe("hf")  # The sidecar's, but for the checksums.
 
     def open(self, paths: Iterable[Path], asked_norms: Convention | None) -> None:
         """Decide the rest by the headers of the files that hold the head, check it, and report.
@@ -109,9 +106,9 @@ class Plan:
         others = [f"{path} {s}" for path, s in self._settings.items() if s != self.default]
         how = "; ".join([str(self.default or "unquantized"), *others])
         packed = " The source's head is quantized already." if self._packed else ""
-        is_hf = self._convention == "hf"
-        norms = "zero-centred in the source, 1 is added" if is_hf else "as MLX has them already"
-        print(f"Head of {self._source.name}: {size}, {how}.{packed} Norms: {norms}.", flush=True)
+        norms = {"hf": "zero-centred in the source, 1 is added", "mlx": "as MLX has them already"}
+        print(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
+        print(f"Norms: {norms[self._convention]}.", flush=True)
         for name in self._copies:
             print(f"mtp.{name} is left out, as the trunk's own is used.")
 
@@ -169,9 +166,10 @@ class Plan:
             for name in names:
                 encoded.pop(name, None)
             if packing:
-                parts = [packing.dequantize(parts)]
+                scales: dict[str, Any] = dict(zip(("scales", "biases"), parts[1:]))
+                parts = [mx.dequantize(parts[0], **scales, **packing._asdict())]
             if setting:
-                parts = setting.quantize(parts[0])
+                parts = list(mx.quantize(parts[0], **setting._asdict()))
             encoded |= zip(names, parts)
         return encoded
 

@@ -104,8 +104,8 @@ class HubRepo:
     def remote(self, name: str) -> HfFileMetadata | None:
         """What the hub says of a file without sending it; None if there is no such file."""
         with self._explained(name):
-            url = hf_hub_url(self.repo_id, name, revision=self.commit)
             try:
+                url = hf_hub_url(self.repo_id, name, revision=self.commit)
                 found = get_hf_file_metadata(url)
             except RemoteEntryNotFoundError:
                 return None
@@ -130,8 +130,9 @@ class HubRepo:
 
     def _explained(self, name: str) -> AbstractContextManager[None]:
         at = f" at revision {self._revision}" if self._revision else ""
-        what = f"{name} of {self.repo_id}{at}"
-        return explained(self.repo_id, what, ConvertError, revision=self._revision)
+        return explained(
+            self.repo_id, f"{name} of {self.repo_id}{at}", ConvertError, self._revision
+        )
 
 
 @dataclass(frozen=True)

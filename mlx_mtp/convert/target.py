@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.specs import AttentionSpec
@@ -34,13 +33,6 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.bits} bits, groups of {self.group_size}, {self.mode}"
-
-    def quantize(self, values: mx.array) -> list[mx.array]:
-        return list(mx.quantize(values, **self._asdict()))
-
-    def dequantize(self, parts: Sequence[mx.array]) -> mx.array:
-        biases = parts[2] if len(parts) > 2 else None
-        return mx.dequantize(parts[0], parts[1], biases, **self._asdict())
 
 
 # What each mode takes when nothing is said; only affine has a choice.
@@ -84,9 +76,9 @@ class Target:
     ) -> tuple[Setting | None, dict[str, Setting]]:
         """The setting of most matrices (None: unquantized), and the settings by path of the module.
 
-        A flag (`bits`, `group_size`, `mode`) counts before config.json. Without one, a matrix is
-        quantized as its twin in the trunk's last attention layer where config.json names that.
-        Routers follow mlx-lm's choice. UsageError or ConvertError for what MLX can't do.
+        A flag counts before config.json. Without one, a matrix is quantized as its twin in the
+        trunk's last attention layer where config.json names that. Routers follow mlx-lm's choice.
+        UsageError or ConvertError for what MLX can't do.
         """
         table = self.config.get("quantization")
         table = table if isinstance(table, dict) else {}
@@ -155,7 +147,9 @@ def _of_config(table: Mapping[str, Any]) -> Setting:
         raise ConvertError(
             f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
         )
-    numbers: dict[str, Any] = {name: int(table[name]) for name in ("bits", "group_size") if name in table}
+    numbers: dict[str, Any] = {
+        name: int(table[name]) for name in ("bits", "group_size") if name in table
+    }
     return _checked(MODES[mode]._replace(**numbers), "config.json", ConvertError)
 
 

@@ -32,10 +32,7 @@ BROKEN = 0.05
 
 
 def verify_head(directory: Path) -> tuple[int, list[float]]:
-    """Load a model with its head, let it draft over a few prompts, and print how it did.
-
-    ModelError: it can't be loaded, or hardly any draft was right. Returns what `measure` does.
-    """
+    """Load a model, `measure` its head and print how it did; ModelError for a wrong head."""
     print("Verifying: loading trunk and head ...", flush=True)
     prompts = _prompt_tokens(directory)
     num_steps, rates = measure(load_model(directory, enable_mtp=True), prompts)

@@ -1,4 +1,4 @@
-"""Training: it learns, can be cut, and its checkpoint says in the server what it learned."""
+"""Training: it can be cut, and PyTorch and the server measure the same of its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from demo_model.trainer import Trainer, TrainingPlan  # noqa: E402
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = "Once upon a time, a brave fox named Mia lived near the old mill and counted the stars."
 
 
 @pytest.mark.full
