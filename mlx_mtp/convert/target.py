@@ -147,10 +147,8 @@ def _of_config(table: Mapping[str, Any]) -> Setting:
         raise ConvertError(
             f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
         )
-    numbers: dict[str, Any] = {
-        name: int(table[name]) for name in ("bits", "group_size") if name in table
-    }
-    return _checked(MODES[mode]._replace(**numbers), "config.json", ConvertError)
+    given: dict[str, Any] = {k: int(table[k]) for k in ("bits", "group_size") if k in table}
+    return _checked(MODES[mode]._replace(**given), "config.json", ConvertError)
 
 
 def _checked(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -13,34 +13,18 @@ from mlx_mtp.errors import CheckpointError
 from tests.convert.checkpoints import to_fp8, write_file
 
 
-def with_header(**changes: object) -> bytes:
-    entry = {"dtype": "U8", "shape": [4, 6], "data_offsets": [0, 24], **changes}
-    header = json.dumps({"x": entry}).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(24)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", (500).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"),
-        *(with_header()[:-1], with_header(data_offsets=[0, 400]), with_header(data_offsets=[0])),
-    ],
-)
-def test_damaged_and_short_files_are_refused_by_name(tmp_path, content):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="truncated, damaged or not") as caught:
-        SafetensorsFile(path)
-    assert f"{path} ({len(content)} bytes)" in str(caught.value)
-
-
-def test_a_file_that_is_not_there_or_shrinks(tmp_path):
+def test_damaged_and_short_files_are_refused_by_name(tmp_path):
     path = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError, match="No such file"):
         SafetensorsFile(path)
-    path.write_bytes(with_header())
+    write_file(path, {"x": mx.zeros(6)})
+    whole = path.read_bytes()
     tensor = SafetensorsFile(path).tensors["x"]
-    path.write_bytes(with_header()[:-5])
+    for content in (b"", whole[:5], (500).to_bytes(8, "little") + b"{}", whole[:-1]):
+        path.write_bytes(content)
+        found = re.escape(f"{path} ({len(content)} bytes) is truncated, damaged or not")
+        with pytest.raises(CheckpointError, match=found):
+            SafetensorsFile(path)
     with pytest.raises(CheckpointError, match="truncated while"):
         tensor.read()
 

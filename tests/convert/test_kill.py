@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
+import resource
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,38 +29,33 @@ from tests.convert.checkpoints import (
 from tests.convert.conftest import LAYOUT
 from tests.tiny_models import Layout, hf_tensors
 
-ROOT = Path(__file__).resolve().parents[2]
-# Imports once, and then forks a process for each line that it reads: what importing takes, no
-# process of its own should take again. None of mlx's threads runs in it.
-FORKS = """
-import os, sys
-from tests.convert.test_kill import ended_at
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        os._exit(ended_at(*line.split()))
-    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-# A process begins with the peak of the one that started it: a small one stands between.
-LAUNCHER = """
-import os, subprocess, sys
-child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
-_, status, usage = os.wait4(child.pid, 0)
-print(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-sys.exit(status != 0)
-"""
+# Imports once, and forks: what importing takes, no process should take again. None of mlx's threads
+# runs in it, and its peak of memory, which a fork inherits, is small.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.convert.test_kill"])
 
 
-def ended_at(last: str, number: str, target: str, source: str) -> int:
+def forked(function: Callable[..., None], *arguments: object) -> int:
+    """The exit status of a process of its own."""
+    process = FORKS.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def convert(source: Path, target: Path, bits: int) -> None:
+    arguments = ["--mlx-model-path", str(target), "--source-model", str(source), "--force"]
+    assert cli.main(["add-mtp-weights", *arguments, "--bits", str(bits)]) == 0
+
+
+def end_at(last: int, number: int, source: Path, target: Path) -> None:
     """Convert to 8 bits, with this signal before the n-th access to the disk."""
-    events = 0
+    events = itertools.count(1)
 
     def event(original):
         def run(*args, **kwargs):
-            nonlocal events
-            events += 1
-            if events == int(last):
-                os.kill(os.getpid(), int(number))
+            if next(events) == last:
+                os.kill(os.getpid(), number)
             return original(*args, **kwargs)
 
         return run
@@ -67,26 +64,7 @@ def ended_at(last: str, number: str, target: str, source: str) -> int:
     for owner, names in owners.items():
         for name in names:
             setattr(owner, name, event(getattr(owner, name)))
-    arguments = ["--mlx-model-path", target, "--source-model", source, "--bits", "8", "--force"]
-    try:
-        return cli.main(["add-mtp-weights", *arguments])
-    except SystemExit as ended:
-        return ended.code
-
-
-@pytest.fixture(scope="module")
-def fork() -> Iterator[Callable[..., int]]:
-    """`ended_at` in a process of its own; its exit status."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", FORKS], cwd=ROOT, **pipes) as process:
-
-        def run(*arguments: object) -> int:
-            print(*arguments, file=process.stdin, flush=True)
-            lines = iter(process.stdout.readline, "")
-            return next(int(line.split()[1]) for line in lines if line.startswith("status"))
-
-        yield run
-        process.stdin.close()
+    convert(source, target, bits=8)
 
 
 def head_of(directory: Path) -> dict[str, bytes]:
@@ -104,7 +82,7 @@ def head_of(directory: Path) -> dict[str, bytes]:
         pytest.param(signal.SIGKILL, "no head", marks=pytest.mark.full),
     ],
 )
-def test_ended_at_each_step(tmp_path, fork, number, before):
+def test_ended_at_each_step(tmp_path, number, before):
     """The loader finds the old head or the new one, never a mixture, never an error."""
     source, target = tmp_path / "source", tmp_path / "target"
     write_source(source, LAYOUT)
@@ -123,7 +101,7 @@ def test_ended_at_each_step(tmp_path, fork, number, before):
                 path.unlink()
             for name, content in files.items():
                 (target / name).write_bytes(content)
-        status = fork(len(found) + 1, int(number), target, source)
+        status = forked(end_at, len(found) + 1, number, source, target)
         assert status in (0, -number if number == signal.SIGKILL else 128 + number)
         found.append(head_of(target))
         assert (target / "config.json").read_bytes() == files["config.json"]
@@ -137,7 +115,13 @@ def test_ended_at_each_step(tmp_path, fork, number, before):
     assert [path.name for path in target.glob("*mtp*")] == ["mtp.safetensors"]
 
 
-@pytest.mark.parametrize("bits", [pytest.param("4", marks=pytest.mark.full), "16"])
+def write_peak(source: Path, target: Path, bits: int) -> None:
+    convert(source, target, bits)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (target / "peak").write_text(str(peak * (1 if sys.platform == "darwin" else 1024)))
+
+
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.full), 16])
 def test_peak_memory_does_not_grow_with_the_head(tmp_path, bits):
     """With 8 experts, and with 96, the larger stack of which takes 101 MB."""
     layout, mlp, peaks = Layout("qwen3_next", stacked_experts=True), "mtp.layers.0.mlp.", []
@@ -153,9 +137,6 @@ def test_peak_memory_does_not_grow_with_the_head(tmp_path, bits):
         ):
             tensors[mlp + name] = mx.random.normal(shape, mx.bfloat16)
         write_file(source / "model.safetensors", tensors)
-        command = [sys.executable, str(ROOT / "scripts" / "add_mtp_weights.py"), "--bits", bits]
-        command += ["--mlx-model-path", str(target), "--source-model", str(source)]
-        launcher = [sys.executable, "-c", LAUNCHER, *command]
-        done = subprocess.run(launcher, capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout))
+        assert forked(write_peak, source, target, bits) == 0
+        peaks.append(int((target / "peak").read_text()))
     assert peaks[1] - peaks[0] < 96 * 8192 * 64 * 2

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_mtp.models.head_weights import HeadTensors, to_mlx
 from tests.convert.checkpoints import (
     TYPES,
     encode_all,
@@ -112,6 +113,10 @@ def test_experts_are_ordered_by_their_numbers(pair):
     write_target(pair.target, LAYOUT, num_experts=19)
     write_file(pair.source / "model.safetensors", stored)
     check(pair.convert(), expected_head(meant))
+    # As the loader does where a source is served as it is.
+    head = {name.removeprefix("mtp."): value for name, value in meant.items() if "mtp." in name}
+    served = to_mlx(HeadTensors(head, "hf", "test"))
+    assert all(mx.array_equal(served[name], v) for name, v in expected_head(meant).items())
 
 
 @pytest.mark.parametrize("where", ["shards", "beside the trunk", "alone"])
