@@ -21,8 +21,6 @@ from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
 
-_HEADER_BYTES = 1 << 20
-
 
 def add_head(
     model_name: str,
@@ -162,7 +160,7 @@ def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
         if directory != model:
             link_model(model, directory)
         free = shutil.disk_usage(directory).free
-        if free < plan.nbytes + _HEADER_BYTES:
+        if free < plan.nbytes + (1 << 20):  # With the header.
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
         tensors = tqdm(plan.converted(), total=len(plan.groups), unit="group", disable=None)
         with new_sidecar(directory, plan.like, plan.metadata, tensors) as path:

@@ -1,8 +1,7 @@
-"""Safetensors files: a source's are read late and in slices, a sidecar is written and published.
+"""Safetensors files: a source's, read in slices as one tensor may hold all experts; and a sidecar.
 
-`mx.load` would read a tensor whole, and one tensor may hold all experts of a head. A sidecar is
-written to a temporary file in the same directory, synced and renamed: at any moment the loader
-finds the old head or the new one, and a killed run leaves nothing but the temporary file.
+It is written to a temporary file in the same directory, synced and renamed: at any moment the
+loader finds the old head or the new one, and a killed run leaves nothing but the temporary file.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ from mlx_mtp.models.head_weights import (
 )
 from mlx_mtp.units import size_text
 
-_MAX_STREAMS = 8
 _GROUPS_AHEAD = 4
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
@@ -131,7 +130,7 @@ class Plan:
         mlx's threads quantize the next ones while the caller writes, on the CPU even where there
         is a GPU.
         """
-        streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, _MAX_STREAMS))]
+        streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, 8))]
         pending: deque[tuple[int, dict[str, mx.array]]] = deque()
         for (expert, tensors), stream in zip(self.groups, itertools.cycle(streams)):
             with mx.stream(stream):

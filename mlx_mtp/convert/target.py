@@ -90,9 +90,7 @@ class Target:
         for path, module in head.named_modules():
             if not hasattr(module, "to_quantized"):
                 continue
-            choice = twins.get(path)
-            if choice is None:
-                choice = self._predicate(f"mtp.{path}", module)
+            choice = twins[path] if path in twins else self._predicate(f"mtp.{path}", module)
             setting = _of_config(choice) if isinstance(choice, dict) else default
             # As mlx-lm does: a matrix that the groups don't divide stays as it is.
             if choice and module.weight.shape[-1] % setting.group_size == 0:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.tiny_models import Layout, config_json, hf_tensors
 
+BLOCK = (24, 40)  # Of FP8; neither divides all matrices.
 PT = {"format": "pt"}
 TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "FP8": mx.bfloat16}
 _NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight")
@@ -25,13 +26,13 @@ def is_norm(name: str) -> bool:
     return name.endswith(_NORMS)
 
 
-def to_fp8(values: np.ndarray, block: int) -> tuple[mx.array, mx.array, mx.array]:
+def to_fp8(values: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
     """Codes, BF16 scales of blocks of rows and columns, and the float32 values they stand for."""
     *lead, rows, columns = values.shape
-    shape = (*lead, -(-rows // block), -(-columns // block))
+    shape = (*lead, -(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
     scales = mx.array(0.01 + 0.003 * (np.arange(np.prod(shape)) % 7).reshape(shape))
     scales = scales.astype(mx.bfloat16)
-    each = np.kron(np.array(scales.astype(mx.float32)), np.ones((*[1] * len(lead), block, block)))
+    each = np.kron(np.array(scales.astype(mx.float32)), np.ones((*[1] * len(lead), *BLOCK)))
     each = mx.array(each[..., :rows, :columns].astype(np.float32))
     codes = mx.to_fp8(mx.array(values) / each)
     return codes, scales, mx.from_fp8(codes, mx.float32) * each
@@ -70,7 +71,7 @@ def encode_all(
     for name, values in tensors.items():
         plain = values.ndim < 2 or name.endswith(("mlp.gate.weight", "expert_gate.weight"))
         if storage == "FP8" and not plain and "conv1d" not in name:
-            stored[name], stored[f"{name}_scale_inv"], meant[name] = to_fp8(values, 32)
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = to_fp8(values)
         else:
             stored[name] = mx.array(values).astype(TYPES[storage])
             meant[name] = stored[name].astype(mx.float32)
@@ -88,7 +89,7 @@ def write_source(
     """
     config = {**config_json(layout), **change}
     if storage == "FP8":
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": BLOCK}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     stored, meant = encode_all(hf_tensors(layout), storage)
