@@ -65,8 +65,7 @@ def measure(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, 
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(NUM_TOKENS, temperature=0.0)
             engine.submit(Request(f"verify-{number}", tuple(prompt), sampling))
-        for _ in read_outputs(engine, arrived, len(prompts)):
-            pass
+        list(read_outputs(engine, arrived, len(prompts)))
     finally:
         engine.stop()
     stats = engine.stats()
