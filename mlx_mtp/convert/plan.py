@@ -114,7 +114,7 @@ class Plan:
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
         sums = {
-            f.path.name: {"size": f.size, "head_sha256": f.digest.hexdigest()} for f in self._files
+            f.path.name: {"head_sha256": f.digest.hexdigest(), "size": f.size} for f in self._files
         }
         return {**self.header, "source_files": json.dumps(sums, separators=(",", ":"))}
 
