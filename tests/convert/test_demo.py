@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from mlx_mtp.errors import MissingHeadError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.conftest import DEMO
+from tests.convert.conftest import snapshot
 from tests.harness import MEASURED, Driver, Ties, greedy, plain, request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,19 +31,13 @@ PRECISIONS = {
 ALL = [*PRECISIONS][:1] + [pytest.param(each, marks=pytest.mark.full) for each in [*PRECISIONS][1:]]
 
 
-def digests(directory: Path) -> dict[str, str]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
 def answer(path: Path) -> str:
     """Of stock mlx-lm."""
     model, tokenizer = load(str(path))
     message = {"role": "user", "content": "What is the capital of India?"}
     options = {"add_generation_prompt": True, "enable_thinking": False}
-    return generate(
-        model, tokenizer, tokenizer.apply_chat_template([message], **options), max_tokens=12
-    )
+    prompt = tokenizer.apply_chat_template([message], **options)
+    return generate(model, tokenizer, prompt, max_tokens=12)
 
 
 @pytest.mark.parametrize("precision", ALL)
@@ -51,7 +45,7 @@ def test_served_with_mtp_as_without_and_stock_mlx_lm_sees_no_difference(tmp_path
     """In one batch at k = 3, against mlx-lm's modules on the same weights."""
     path, tokenizer = tmp_path / precision, Tokenizer.load(DEMO)
     mlx_lm_convert(str(DEMO), str(path), **PRECISIONS[precision])
-    before, said = digests(path), answer(path)
+    before, said = snapshot(path), answer(path)
     with pytest.raises(MissingHeadError):
         load_model(path, enable_mtp=True)
     # Without the package on the path, and from any directory.
@@ -59,18 +53,16 @@ def test_served_with_mtp_as_without_and_stock_mlx_lm_sees_no_difference(tmp_path
     command += ["--mlx-model-path", precision, "--source-model", str(DEMO)]
     done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    after = digests(path)
+    after = snapshot(path)
     assert after.pop("mtp.safetensors")
     assert after == before
     assert answer(path) == said
     assert "New Delhi" in said
 
     model = load_model(path, enable_mtp=True)
-    prompts = PROMPTS[: 5 if precision == "4-bits" else 39]
-    wanted = [
-        request(str(i), tokenizer.encode(each["prompt"]), greedy(24))
-        for i, each in enumerate(prompts)
-    ]
+    prompts = [tokenizer.encode(each["prompt"]) for each in PROMPTS]
+    count = 5 if precision == "4-bits" else 39
+    wanted = [request(str(i), prompt, greedy(24)) for i, prompt in enumerate(prompts[:count])]
     config = EngineConfig(num_draft_tokens=3, max_num_seqs=16)
     driver = Driver(model, vocab_size=VOCAB, stop_ids=EOS, config=config)
     for each in wanted:
