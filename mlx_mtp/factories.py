@@ -39,7 +39,7 @@ def load(
 
     With `enable_mtp` None the model has its head if there is one.
     """
-    from mlx_mtp.convert.hub_head import check_head_on_hub
+    from mlx_mtp.convert.source import check_head_on_hub
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer

@@ -1,13 +1,10 @@
-"""The converter's commands: add-mtp-weights and convert.
-
-Nothing heavy is imported before a command runs: --help answers at once, and mlx finds its backend
-prepared.
-"""
+"""The commands add-mtp-weights and convert; nothing heavy is imported before one of them runs."""
 
 from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import UsageError
 
 MODE_NAMES = ("affine", "mxfp4", "nvfp4", "mxfp8")
-_QUANTIZATION = ("bits", "group_size", "mode")
 _DESCRIPTION = (
     "MLX conversions lose the multi-token-prediction head. This fetches it from the original "
     "checkpoint, quantizes it as the model is, and puts it beside the model as mtp.safetensors, "
@@ -33,11 +29,7 @@ _NORMS_HELP = (
 
 
 def add_subcommands(subparsers: Any) -> None:
-    """Register the commands; each parsed namespace has a `run` that takes it and returns a status.
-
-    Args:
-        subparsers: as argparse's `add_subparsers` returns it.
-    """
+    """Register the commands; `run` of a parsed namespace takes it and returns a status."""
     adding = subparsers.add_parser(
         "add-mtp-weights", help="give an MLX model its MTP head back", description=_DESCRIPTION
     )
@@ -101,12 +93,8 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
     from mlx_mtp import backend
 
     # So that what is half written is removed; only a kill -9 leaves it to the next run.
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     backend.prepare()
     given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
-    flags = {name: given.pop(name) for name in _QUANTIZATION}
+    flags = {name: given.pop(name) for name in ("bits", "group_size", "mode")}
     return {**given, "flags": {name: value for name, value in flags.items() if value is not None}}
-
-
-def _terminate(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)

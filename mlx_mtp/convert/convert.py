@@ -9,26 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from mlx_mtp.convert.hub import HubRepo
+from mlx_mtp.convert.files import Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import Plan
-from mlx_mtp.convert.sidecar import Existing, SidecarWriter, link_model
-from mlx_mtp.convert.source import (
-    LocalRepo,
-    head_of,
-    open_source,
-    weight_map_of,
-)
+from mlx_mtp.convert.source import HubRepo, LocalRepo, head_of, open_source, weight_map_of
 from mlx_mtp.convert.target import Target
 from mlx_mtp.convert.verify import verify_head
-from mlx_mtp.errors import ConvertError
+from mlx_mtp.errors import ConvertError, MlxMtpError
 from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
-
-_HEADER_BYTES = 1 << 20
 
 
 def add_head(
@@ -43,15 +34,9 @@ def add_head(
     verify: bool = False,
     mtp_norms: Convention | None = None,
 ) -> None:
-    """Convert a head, or print that it is there already. The arguments are the command's.
+    """Convert a head, or print that it is there already; after an error the model is as it was.
 
-    Args:
-        flags: those given of `bits`, `group_size` and `mode`.
-
-    Raises:
-        ModelError: the model or the source can't be used, or they don't fit together. The model's
-            directory is as it was.
-        UsageError: flags contradict each other.
+    The arguments are the command's; `flags` has those given of `bits`, `group_size` and `mode`.
     """
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model
@@ -63,17 +48,21 @@ def add_head(
     source = open_source(source_name, revision)
     target.check_source(source.config, source.name)
     plan = Plan(target, source, flags or {})
-    if existing is None or not existing.is_of_commit(plan.header):
-        size = source.repo.download_size(source.files) if dry_run else 0
-        if size:
+    commit = source.repo.commit
+    if not existing or not commit or existing.differences(plan.header, but=["created_by"]):
+        missing = source.repo.missing(source.files)
+        size = size_text(sum(missing.values()))
+        if missing and dry_run:
             print(
-                f"Would download {size_text(size)} from {source.name}: {', '.join(source.files)}. "
+                f"Would download {size} from {source.name}: {', '.join(source.files)}. "
                 f"Quantization: {plan.default or 'none'}. Did nothing."
             )
             return
-        plan.open(source.repo.fetch(source.files), mtp_norms)
-        print(f"Head of {source.name}: {plan}", flush=True)
-        plan.report_copies()
+        if missing:
+            which = f"{len(missing)} of {len(source.files)} files from {source.name}"
+            print(f"Downloading {which} at {commit or ''!s:.12}: {size}.", flush=True)
+        paths = [path for name in source.files if (path := source.repo.file(name))]
+        plan.open(paths, mtp_norms)
         if existing is None:
             if dry_run:
                 print(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
@@ -98,11 +87,7 @@ def convert_model(
 ) -> None:
     """Convert trunk and head into a new directory, which is there as a whole or not at all.
 
-    The arguments are the command's; `flags` holds those given of `bits`, `group_size` and `mode`.
-
-    Raises:
-        ModelError: the source can't be used or has no head, the output exists, or mlx-lm can't
-            convert the trunk.
+    The arguments are those of `add_head`. ModelError also if mlx-lm can't convert the trunk.
     """
     from mlx_lm.convert import convert as mlx_lm_convert
 
@@ -120,26 +105,25 @@ def convert_model(
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            mlx_lm_convert(
-                source.name,
-                mlx_path=str(unfinished),
-                quantize=quantize,
-                q_group_size=flags.get("group_size"),
-                q_bits=flags.get("bits"),
-                q_mode=flags.get("mode", "affine"),
-                dtype=dtype,
-                revision=revision,
-            )
-        except OSError:
-            raise
-        except Exception as error:
-            # mlx-lm raises many kinds; whichever it is, it does not convert this checkpoint.
-            raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
+        mlx_lm_convert(
+            source.name,
+            mlx_path=str(unfinished),
+            quantize=quantize,
+            q_group_size=flags.get("group_size"),
+            q_bits=flags.get("bits"),
+            q_mode=flags.get("mode", "affine"),
+            dtype=dtype,
+            revision=revision,
+        )
         add_head(str(unfinished), source_name, revision=revision, verify=verify)
         unfinished.rename(output)
+    except MlxMtpError:
+        raise
     except OSError as error:
         raise ConvertError(f"{output} can't be written: {error}. Nothing was changed.") from error
+    except Exception as error:
+        # mlx-lm raises many kinds; whichever it is, it does not convert this checkpoint.
+        raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -148,7 +132,7 @@ def _locate(name: str, *, whole: bool) -> Path:
     """The model's directory; of a hub id that isn't downloaded only config.json unless `whole`."""
     if whole or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
         return resolve_model(name)
-    config = HubRepo(name, None).small("config.json")
+    config = HubRepo(name, None).file("config.json")
     if config is None:
         raise ConvertError(f"{name} has no config.json, so it is not a model.")
     return config.parent
@@ -156,7 +140,8 @@ def _locate(name: str, *, whole: bool) -> Path:
 
 def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
     """Refuse to replace a head that is not the one which the plan would write."""
-    differences = existing.differences(plan.header)
+    # The contents of the source count, not where it is.
+    differences = existing.differences(plan.header, ["created_by", "source", "source_revision"])
     if not differences:
         plan.read_through()
         if existing.metadata.get("source_files") == plan.metadata()["source_files"]:
@@ -169,31 +154,22 @@ def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
 
 
 def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
+    start = time.perf_counter()
+    size = size_text(plan.nbytes)
     try:
         if directory != model:
             link_model(model, directory)
         free = shutil.disk_usage(directory).free
-        if free < plan.nbytes + _HEADER_BYTES:
-            raise ConvertError(
-                f"{directory} has {size_text(free)} free; the head takes {size_text(plan.nbytes)}."
-            )
-        start = time.perf_counter()
-        with SidecarWriter(directory, plan.specs, plan.metadata()) as writer:
-            with tqdm(total=plan.nbytes, unit="B", unit_scale=True, disable=None) as bar:
-
-                def write(first: int, tensors: Mapping[str, mx.array]) -> None:
-                    bar.update(writer.write(first, tensors))
-
-                plan.run(write)
-            writer.finish(plan.metadata())
-            seconds = time.perf_counter() - start
-            print(f"Converted to {size_text(plan.nbytes)} in {seconds:.1f} s.", flush=True)
+        if free < plan.nbytes + (1 << 20):  # With the header.
+            raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
+        tensors = tqdm(plan.converted(), total=len(plan.groups), unit="group", disable=None)
+        with new_sidecar(directory, plan.like, plan.metadata, tensors) as path:
+            print(f"Converted to {size} in {time.perf_counter() - start:.1f} s.", flush=True)
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:
                     link_model(model, Path(folder))
-                    (Path(folder) / SIDECAR).symlink_to(writer.path.resolve())
+                    (Path(folder) / SIDECAR).symlink_to(path.resolve())
                     verify_head(Path(folder))
-            writer.commit()
     except OSError as error:
         raise ConvertError(
             f"{directory} can't be written: {error.strerror or error}. Nothing was changed; "

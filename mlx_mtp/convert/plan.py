@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_mtp import __version__
-from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY
-from mlx_mtp.convert.source import Source, norm_convention, trunk_tensor
+from mlx_mtp.convert.files import FORMAT_VERSION_KEY, SafetensorsFile, StoredTensor
+from mlx_mtp.convert.source import Source, norm_convention
 from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
-from mlx_mtp.convert.tensors import SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models.head_weights import (
     EXPERT_KEY,
@@ -33,45 +30,33 @@ from mlx_mtp.models.head_weights import (
 )
 from mlx_mtp.units import size_text
 
-_EXPERTS_AT_ONCE = 4
-_BYTES_AT_ONCE = 64 << 20
-_MAX_STREAMS = 8
+_GROUPS_AHEAD = 4
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class Plan:
-    """What becomes of every tensor of a source's head, as far as its index says; see `open`.
-
-    Args:
-        flags: for the quantization.
-
-    Attributes:
-        default: how most matrices are quantized, or None.
-        header: the sidecar's metadata but for the checksums.
-    """
+    """What becomes of every tensor of a source's head, as far as its index says; see `open`."""
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
         self._target, self._source, self._flags = target, source, flags
         self._head = target.head(moe=source.is_moe)
         self.default, self._settings = target.quantization(self._head, flags)
-        self.header = self._describe("hf")
+        self.header = self._describe("hf")  # The sidecar's, but for the checksums.
 
     def open(self, paths: Iterable[Path], asked_norms: Convention | None) -> None:
-        """Decide the rest by the headers of the files that hold the head, and check all of it.
+        """Decide the rest by the headers of the files that hold the head, check it, and report.
 
-        Afterwards `specs` has type and shape of each tensor of the sidecar; they take `nbytes`.
-
-        Raises:
-            ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
+        Afterwards `like` has type and shape of each tensor of the sidecar; they take `nbytes`.
+        ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
         """
         self._files = [SafetensorsFile(path) for path in paths]
         tensors = self._source.tensors(self._files)
-        self._copies = {name: tensors.pop(name) for name in TIED if name in tensors}
-        self._tensors = tensors
+        self._copies = [name for name in TIED if tensors.pop(name, None)]
+        self.groups = _groups(tensors)
         self._convention = norm_convention(self._files, self._source, asked_norms)
-        self._size = sum(value.size for _, value in tree_flatten(self._head.parameters()))
+        num_parameters = sum(value.size for _, value in tree_flatten(self._head.parameters()))
         like = {name: tensor.like() for name, tensor in tensors.items()}
-        _check_experts(like, self._source.name)
+        self._check_experts(like)
         # What is loaded where a source is served as it is: this checks names, shapes and packing.
         stored = self._renamed(like)
         load_into(self._head, stored, self._source.name)
@@ -84,17 +69,20 @@ class Plan:
             self._settings |= self._packed
             self.default = self._settings.get("fc")
         self.header = self._describe(self._convention)
-        self.specs = {name: (a.dtype, a.shape) for name, a in self._encoded(stored).items()}
-        self.nbytes = sum(prod(shape) * dtype.size for dtype, shape in self.specs.values())
+        self.like = self._encoded(stored)
+        self.nbytes = sum(array.nbytes for array in self.like.values())
+        self._report(num_parameters)
 
-    def __str__(self) -> str:
-        others = [f"{path} {s}" for path, s in self._settings.items() if s != self.default]
-        how = "; ".join([str(self.default or "unquantized"), *others])
-        packed = " The source's head is quantized already." if self._packed else ""
-        is_hf = self._convention == "hf"
-        norms = "zero-centred in the source, 1 is added" if is_hf else "as MLX has them already"
-        size = f"{self._size / 1e6:,.1f} M parameters, {size_text(self.nbytes)}"
-        return f"{size}, {how}.{packed} Norms: {norms}."
+    def _check_experts(self, tensors: Mapping[str, mx.array]) -> None:
+        """An expert's place in the stack is computed, so all experts have to be alike."""
+        for name, value in tensors.items():
+            match = EXPERT_KEY.match(name)
+            first = tensors.get(f"{match[1]}.0.{match[3]}.weight", value) if match else value
+            if (value.shape, value.dtype) != (first.shape, first.dtype):
+                raise CheckpointError(
+                    f"mtp.{name} in {self._source.name} has shape {value.shape} and type "
+                    f"{value.dtype}, expert 0 has {first.shape} and {first.dtype}."
+                )
 
     def _describe(self, convention: Convention) -> dict[str, str]:
         table = {path: setting._asdict() for path, setting in sorted(self._settings.items())}
@@ -112,68 +100,57 @@ class Plan:
             **{name: str(getattr(self._target.args, name)) for name in _TRUNK},
         }
 
-    def report_copies(self) -> None:
-        """Print which copies of the trunk's matrices are left out; warn if they are none."""
-        for name, copy in self._copies.items():
-            # With tied embeddings there is no lm_head.
-            endings = (*(["lm_head.weight"] if "head" in name else []), "embed_tokens.weight")
-            trunk = next(filter(None, (trunk_tensor(self._source.repo, e) for e in endings)), None)
-            line = f"mtp.{name} is left out, as the trunk's own is used"
-            if trunk is None or copy.begins_like(trunk):
-                print(f"{line}{'' if trunk else ' (not compared: it is not on this machine)'}.")
-            else:
-                print(f"warning: {line}, but they differ.", file=sys.stderr)
+    def _report(self, num_parameters: int) -> None:
+        size = f"{num_parameters / 1e6:,.1f} M parameters, {size_text(self.nbytes)}"
+        others = [f"{path} {s}" for path, s in self._settings.items() if s != self.default]
+        how = "; ".join([str(self.default or "unquantized"), *others])
+        packed = " The source's head is quantized already." if self._packed else ""
+        norms = {"hf": "zero-centred in the source, 1 is added", "mlx": "as MLX has them already"}
+        print(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
+        print(f"Norms: {norms[self._convention]}.", flush=True)
+        for name in self._copies:
+            print(f"mtp.{name} is left out, as the trunk's own is used.")
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
         sums = {
-            f.path.name: {"size": f.size, "head_sha256": f.digest.hexdigest()} for f in self._files
+            f.path.name: {"head_sha256": f.digest.hexdigest(), "size": f.size} for f in self._files
         }
         return {**self.header, "source_files": json.dumps(sums, separators=(",", ":"))}
 
     def read_through(self) -> None:
-        """Read what `run` would read, for the checksums alone."""
-        for _, tensors in self._groups():
+        """Read what `converted` would read, for the checksums alone."""
+        for _, tensors in self.groups:
             for tensor in tensors.values():
                 tensor.read()
 
-    def run(self, write: Callable[[int, dict[str, mx.array]], object]) -> None:
-        """Read, quantize and write some experts, or one other tensor, at a time.
+    def converted(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
+        """The sidecar's tensors as bytes, an expert at a time, with the number of the expert.
 
-        On the CPU even where there is a GPU. While mlx's threads quantize, this one reads the next
-        and writes the last.
-
-        Args:
-            write: called with the number of the first expert and the tensors as bytes.
+        mlx's threads quantize the next ones while the caller writes, on the CPU even where there
+        is a GPU.
         """
-        streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, _MAX_STREAMS))]
-        pending: deque[tuple[int, int, dict[str, mx.array]]] = deque()
-
-        def finish(nbytes: int) -> None:
-            """Write until no more than these are pending."""
-            while sum(size for size, _, _ in pending) > nbytes:
-                _, first, encoded = pending.popleft()
-                write(first, encoded)
-
-        for (first, tensors), stream in zip(self._groups(), itertools.cycle(streams)):
+        streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, 8))]
+        pending: deque[tuple[int, dict[str, mx.array]]] = deque()
+        for (expert, tensors), stream in zip(self.groups, itertools.cycle(streams)):
             with mx.stream(stream):
                 stored = {name: tensor.read() for name, tensor in tensors.items()}
                 encoded = self._encoded(self._renamed(stored))
                 encoded = {k: mx.contiguous(v).view(mx.uint8) for k, v in encoded.items()}
             mx.async_eval(encoded)
-            pending.append((sum(t.nbytes for t in tensors.values()), first, encoded))
-            finish(_BYTES_AT_ONCE)
-        finish(0)
+            pending.append((expert, encoded))
+            if len(pending) > _GROUPS_AHEAD:
+                yield pending.popleft()
+        yield from pending
 
     def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
-        rounded = {}
+        rounded = dict(tensors)
         for name, value in tensors.items():
             if name in NORMS:
-                value = value.astype(mx.float32)
+                rounded[name] = value.astype(mx.float32)
             elif value.dtype == mx.float32 and not name.endswith((".scales", ".biases")):
-                value = value.astype(mx.bfloat16)
-            rounded[name] = value
+                rounded[name] = value.astype(mx.bfloat16)
         return to_mlx(HeadTensors(rounded, self._convention, self._source.name))
 
     def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -181,46 +158,32 @@ class Plan:
         encoded = dict(tensors)
         for path in {**self._packed, **self._settings}:
             names = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
-            parts = [tensors[name] for name in names if name in tensors]
+            parts = [encoded[name] for name in names if name in encoded]
             packing, setting = self._packed.get(path), self._settings.get(path)
             if not parts or packing == setting:
                 continue
             for name in names:
                 encoded.pop(name, None)
             if packing:
-                parts = [packing.dequantize(parts)]
+                scales: dict[str, Any] = dict(zip(("scales", "biases"), parts[1:]))
+                parts = [mx.dequantize(parts[0], **scales, **packing._asdict())]
             if setting:
-                parts = setting.quantize(parts[0])
+                parts = list(mx.quantize(parts[0], **setting._asdict()))
             encoded |= zip(names, parts)
         return encoded
 
-    def _groups(self) -> list[tuple[int, dict[str, StoredTensor]]]:
-        """What is converted together, and the number of its first expert."""
-        groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
-        for name, tensor in self._tensors.items():
-            match, module = EXPERT_KEY.match(name), name.rpartition(".")[0]
-            if match:
-                number = int(match[2]) % _EXPERTS_AT_ONCE
-                renamed = f"{match[1]}.{number}.{match[3]}.weight"
-                key = match[1], int(match[2]) - number
-                groups.setdefault(key, {})[renamed] = tensor
-            elif len(tensor.shape) == 3:
-                for first in range(0, tensor.shape[0], _EXPERTS_AT_ONCE):
-                    some = tensor.part(first, min(first + _EXPERTS_AT_ONCE, tensor.shape[0]))
-                    groups.setdefault((module, first), {})[name] = some
-            else:
-                groups.setdefault((module, 0), {})[name] = tensor
-        return [(first, tensors) for (_, first), tensors in groups.items()]
 
-
-def _check_experts(tensors: Mapping[str, mx.array], source: str) -> None:
-    """Stacks are made of some experts at a time, so all have to be alike."""
-    first: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
-    for name, value in tensors.items():
+def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, StoredTensor]]]:
+    """What is converted together, one expert or one module; and the number of the expert."""
+    groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0]
         if match := EXPERT_KEY.match(name):
-            expected = first.setdefault(match[3], (value.shape, value.dtype))
-            if expected != (value.shape, value.dtype):
-                raise CheckpointError(
-                    f"mtp.{name} in {source} has shape {value.shape} and type {value.dtype}, "
-                    f"another expert has {expected[0]} and {expected[1]}."
-                )
+            first = f"{match[1]}.0.{match[3]}.weight"
+            groups.setdefault((match[1], int(match[2])), {})[first] = tensor
+        elif len(tensor.shape) == 3:
+            for expert in range(tensor.shape[0]):
+                groups.setdefault((module, expert), {})[name] = tensor.part(expert, expert + 1)
+        else:
+            groups.setdefault((module, 0), {})[name] = tensor
+    return [(expert, group) for (_, expert), group in groups.items()]

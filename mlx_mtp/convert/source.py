@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.tensors import FP8, SafetensorsFile, StoredTensor
+from huggingface_hub import (
+    HfApi,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.file_download import HfFileMetadata
+
+from mlx_mtp.convert.files import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.head_weights import (
     NORM_CONVENTION_KEY,
     PREFIXES,
+    SIDECAR_PATTERN,
     Convention,
     has_router,
     head_name,
 )
-from mlx_mtp.models.hub import HUB_ID
-from mlx_mtp.models.loader import read_json
+from mlx_mtp.models.hub import HUB_ID, explained
+from mlx_mtp.models.loader import missing_head, read_json
 
 INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
+_BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 
 
 class LocalRepo:
@@ -34,7 +48,7 @@ class LocalRepo:
     def __init__(self, path: Path) -> None:
         self.path, self.repo_id = path, str(path.resolve())
 
-    def small(self, name: str) -> Path | None:
+    def file(self, name: str) -> Path | None:
         return self.path / name if (self.path / name).is_file() else None
 
     def names(self) -> list[str]:
@@ -43,35 +57,92 @@ class LocalRepo:
     def tensor_names(self, name: str) -> list[str]:
         return list(SafetensorsFile(self.path / name).tensors)
 
-    def download_size(self, names: Sequence[str]) -> int:
-        return 0
-
-    def fetch(self, names: Sequence[str]) -> list[Path]:
+    def missing(self, names: Sequence[str]) -> dict[str, int]:
         for name in names:
-            if not self.small(name):
+            if not self.file(name):
                 raise CheckpointError(
                     f"{self.path / name} is missing, though {INDEX} names it: is the download "
                     "complete?"
                 )
-        return [self.path / name for name in names]
+        return {}
 
 
-Repo = LocalRepo | HubRepo
+class HubRepo:
+    """A model repository at one revision, in the usual cache; ConvertError where the hub fails."""
+
+    def __init__(self, repo_id: str, revision: str | None) -> None:
+        self.repo_id, self._revision = repo_id, revision  # None: the main branch
+
+    @cached_property
+    def commit(self) -> str:
+        path = self.file("config.json")
+        if path is not None:
+            return path.parent.name
+        with self._explained("the list of files"):
+            found = HfApi().model_info(self.repo_id, revision=self._revision or "main")
+        return _checked(found.sha, self.repo_id)
+
+    def file(self, name: str) -> Path | None:
+        """A file, from the cache or downloaded to it; None if there is no such file."""
+        revision = self._revision if name == "config.json" else self.commit
+        with self._explained(name):
+            try:
+                return Path(hf_hub_download(self.repo_id, name, revision=revision))
+            except RemoteEntryNotFoundError:
+                return None
+
+    def names(self) -> list[str]:
+        with self._explained("the list of files"):
+            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
+
+    def tensor_names(self, name: str) -> list[str]:
+        """What a safetensors file holds, by its header alone."""
+        with self._explained(name):
+            read_header = HfApi().parse_safetensors_file_metadata
+            return list(read_header(self.repo_id, name, revision=self.commit).tensors)
+
+    def remote(self, name: str) -> HfFileMetadata | None:
+        """What the hub says of a file without sending it; None if there is no such file."""
+        with self._explained(name):
+            try:
+                url = hf_hub_url(self.repo_id, name, revision=self.commit)
+                found = get_hf_file_metadata(url)
+            except RemoteEntryNotFoundError:
+                return None
+        # huggingface_hub makes paths of these two.
+        _checked(found.etag, name)
+        _checked(found.commit_hash, name)
+        if found.size is None:
+            raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
+        return found
+
+    def missing(self, names: Sequence[str]) -> dict[str, int]:
+        """The size of each file that is not in the cache; ConvertError for one not on the hub."""
+        sizes = {}
+        for name in names:
+            if isinstance(try_to_load_from_cache(self.repo_id, name, revision=self.commit), str):
+                continue
+            found = self.remote(name)
+            if found is None:
+                raise ConvertError(f"{self.repo_id} has no {name}, which its {INDEX} names.")
+            sizes[name] = found.size
+        return sizes
+
+    def _explained(self, name: str) -> AbstractContextManager[None]:
+        at = f" at revision {self._revision}" if self._revision else ""
+        return explained(
+            self.repo_id, f"{name} of {self.repo_id}{at}", ConvertError, self._revision
+        )
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with a head, of which nothing but names has been read.
-
-    Args:
-        config: config.json, empty if there is none.
-        file_of: file of each of the head's tensors, by its name in the checkpoint.
-    """
+    """A checkpoint with a head, of which nothing but names has been read."""
 
     name: str
-    repo: Repo
-    config: dict[str, Any]
-    file_of: dict[str, str]
+    repo: LocalRepo | HubRepo
+    config: dict[str, Any]  # Empty if there is no config.json.
+    file_of: dict[str, str]  # File of each of the head's tensors, by its name in the checkpoint.
 
     @property
     def files(self) -> list[str]:
@@ -104,8 +175,7 @@ class Source:
 def open_source(name: str, revision: str | None = None) -> Source:
     """Open a directory or a repository on the hub, of which only small files are downloaded.
 
-    Raises:
-        ModelError: there is no such source, it can't be had or is damaged, or it has no head.
+    ModelError: there is no such source, it can't be had or is damaged, or it has no head.
     """
     path = Path(name).expanduser()
     if path.is_dir() and revision is not None:
@@ -115,7 +185,7 @@ def open_source(name: str, revision: str | None = None) -> Source:
             f"{name!r} is neither an existing directory nor a hub id of the form organisation/name."
         )
     repo = LocalRepo(path) if path.is_dir() else HubRepo(name, revision)
-    config = repo.small("config.json")
+    config = repo.file("config.json")
     names = _indexed(repo)
     if not head_of(names):
         # A head that was added later, or a model without an index.
@@ -131,7 +201,45 @@ def open_source(name: str, revision: str | None = None) -> Source:
     return Source(repo.repo_id, repo, read_json(config) if config else {}, head_of(names))
 
 
-def weight_map_of(repo: Repo) -> dict[str, str]:
+def check_head_on_hub(name: str | None) -> None:
+    """Raise MissingHeadError for a repository without a head, before its weights are downloaded.
+
+    A directory is left to the loader. A gated repository, or a hub that can't be reached, is left
+    to the download: either it explains the failure, or the model is in the cache.
+    """
+    if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
+        return
+    repo = HubRepo(name, None)
+    try:
+        # add-mtp-weights puts a head into the cache, beside what the hub has.
+        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
+            return
+        base = base_model(repo.file("README.md"))
+    except ConvertError:
+        return
+    raise missing_head(name, base, "Its weights were not downloaded.")
+
+
+def cached_sidecar(repo: HubRepo) -> list[Path]:
+    """The files of a head that was added to the cached copy."""
+    config = repo.file("config.json")
+    return [] if config is None else sorted(config.parent.glob(SIDECAR_PATTERN))
+
+
+def remote_sidecar(repo: HubRepo) -> list[str]:
+    """The files of a head beside the model."""
+    return sorted(fnmatch.filter(repo.names(), SIDECAR_PATTERN))
+
+
+def base_model(readme: Path | None) -> str | None:
+    """The model that a model card says it was converted from."""
+    if readme is None or not readme.is_file():
+        return None
+    found = _BASE_MODEL.search(readme.read_text(encoding="utf-8", errors="replace"))
+    return found[1] if found else None
+
+
+def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:
     """File of each of a model's own tensors, by its index or the files' headers."""
     return _indexed(repo) or _scan(repo, r"model[^/]*\.safetensors")
 
@@ -139,14 +247,6 @@ def weight_map_of(repo: Repo) -> dict[str, str]:
 def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
     """The part of a map that is about the head."""
     return {key: file for key, file in weight_map.items() if head_name(key) is not None}
-
-
-def trunk_tensor(repo: Repo, ending: str) -> StoredTensor | None:
-    """The first tensor of a directory's trunk with this ending of its name."""
-    for key, file in weight_map_of(repo).items() if isinstance(repo, LocalRepo) else ():
-        if key.endswith(ending) and head_name(key) is None and (path := repo.small(file)):
-            return SafetensorsFile(path).tensors.get(key)
-    return None
 
 
 def norm_convention(
@@ -159,16 +259,16 @@ def norm_convention(
     MLX ones); PyTorch's mark in the header; a convolution elsewhere in the source, if it is HF's.
     ConvertError if none of these says it, or they contradict each other.
     """
+    names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
     if asked and stated - {asked}:
         raise ConvertError(
-            f"--mtp-norms says {asked}, but the header of {files[0].path} says "
-            f"{NORM_CONVENTION_KEY} {', '.join(map(str, stated))}."
+            f"--mtp-norms says {asked}, but the header of {names} says {NORM_CONVENTION_KEY} "
+            f"{', '.join(map(str, stated))}."
         )
-    found = {asked} if asked else {_convention_of(file, source) for file in files}
+    found = {asked or _convention_of(file, source) for file in files}
     if len(found) == 1 and (convention := found.pop()) is not None:
         return convention
-    names = ", ".join(str(file.path) for file in files)
     raise ConvertError(
         f"Whether the norms in {names} are zero-centred can't be determined from the headers or "
         "from a convolution's layout, and guessing would give a head that drafts badly. Say "
@@ -186,20 +286,22 @@ def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
             return "mlx" if tensor.shape[-1] == 1 else "hf"
     if file.metadata.get("format") == "pt":
         return "hf"
-    elsewhere = trunk_tensor(source.repo, _CONVOLUTION)
-    # An MLX trunk proves nothing: a raw head is easily put beside a converted one.
-    return "hf" if elsewhere and elsewhere.shape[-1] != 1 else None
+    for name, other in weight_map_of(source.repo).items() if not source.repo.commit else ():
+        path = source.repo.file(other)
+        if name.endswith(_CONVOLUTION) and head_name(name) is None and path:
+            # An MLX trunk proves nothing: a raw head is easily put beside a converted one.
+            return "hf" if SafetensorsFile(path).tensors[name].shape[-1] != 1 else None
+    return None
 
 
-def _scan(repo: Repo, pattern: str, but: Iterable[str] = ()) -> dict[str, str]:
-    """File of each tensor by the headers of the files that match."""
+def _scan(repo: LocalRepo | HubRepo, pattern: str, but: Iterable[str] = ()) -> dict[str, str]:
     files = [name for name in repo.names() if re.fullmatch(pattern, name) and name not in but]
     return {name: file for file in sorted(files) for name in repo.tensor_names(file)}
 
 
-def _indexed(repo: Repo) -> dict[str, str]:
+def _indexed(repo: LocalRepo | HubRepo) -> dict[str, str]:
     """File of each tensor by the index; only names, as an index must not lead elsewhere."""
-    path = repo.small(INDEX)
+    path = repo.file(INDEX)
     if path is None:
         return {}
     try:
@@ -213,3 +315,9 @@ def _indexed(repo: Repo) -> dict[str, str]:
                 f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
             )
     return found
+
+
+def _checked(text: str | None, of: str) -> str:
+    if text is None or not re.fullmatch(r"[\w-]+", text, re.ASCII):
+        raise ConvertError(f"The hub's answer about {of} is damaged: {text!r} names no version.")
+    return text

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.specs import AttentionSpec
@@ -25,7 +24,7 @@ _SHAPING_EXPERTS = ("num_experts", "moe_intermediate_size")
 
 
 class Setting(NamedTuple):
-    """How a matrix is quantized: bits per weight, weights that share a scale, MLX's mode."""
+    """How a matrix is quantized."""
 
     bits: int
     group_size: int
@@ -34,17 +33,8 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         return f"{self.bits} bits, groups of {self.group_size}, {self.mode}"
 
-    def quantize(self, values: mx.array) -> list[mx.array]:
-        """Words, scales and, in affine mode, biases of a float matrix [.., in]."""
-        return list(mx.quantize(values, **self._asdict()))
 
-    def dequantize(self, parts: Sequence[mx.array]) -> mx.array:
-        """The reverse."""
-        biases = parts[2] if len(parts) > 2 else None
-        return mx.dequantize(parts[0], parts[1], biases, **self._asdict())
-
-
-# What each mode takes when nothing is said, and what it can take.
+# What each mode takes when nothing is said; only affine has a choice.
 MODES = {
     "affine": Setting(4, 64, "affine"),
     "mxfp4": Setting(4, 32, "mxfp4"),
@@ -55,14 +45,7 @@ _AFFINE = ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128))
 
 
 class Target:
-    """A model directory, of which config.json alone is read.
-
-    Attributes:
-        args: mlx-lm's arguments of the language model.
-
-    Raises:
-        ModelError: there is no config.json, it is not complete, or no family serves it.
-    """
+    """A model directory, of which config.json alone is read; ModelError if that can't be served."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / "config.json")
@@ -71,7 +54,7 @@ class Target:
         try:
             # Nothing is allocated: mlx makes the random weights only when they are looked at.
             model = model_class(args_class.from_dict(self.config))  # type: ignore[attr-defined]
-            self.args: Any = self.family.causal_lm(model).args
+            self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
         # mlx-lm's choice of what to quantize, by path and module.
@@ -94,13 +77,7 @@ class Target:
 
         A flag counts before config.json. Without one, a matrix is quantized as its twin in the
         trunk's last attention layer where config.json names that. Routers follow mlx-lm's choice.
-
-        Args:
-            head: unquantized.
-            flags: those given of `bits` (16 leaves the head unquantized), `group_size`, `mode`.
-
-        Raises:
-            UsageError, ConvertError: flags or config.json ask for what MLX can't do.
+        UsageError or ConvertError for what MLX can't do.
         """
         table = self.config.get("quantization")
         table = table if isinstance(table, dict) else {}
@@ -112,9 +89,7 @@ class Target:
         for path, module in head.named_modules():
             if not hasattr(module, "to_quantized"):
                 continue
-            choice = twins.get(path)
-            if choice is None:
-                choice = self._predicate(f"mtp.{path}", module)
+            choice = twins[path] if path in twins else self._predicate(f"mtp.{path}", module)
             setting = _of_config(choice) if isinstance(choice, dict) else default
             # As mlx-lm does: a matrix that the groups don't divide stays as it is.
             if choice and module.weight.shape[-1] % setting.group_size == 0:
@@ -133,25 +108,20 @@ class Target:
                 )
         layers = "num_hidden_layers"
         if theirs.get(layers, ours.get(layers)) != ours.get(layers):
-            message = (
-                f"{name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: if they "
-                "are not versions of one model, the head will draft badly (--verify shows it)."
+            print(
+                f"warning: {name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: "
+                "if they are not versions of one model, the head will draft badly (--verify shows "
+                "it).",
+                file=sys.stderr,
             )
-            print(f"warning: {message}", file=sys.stderr)
 
     def _twins(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any] | bool]:
         """Entries that config.json has for the head itself, or for the layer most like it."""
         layers = enumerate(self.family.layer_specs(self.args))
         last_attention = max(i for i, layer in layers if isinstance(layer, AttentionSpec))
         of_layer = re.compile(rf"^(?:model\.|language_model\.)*layers\.{last_attention}\.(.+)$")
-        found: dict[str, dict[str, Any] | bool] = {}
-        for key, value in table.items():
-            name, twin = head_name(key), of_layer.match(key)
-            if name is not None:
-                found[name] = value
-            elif twin is not None:
-                found.setdefault(f"layers.0.{twin[1]}", value)
-        return found
+        twins = {f"layers.0.{m[1]}": table[key] for key in table if (m := of_layer.match(key))}
+        return twins | {name: table[key] for key in table if (name := head_name(key))}
 
 
 def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | None:
@@ -174,9 +144,8 @@ def _of_config(table: Mapping[str, Any]) -> Setting:
         raise ConvertError(
             f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
         )
-    default = MODES[mode]
-    bits, group_size = table.get("bits", default.bits), table.get("group_size", default.group_size)
-    return _checked(Setting(int(bits), int(group_size), mode), "config.json", ConvertError)
+    given: dict[str, Any] = {k: int(table[k]) for k in ("bits", "group_size") if k in table}
+    return _checked(MODES[mode]._replace(**given), "config.json", ConvertError)
 
 
 def _checked(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:

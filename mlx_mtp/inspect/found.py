@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_mtp.cache.specs import AttentionSpec
-from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.hub_head import base_model, cached_sidecar, remote_sidecar
-from mlx_mtp.convert.sidecar import FORMAT_VERSION_KEY, Existing
-from mlx_mtp.convert.source import LocalRepo, head_of, weight_map_of
+from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
+from mlx_mtp.convert.source import (
+    HubRepo,
+    LocalRepo,
+    base_model,
+    cached_sidecar,
+    head_of,
+    remote_sidecar,
+    weight_map_of,
+)
 from mlx_mtp.convert.target import Target
-from mlx_mtp.convert.tensors import SafetensorsFile
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
@@ -110,7 +115,7 @@ def _sidecar(existing: Existing, size: int) -> str:
 
 
 def _remote(repo: HubRepo) -> Found:
-    config = repo.small("config.json")
+    config = repo.file("config.json")
     if config is None:
         raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
     target = Target(config.parent)
@@ -125,7 +130,7 @@ def _remote(repo: HubRepo) -> Found:
     elif beside := remote_sidecar(repo):
         head_bytes, _ = _sizes(repo, beside)
         head = f"in {_names(beside)}: {size_text(head_bytes)}"
-    base = base_model(repo.small("README.md"))
+    base = base_model(repo.file("README.md"))
     return Found(repo.repo_id, target, trunk, head, head_bytes, base)
 
 

@@ -1,170 +1,106 @@
-"""Sources and targets for the converter, written and read with NumPy and nothing of ours."""
+"""Sources and targets for the converter, and the head that it should make of a source."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from tests.tiny_models import Layout, config_json, hf_tensors
 
-NORM_NAMES = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight")
-NORM_NAMES += ("pre_fc_norm_hidden.weight", "q_norm.weight", "k_norm.weight")
-_NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "U32": "<u4", "U8": "u1", "F8_E4M3": "u1"}
-
-
-class Raw(NamedTuple):
-    """A tensor as a file has it: the format's type name, and its bits."""
-
-    dtype: str
-    bits: np.ndarray
-
-
-def bf16(values: np.ndarray) -> np.ndarray:
-    """float32 to the bits of bfloat16, to nearest and ties to even."""
-    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    """The reverse, which is exact."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def e4m3_value(code: int) -> float:
-    """One code of E4M3, from the definition of the type."""
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = code >> 3 & 0xF, code & 0x7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    if exponent == 0:
-        return sign * mantissa * 2.0**-9
-    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
-
-
-_VALUES = np.array([e4m3_value(code) for code in range(256)], dtype=np.float32)
-_MIDDLES = (_VALUES[1:0x7F] + _VALUES[: 0x7F - 1]) / 2
-
-
-def to_fp8(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The nearest codes, BF16 bits of the scales, and the float32 values that they stand for.
-
-    Args:
-        values: [.., out, in].
-        block: rows and columns that share a scale.
-    """
-    *lead, rows, columns = values.shape
-    scales = np.zeros((*lead, -(-rows // block), -(-columns // block)), np.uint16)
-    codes, meant = np.zeros(values.shape, np.uint8), np.zeros(values.shape, np.float32)
-    for index in np.ndindex(*scales.shape):
-        *which, i, j = index
-        there = (*which, slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
-        part = values[there]
-        scales[index] = bf16(np.abs(part).max().reshape(1) / 448)[0]
-        scale = from_bf16(scales[index].reshape(1))[0]
-        nearest = np.searchsorted(_MIDDLES, np.abs(part / scale)).astype(np.uint8)
-        codes[there] = np.where(part < 0, nearest | 0x80, nearest)
-        meant[there] = _VALUES[codes[there]] * scale
-    return codes, scales, meant
-
-
-def write_file(path: Path, tensors: Mapping[str, Raw], metadata: Mapping[str, str]) -> None:
-    """A safetensors file."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, raw in tensors.items():
-        begin, end = end, end + raw.bits.nbytes
-        shape = list(raw.bits.shape)
-        header[name] = {"dtype": raw.dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    data = [np.ascontiguousarray(raw.bits).tobytes() for raw in tensors.values()]
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-
-
-def read_file(path: Path) -> tuple[dict[str, Raw], dict[str, str]]:
-    """Its tensors and metadata."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    metadata = header.pop("__metadata__", {})
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = (8 + length + n for n in entry["data_offsets"])
-        bits = np.frombuffer(data[begin:end], _NUMPY[entry["dtype"]]).reshape(entry["shape"])
-        tensors[name] = Raw(entry["dtype"], bits)
-    return tensors, metadata
-
-
-def encode(values: np.ndarray, storage: str) -> Raw:
-    """float32 in a type of this name."""
-    return Raw(storage, bf16(values) if storage == "BF16" else values.astype(_NUMPY[storage]))
-
-
-def decode(raw: Raw) -> np.ndarray:
-    """float32 of any float type."""
-    return from_bf16(raw.bits) if raw.dtype == "BF16" else raw.bits.astype(np.float32)
+BLOCK = (24, 40)  # Of FP8; neither divides all matrices.
+PT = {"format": "pt"}
+TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "FP8": mx.bfloat16}
+_NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight")
+_NORMS += ("pre_fc_norm_hidden.weight", "q_norm.weight", "k_norm.weight")
+_NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.int64: "I64"}
+_NAMES |= {mx.uint8: "U8", mx.uint16: "U16", mx.uint32: "U32", mx.int32: "I32"}
+Tensors = Mapping[str, mx.array]
 
 
 def is_norm(name: str) -> bool:
-    return name.endswith(NORM_NAMES)
+    return name.endswith(_NORMS)
+
+
+def to_fp8(values: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
+    """Codes, BF16 scales of blocks of rows and columns, and the float32 values they stand for."""
+    *lead, rows, columns = values.shape
+    shape = (*lead, -(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    scales = mx.array(0.01 + 0.003 * (np.arange(np.prod(shape)) % 7).reshape(shape))
+    scales = scales.astype(mx.bfloat16)
+    each = np.kron(np.array(scales.astype(mx.float32)), np.ones((*[1] * len(lead), *BLOCK)))
+    each = mx.array(each[..., :rows, :columns].astype(np.float32))
+    codes = mx.to_fp8(mx.array(values) / each)
+    return codes, scales, mx.from_fp8(codes, mx.float32) * each
+
+
+def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str] = PT) -> None:
+    """A safetensors file; codes with scales beside them are written as FP8."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    data = b""
+    for name, value in tensors.items():
+        dtype = _NAMES[value.dtype] if f"{name}_scale_inv" not in tensors else "F8_E4M3"
+        own = np.array(mx.contiguous(value).view(mx.uint8)).tobytes()
+        offsets = [len(data), len(data) + len(own)]
+        header[name] = {"dtype": dtype, "shape": value.shape, "data_offsets": offsets}
+        data += own
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def read_file(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Its tensors and metadata."""
+    tensors, metadata = mx.load(str(path), return_metadata=True)
+    mx.eval(tensors)
+    return tensors, metadata
 
 
 def encode_all(
-    tensors: Mapping[str, np.ndarray], storage: str, block: int = 32
-) -> tuple[dict[str, Raw], dict[str, np.ndarray]]:
+    tensors: Mapping[str, np.ndarray], storage: str = "BF16"
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """A checkpoint's tensors as a file has them, and the float32 values that they stand for.
 
-    Args:
-        tensors: by their names in the checkpoint.
-        storage: "BF16", "F16", "F32" or "FP8"; with FP8, norms and routers are BF16 as published.
-        block: of FP8.
+    With `storage` "FP8" (else "BF16", "F16", "F32"), norms and routers are BF16 as published.
     """
-    raws: dict[str, Raw] = {}
-    meant: dict[str, np.ndarray] = {}
+    stored: dict[str, mx.array] = {}
+    meant: dict[str, mx.array] = {}
     for name, values in tensors.items():
         plain = values.ndim < 2 or name.endswith(("mlp.gate.weight", "expert_gate.weight"))
         if storage == "FP8" and not plain and "conv1d" not in name:
-            codes, scales, meant[name] = to_fp8(values, block)
-            raws[name] = Raw("F8_E4M3", codes)
-            raws[f"{name}_scale_inv"] = Raw("BF16", scales)
+            stored[name], stored[f"{name}_scale_inv"], meant[name] = to_fp8(values)
         else:
-            raws[name] = encode(values, "BF16" if storage == "FP8" else storage)
-            meant[name] = decode(raws[name])
-    return raws, meant
+            stored[name] = mx.array(values).astype(TYPES[storage])
+            meant[name] = stored[name].astype(mx.float32)
+    return stored, meant
 
 
 def write_source(
-    path: Path,
-    layout: Layout,
-    storage: str = "BF16",
-    *,
-    shards: int = 1,
-    change: Mapping[str, Any] | None = None,
-) -> dict[str, np.ndarray]:
+    path: Path, layout: Layout, storage: str = "BF16", *, shards: int = 1, **change: Any
+) -> dict[str, mx.array]:
     """A Hugging Face checkpoint; returns what its tensors stand for, in float32.
 
     Args:
-        storage: see `encode_all`.
         shards: files; above one there is an index, and the head is spread over the last two.
         change: of config.json.
     """
-    config = {**config_json(layout), **(change or {})}
+    config = {**config_json(layout), **change}
     if storage == "FP8":
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": BLOCK}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    raws, meant = encode_all(hf_tensors(layout), storage)
+    stored, meant = encode_all(hf_tensors(layout), storage)
     if shards == 1:
-        write_file(path / "model.safetensors", raws, {"format": "pt"})
+        write_file(path / "model.safetensors", stored)
         return meant
-    head = [name for name in raws if "mtp." in name]
-    trunk = [name for name in raws if "mtp." not in name]
+    head = [name for name in stored if "mtp." in name]
+    trunk = [name for name in stored if "mtp." not in name]
     groups = [*np.array_split(trunk, shards - 2), *np.array_split(head, 2)]
     names = [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
-    _write_groups(path, dict(zip(names, groups)), raws, {"format": "pt"}, "model")
+    _write_groups(path, dict(zip(names, groups)), stored, PT, "model")
     return meant
 
 
@@ -173,15 +109,14 @@ def split_sidecar(directory: Path) -> None:
     tensors, metadata = read_file(directory / "mtp.safetensors")
     (directory / "mtp.safetensors").unlink()
     names = [f"mtp-0123abcd-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    groups = np.array_split(list(tensors), 2)
-    _write_groups(directory, dict(zip(names, groups)), tensors, metadata, "mtp")
+    groups = dict(zip(names, np.array_split(list(tensors), 2)))
+    _write_groups(directory, groups, tensors, metadata, "mtp")
 
 
-def _write_groups(path, groups, raws, metadata, stem) -> None:
-    weight_map: dict[str, str] = {}
+def _write_groups(path, groups, stored, metadata, stem) -> None:
     for file, names in groups.items():
-        write_file(path / file, {str(name): raws[name] for name in names}, metadata)
-        weight_map |= {str(name): file for name in names}
+        write_file(path / file, {str(name): stored[name] for name in names}, metadata)
+    weight_map = {str(name): file for file, names in groups.items() for name in names}
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (path / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
@@ -199,30 +134,11 @@ def write_target(
     return path
 
 
-def write_large_source(path: Path, experts: int) -> None:
-    """A head of 1.6 MB per expert, stacked, so that a run takes time and memory."""
-    layout = Layout("qwen3_next", stacked_experts=True)
-    write_target(path, layout, num_experts=experts, moe_intermediate_size=4096)
-    raws, _ = encode_all(hf_tensors(layout), "BF16")
-    some, mlp = raws["model.embed_tokens.weight"].bits[:89], "mtp.layers.0.mlp."
-    for name, shape in (
-        ("gate.weight", (experts, 64)),
-        ("experts.gate_up_proj", (experts, 8192, 64)),
-        ("experts.down_proj", (experts, 64, 4096)),
-    ):
-        raws[mlp + name] = Raw("BF16", np.resize(some, shape))
-    write_file(path / "model.safetensors", raws, {"format": "pt"})
-
-
-def expected_head(meant: Mapping[str, np.ndarray], prefix: str = "mtp.") -> dict[str, np.ndarray]:
+def expected_head(meant: Tensors, prefix: str = "mtp.") -> dict[str, mx.array]:
     """The head in MLX's layout, float32, with 1 + w in the norms: the reference."""
     own = {k.removeprefix(prefix): v for k, v in meant.items() if k.startswith(prefix)}
-    out = {
-        name: (values + np.float32(1)).astype(np.float32) if is_norm(name) else values
-        for name, values in own.items()
-        if ".experts." not in name
-    }
     experts, switch = "layers.0.mlp.experts.", "layers.0.mlp.switch_mlp."
+    out = {k: v + 1 if is_norm(k) else v for k, v in own.items() if experts not in k}
     if f"{experts}gate_up_proj" in own:
         both = own[f"{experts}gate_up_proj"]
         half = both.shape[1] // 2
@@ -230,8 +146,8 @@ def expected_head(meant: Mapping[str, np.ndarray], prefix: str = "mtp.") -> dict
         out[f"{switch}up_proj.weight"] = both[:, half:]
         out[f"{switch}down_proj.weight"] = own[f"{experts}down_proj"]
     elif f"{experts}0.up_proj.weight" in own:
+        count = sum(k.startswith(experts) for k in own) // 3
         for part in ("gate_proj", "up_proj", "down_proj"):
-            count = sum(k.startswith(experts) and k.endswith(f"{part}.weight") for k in own)
             stack = [own[f"{experts}{i}.{part}.weight"] for i in range(count)]
-            out[f"{switch}{part}.weight"] = np.stack(stack)
+            out[f"{switch}{part}.weight"] = mx.stack(stack)
     return out

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.errors import ModelError
-from tests.convert.checkpoints import (
-    Raw,
-    encode_all,
-    read_file,
-    write_file,
-    write_source,
-    write_target,
-)
+from tests.convert.checkpoints import encode_all, read_file, write_file, write_source, write_target
 from tests.tiny_models import Layout, hf_tensors
 
 LAYOUT = Layout("qwen3_next")
@@ -27,10 +21,13 @@ class Pair:
 
     def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.source, self.target = root / "source", root / "target"
-        self.sidecar = self.target / "mtp.safetensors"
         self._capsys = capsys
         write_source(self.source, LAYOUT, shards=3)
         write_target(self.target, LAYOUT, FOUR)
+
+    @property
+    def sidecar(self) -> Path:
+        return self.target / "mtp.safetensors"
 
     def write(self, layout: Layout, storage: str = "BF16", table=None, **source) -> dict:
         """Other ones in their place; what the source's tensors stand for, in float32."""
@@ -41,11 +38,11 @@ class Pair:
 
     def rewrite(self, change) -> None:
         """The source as one file, with its tensors changed."""
-        raws, _ = encode_all(hf_tensors(LAYOUT), "BF16")
-        change(raws)
+        tensors, _ = encode_all(hf_tensors(LAYOUT))
+        change(tensors)
         for path in self.source.glob("model*"):
             path.unlink()
-        write_file(self.source / "model.safetensors", raws, {"format": "pt"})
+        write_file(self.source / "model.safetensors", tensors)
 
     def run(self, **options: object) -> str:
         """Run the converter; what it printed."""
@@ -54,23 +51,22 @@ class Pair:
         captured = self._capsys.readouterr()
         return captured.out + captured.err
 
-    def convert(self, **options: object) -> dict[str, Raw]:
+    def convert(self, **options: object) -> dict[str, mx.array]:
         """Run it; the sidecar's tensors without their prefix."""
         self.run(**options)
         tensors, _ = read_file(self.sidecar)
         assert all(name.startswith("mtp.") for name in tensors)
-        return {name.removeprefix("mtp."): raw for name, raw in tensors.items()}
+        return {name.removeprefix("mtp."): value for name, value in tensors.items()}
 
     def metadata(self) -> dict[str, str]:
         return read_file(self.sidecar)[1]
 
-    def refused(self, error: type[ModelError], match: str, **options: object) -> str:
+    def refused(self, error: type[ModelError], match: str, **options: object) -> None:
         """Run it, expect this error and an unchanged directory."""
         before = snapshot(self.target)
-        with pytest.raises(error, match=match) as caught:
+        with pytest.raises(error, match=match):
             self.run(**options)
         assert snapshot(self.target) == before
-        return str(caught.value)
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

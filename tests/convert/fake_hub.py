@@ -7,7 +7,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -16,25 +15,16 @@ from tests.loopback import LoopbackServer
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@dataclass
 class FakeHub:
-    """What is served, how it fails, and what was asked for.
+    """What is served (`files`), how it fails, and what was asked for."""
 
-    Args:
-        files: contents by name.
-        status: file -> an HTTP status to answer its GETs with.
-        log: (method, file, range) of each request but listings.
-    """
-
-    repo_id: str
-    files: dict[str, bytes]
-    status: dict[str, int] = field(default_factory=dict)
-    log: list[tuple[str, str, str | None]] = field(default_factory=list)
-    url: str = ""
+    def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
+        self.repo_id, self.files = repo_id, files
+        self.trouble: dict[str, tuple[int, str]] = {}  # Status and code by file or repository.
+        self.log: list[tuple[str, str, str | None]] = []  # Method, file and range, but of listings.
 
     @classmethod
     def of(cls, repo_id: str, directory: Path) -> FakeHub:
-        """The files of a directory."""
         return cls(repo_id, {p.name: p.read_bytes() for p in directory.iterdir()})
 
     @property
@@ -44,16 +34,12 @@ class FakeHub:
 
     @contextlib.contextmanager
     def serve(self) -> Iterator[FakeHub]:
-        """Serve while the context lasts."""
-        server = LoopbackServer(type("Handler", (_Handler,), {"hub": self}))
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        self.url = server.url
-        try:
+        with LoopbackServer(type("Handler", (_Handler,), {"hub": self})) as server:
+            thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+            thread.start()
+            self.url = server.url
             yield self
-        finally:
             server.shutdown()
-            server.server_close()
             thread.join()
 
 
@@ -70,26 +56,26 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.hub, self.path.partition("?")[0]
         if path.startswith(f"/api/models/{hub.repo_id}/"):
-            self._send(200, json.dumps(self._listing(path)).encode())
+            self._send(200, json.dumps(self._listing("/tree/" in path)).encode())
             return
-        repo, _, rest = path.partition("/resolve/")
-        revision, _, name = rest.partition("/")
+        repo, _, rest = path.removeprefix("/api/models").partition("/re")
+        revision, _, name = rest.partition("/")[2].partition("/")
         if repo != f"/{hub.repo_id}":
-            self._send(404, code="RepoNotFound")
+            self._fail(*hub.trouble.get(repo[1:], (404, "RepoNotFound")))
             return
         hub.log.append((self.command, name, self.headers["Range"]))
         if revision not in ("main", "v1", COMMIT):
-            self._send(404, code="RevisionNotFound")
+            self._fail(404, "RevisionNotFound")
         elif name not in hub.files:
-            self._send(404, code="EntryNotFound")
-        elif self.command == "GET" and name in hub.status:
-            self._send(hub.status[name], code="Trouble")
+            self._fail(404, "EntryNotFound")
+        elif self.command == "GET" and name in hub.trouble:
+            self._fail(*hub.trouble[name])
         else:
             self._send_file(hub.files[name])
 
-    def _listing(self, path: str) -> object:
+    def _listing(self, with_sizes: bool) -> object:
         files = self.hub.files
-        if "/tree/" in path:
+        if with_sizes:
             fixed = {"type": "file", "oid": "0" * 40}
             return [{**fixed, "path": name, "size": len(data)} for name, data in files.items()]
         siblings = [{"rfilename": name} for name in files]
@@ -97,8 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, content: bytes) -> None:
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        headers = {"ETag": etag, "X-Linked-Etag": etag, "X-Linked-Size": str(len(content))}
-        headers |= {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         asked = self.headers["Range"]
         if not asked:
             self._send(200, content, headers)
@@ -108,12 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
         self._send(206, part, headers)
 
-    def _send(self, status: int, content: bytes = b"", headers=None, code: str = "") -> None:
+    def _fail(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": "Restricted"})
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in {"X-Error-Code": code, **(headers or {})}.items():
-            if value:
-                self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)

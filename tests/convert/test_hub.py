@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
+from mlx_mtp import cli
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.convert.hub_head import check_head_on_hub
-from mlx_mtp.errors import ConvertError, MissingHeadError
+from mlx_mtp.convert.source import check_head_on_hub
+from mlx_mtp.errors import ConvertError
 from tests.convert.checkpoints import read_file, write_source
 from tests.convert.fake_hub import COMMIT, FakeHub
 from tests.tiny_models import Layout, write_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 REPO = "Qwen/Tiny-Next"
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 SNAPSHOT = f"hub/models--Qwen--Tiny-Next/snapshots/{COMMIT}"
 
 
-@pytest.fixture(scope="module")
-def endpoint():
-    """One server for all tests; each puts its files on it."""
-    with FakeHub(REPO, {}).serve() as hub:
-        yield hub
-
-
 @pytest.fixture
-def hub(endpoint, monkeypatch, tmp_path):
+def hub(monkeypatch, tmp_path):
     """The hub, which has nothing yet, and an empty cache."""
-    template = endpoint.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint.url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    for each in (endpoint.files, endpoint.status, endpoint.log):
-        each.clear()
-    return endpoint
+    with FakeHub(REPO, {}).serve() as hub:
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield hub
 
 
 @pytest.fixture
@@ -54,8 +44,7 @@ def user(hub, pair):
 
 def put(hub: FakeHub, directory: Path) -> None:
     """Nothing but a directory's files, and a model card."""
-    hub.files.clear()
-    hub.files.update({path.name: path.read_bytes() for path in directory.iterdir()})
+    hub.files = {path.name: path.read_bytes() for path in directory.iterdir()}
     hub.files["README.md"] = b"---\nbase_model: Qwen/Original\n---\n"
 
 
@@ -64,37 +53,26 @@ def put_model(hub: FakeHub, path: Path, *, with_head: bool, shards: int) -> None
     put(hub, path)
 
 
-def test_exactly_the_needed_files_are_asked_for_once(hub, user):
+def test_exactly_the_needed_files_are_asked_for_once(hub, user, tmp_path, monkeypatch):
     needed = {"config.json", INDEX}
     size = f"{sum(len(hub.files[name]) for name in SHARDS[1:]) / 1000:.1f} kB"
     assert f"Would download {size}" in user.run(dry_run=True)
     assert hub.downloaded == needed
     assert not user.sidecar.exists()
-    said = user.run(flags={"group_size": 32})
+    said = user.run(revision="v1")
     assert hub.downloaded == {name for _, name, _ in hub.log} == needed | set(SHARDS[1:])
     assert f"Downloading 2 of 2 files from {REPO} at {COMMIT[:12]}: {size}" in said
-    from_hub = read_file(user.sidecar)
-    assert (from_hub[1]["source"], from_hub[1]["source_revision"]) == (REPO, COMMIT)
-    add_head(str(user.target), str(user.local), force=True, flags={"group_size": 32})
-    local = read_file(user.sidecar)
-    assert from_hub[1]["source_files"] == local[1]["source_files"]
-    assert all(
-        raw.bits.tobytes() == from_hub[0][name].bits.tobytes() for name, raw in local[0].items()
-    )
-
-
-def test_the_cache_is_the_usual_one_and_nothing_is_downloaded_twice(
-    hub, user, tmp_path, monkeypatch
-):
-    user.run(revision="v1")
-    hub.log.clear()
-    assert "nothing to do" in user.run(revision="v1")
-    user.run(revision="v1", force=True, flags={"bits": 8})
-    assert not hub.downloaded
+    tensors, metadata = read_file(user.sidecar)
+    assert (metadata["source"], metadata["source_revision"]) == (REPO, COMMIT)
+    # The cache is the usual one.
     assert (tmp_path / SNAPSHOT / SHARDS[2]).read_bytes() == hub.files[SHARDS[2]]
     assert not list((tmp_path / "hub").rglob("*.incomplete"))
+    add_head(str(user.target), str(user.local), force=True)
+    assert user.metadata()["source_files"] == metadata["source_files"]
+    local, _ = read_file(user.sidecar)
+    assert all(mx.array_equal(local[name], value) for name, value in tensors.items())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    user.run(revision="v1", force=True)
+    assert "Downloading" not in user.run(revision="v1", force=True)
 
 
 def test_the_head_of_a_commit_is_known_without_its_files(hub, user, tmp_path):
@@ -103,47 +81,34 @@ def test_the_head_of_a_commit_is_known_without_its_files(hub, user, tmp_path):
     hub.log.clear()
     assert "nothing to do" in user.run()
     assert hub.downloaded == {"config.json", INDEX}
+    user.refused(ConvertError, "bits 4, not 8", flags={"bits": 8})
 
 
-@pytest.mark.parametrize(
-    ("trouble", "options", "match"),
-    [
-        ("offline", {}, "can't be reached"),
-        (403, {}, "could not be downloaded"),
-        (500, {}, "could not be downloaded"),
-        ("missing", {}, f"has no {SHARDS[2]}"),
-        ("no head", {}, "has no MTP head"),
-        ("", {"revision": "v2"}, "no revision 'v2'"),
-        ("", {"source": "Qwen/Other"}, "the hub has no such model"),
-    ],
-)
-def test_what_goes_wrong_is_explained(hub, user, monkeypatch, trouble, options, match):
-    if trouble == "offline":
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    elif trouble == "missing":
-        del hub.files[SHARDS[2]]
-    elif trouble == "no head":
-        put_model(hub, user.local / "none", with_head=False, shards=3)
-    elif trouble:
-        hub.status[SHARDS[2]] = trouble
-    user.source = options.get("source", REPO)
-    user.refused(ConvertError, match, revision=options.get("revision"))
+def test_what_goes_wrong_is_explained(hub, user, monkeypatch):
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        user.refused(ConvertError, "can't be reached")
+    for status in (403, 500):
+        hub.trouble[SHARDS[2]] = status, "Trouble"
+        user.refused(ConvertError, "could not be downloaded")
+    user.refused(ConvertError, "no revision 'v2'", revision="v2")
+    del hub.files[SHARDS[2]]
+    user.refused(ConvertError, f"has no {SHARDS[2]}")
+    user.source = "Qwen/Other"
+    user.refused(ConvertError, "the hub has no such model")
     assert SHARDS[0] not in hub.downloaded
 
 
-@pytest.mark.parametrize("with_head", [True, False])
-@pytest.mark.parametrize("config", [True, False])
-def test_a_repository_of_one_file_is_judged_by_its_header(hub, user, with_head, config):
-    put_model(hub, user.local / "one", with_head=with_head, shards=1)
-    if not config:
+def test_a_repository_of_one_file_is_judged_by_its_header(hub, user):
+    for with_head in (False, True):
+        put_model(hub, user.local / "one", with_head=with_head, shards=1)
         del hub.files["config.json"]
-    if with_head:
-        user.run()
-        assert user.metadata()["source_revision"] == COMMIT
-        return
-    user.refused(ConvertError, "has no MTP head")
-    asked = [each for m, name, each in hub.log if (m, name) == ("GET", "model.safetensors")]
-    assert asked == ["bytes=0-100000"]
+        if not with_head:
+            user.refused(ConvertError, "has no MTP head")
+            asked = [part for m, name, part in hub.log if (m, name) == ("GET", "model.safetensors")]
+            assert asked == ["bytes=0-100000"]
+    user.run()
+    assert user.metadata()["source_revision"] == COMMIT
 
 
 def test_a_target_on_the_hub_gets_its_head_in_the_cache(hub, pair, tmp_path):
@@ -158,50 +123,27 @@ def test_a_target_on_the_hub_gets_its_head_in_the_cache(hub, pair, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_missing_head_is_noticed_before_the_weights_are_downloaded(hub, tmp_path, shards):
+def test_a_missing_head_is_noticed_before_the_weights_are_downloaded(
+    hub, tmp_path, shards, capsys, monkeypatch
+):
     put_model(hub, tmp_path / "none", with_head=False, shards=shards)
-    with pytest.raises(MissingHeadError) as caught:
-        check_head_on_hub(REPO)
+    assert cli.main(["serve", REPO, "--enable-mtp"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mlx-mtp: {REPO} has no MTP head")
+    assert "weights were not downloaded" in said
     adding = f"`mlx-mtp add-mtp-weights --mlx-model-path {REPO} --source-model Qwen/Original`"
-    assert adding in str(caught.value)
-    assert "weights were not downloaded" in str(caught.value)
+    assert adding in said
     assert not [name for name in hub.downloaded if name.startswith("model-")]
     for name in ("mtp.safetensors", "mtp-00001-of-00001.safetensors"):
         hub.files[name] = b""
         check_head_on_hub(REPO)
         del hub.files[name]
+    # What can't be found out is left to the download.
+    for name in ("Other/Model", str(tmp_path), None):
+        check_head_on_hub(name)
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        check_head_on_hub(REPO)
     shutil.rmtree(tmp_path / "hub")
     put_model(hub, tmp_path / "with", with_head=True, shards=shards)
     check_head_on_hub(REPO)
-
-
-def test_what_cannot_be_found_out_is_left_to_the_download(hub, tmp_path, monkeypatch):
-    put_model(hub, tmp_path / "none", with_head=False, shards=3)
-    for name in ("Other/Model", str(tmp_path), None):
-        check_head_on_hub(name)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    check_head_on_hub(REPO)
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["serve", *(pytest.param(c, marks=pytest.mark.full) for c in ("selftest", "add-mtp-weights"))],
-)
-def test_the_commands_use_it(hub, user, tmp_path, command):
-    """In a process of its own, with huggingface_hub's settings in the environment."""
-    arguments = ["--mlx-model-path", str(user.target), "--source-model", REPO]
-    if command != "add-mtp-weights":
-        put_model(hub, tmp_path / "none", with_head=False, shards=3)
-        arguments = [REPO, *(["--enable-mtp", "--port", "0"] if command == "serve" else [])]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    run = [sys.executable, "-m", "mlx_mtp", command, *arguments]
-    done = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True)
-    if command == "add-mtp-weights":
-        assert done.returncode == 0, done.stderr
-        assert user.metadata()["source"] == REPO
-    else:
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"mlx-mtp: {REPO} has no MTP head"), done.stderr
-        assert hub.downloaded <= {"config.json", INDEX, "README.md"}

@@ -2,117 +2,93 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
+import resource
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp import cli
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.convert.sidecar import SidecarWriter
+from mlx_mtp.convert.files import StoredTensor
 from mlx_mtp.models.head_weights import sidecar_files
 from tests.convert.checkpoints import (
+    encode_all,
     read_file,
     split_sidecar,
-    write_large_source,
+    write_file,
     write_source,
     write_target,
 )
-from tests.tiny_models import Layout
+from tests.convert.conftest import LAYOUT
+from tests.tiny_models import Layout, hf_tensors
 
-LAYOUT = Layout("qwen3_next")
-ROOT = Path(__file__).resolve().parents[2]
-# Imports once, and then forks a process for each line that it reads: what importing takes, no
-# process of its own should take again. None of mlx's threads runs in it.
-FORKS = """
-import os, sys
-from tests.convert.test_kill import ended_at
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        os._exit(ended_at(*line.split()))
-    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-# A process begins with the peak of the one that started it: a small one stands between.
-LAUNCHER = """
-import os, subprocess, sys
-child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
-_, status, usage = os.wait4(child.pid, 0)
-print(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-sys.exit(status != 0)
-"""
+# Imports once, and forks: what importing takes, no process should take again. None of mlx's threads
+# runs in it, and its peak of memory, which a fork inherits, is small.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.convert.test_kill"])
 
 
-def ended_at(last: str, number: str, target: str, source: str) -> int:
-    """Convert to 8 bits, with this signal before the n-th thing that is done to the disk."""
-    events = 0
+def forked(function: Callable[..., None], *arguments: object) -> int:
+    """The exit status of a process of its own."""
+    process = FORKS.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def convert(source: Path, target: Path, bits: int) -> None:
+    arguments = ["--mlx-model-path", str(target), "--source-model", str(source), "--force"]
+    assert cli.main(["add-mtp-weights", *arguments, "--bits", str(bits)]) == 0
+
+
+def end_at(last: int, number: int, source: Path, target: Path) -> None:
+    """Convert to 8 bits, with this signal before the n-th access to the disk."""
+    events = itertools.count(1)
 
     def event(original):
         def run(*args, **kwargs):
-            nonlocal events
-            events += 1
-            if events == int(last):
-                os.kill(os.getpid(), int(number))
+            if next(events) == last:
+                os.kill(os.getpid(), number)
             return original(*args, **kwargs)
 
         return run
 
-    for owner, name in (
-        *((os, name) for name in ("replace", "fsync")),
-        *((Path, name) for name in ("unlink", "open")),
-        *((SidecarWriter, name) for name in ("write", "finish")),
-    ):
-        setattr(owner, name, event(getattr(owner, name)))
-    arguments = ["--mlx-model-path", target, "--source-model", source, "--bits", "8", "--force"]
-    try:
-        return cli.main(["add-mtp-weights", *arguments])
-    except SystemExit as ended:
-        return ended.code
+    owners = {os: ("replace", "fsync"), Path: ("unlink", "open"), StoredTensor: ("read",)}
+    for owner, names in owners.items():
+        for name in names:
+            setattr(owner, name, event(getattr(owner, name)))
+    convert(source, target, bits=8)
 
 
-@pytest.fixture(scope="module")
-def fork() -> Iterator[Callable[..., int]]:
-    """`ended_at` in a process of its own; its exit status."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", FORKS], cwd=ROOT, **pipes) as process:
-
-        def run(*arguments: object) -> int:
-            print(*arguments, file=process.stdin, flush=True)
-            lines = iter(process.stdout.readline, "")
-            return next(int(line.split()[1]) for line in lines if line.startswith("status"))
-
-        yield run
-        process.stdin.close()
-
-
-def head_of(directory: Path) -> dict[str, bytes] | None:
+def head_of(directory: Path) -> dict[str, bytes]:
     """What the loader would read."""
     tensors = {}
     for path in sidecar_files(directory):
-        tensors |= {name: raw.bits.tobytes() for name, raw in read_file(path)[0].items()}
-    return tensors or None
+        tensors |= {k: bytes(memoryview(v.view(mx.uint8))) for k, v in read_file(path)[0].items()}
+    return tensors
 
 
 @pytest.mark.parametrize(
     ("number", "before"),
     [
-        (signal.SIGKILL, "a head"),
-        (signal.SIGKILL, "a head in parts"),
+        *[(signal.SIGKILL, "a head"), (signal.SIGKILL, "parts"), (signal.SIGTERM, "no head")],
         pytest.param(signal.SIGKILL, "no head", marks=pytest.mark.full),
-        (signal.SIGTERM, "no head"),
     ],
 )
-def test_ended_at_each_step(tmp_path, fork, number, before):
+def test_ended_at_each_step(tmp_path, number, before):
     """The loader finds the old head or the new one, never a mixture, never an error."""
     source, target = tmp_path / "source", tmp_path / "target"
     write_source(source, LAYOUT)
     write_target(target, LAYOUT)
     add_head(str(target), str(source), flags={"bits": 4})
-    if before == "a head in parts":
+    if before == "parts":
         split_sidecar(target)
     elif before == "no head":
         (target / "mtp.safetensors").unlink()
@@ -125,7 +101,7 @@ def test_ended_at_each_step(tmp_path, fork, number, before):
                 path.unlink()
             for name, content in files.items():
                 (target / name).write_bytes(content)
-        status = fork(len(found) + 1, int(number), target, source)
+        status = forked(end_at, len(found) + 1, number, source, target)
         assert status in (0, -number if number == signal.SIGKILL else 128 + number)
         found.append(head_of(target))
         assert (target / "config.json").read_bytes() == files["config.json"]
@@ -139,18 +115,28 @@ def test_ended_at_each_step(tmp_path, fork, number, before):
     assert [path.name for path in target.glob("*mtp*")] == ["mtp.safetensors"]
 
 
-@pytest.mark.parametrize("bits", [pytest.param("4", marks=pytest.mark.full), "16"])
+def write_peak(source: Path, target: Path, bits: int) -> None:
+    convert(source, target, bits)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (target / "peak").write_text(str(peak * (1 if sys.platform == "darwin" else 1024)))
+
+
+@pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.full), 16])
 def test_peak_memory_does_not_grow_with_the_head(tmp_path, bits):
     """With 8 experts, and with 96, the larger stack of which takes 101 MB."""
-    peaks = []
+    layout, mlp, peaks = Layout("qwen3_next", stacked_experts=True), "mtp.layers.0.mlp.", []
     for experts in (8, 96):
         source, target = tmp_path / f"source-{experts}", tmp_path / f"target-{experts}"
-        write_large_source(source, experts)
-        target.mkdir()
-        (target / "config.json").write_bytes((source / "config.json").read_bytes())
-        command = [sys.executable, str(ROOT / "scripts" / "add_mtp_weights.py"), "--bits", bits]
-        command += ["--mlx-model-path", str(target), "--source-model", str(source)]
-        launcher = [sys.executable, "-c", LAUNCHER, *command]
-        done = subprocess.run(launcher, capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout))
+        for path in (source, target):
+            write_target(path, layout, num_experts=experts, moe_intermediate_size=4096)
+        tensors, _ = encode_all(hf_tensors(layout))
+        for name, shape in (
+            ("gate.weight", (experts, 64)),
+            ("experts.gate_up_proj", (experts, 8192, 64)),
+            ("experts.down_proj", (experts, 64, 4096)),
+        ):
+            tensors[mlp + name] = mx.random.normal(shape, mx.bfloat16)
+        write_file(source / "model.safetensors", tensors)
+        assert forked(write_peak, source, target, bits) == 0
+        peaks.append(int((target / "peak").read_text()))
     assert peaks[1] - peaks[0] < 96 * 8192 * 64 * 2

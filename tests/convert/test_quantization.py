@@ -7,9 +7,10 @@ import pytest
 from mlx_mtp.convert.target import Setting, Target
 from mlx_mtp.errors import ConvertError, UsageError
 from tests.convert.checkpoints import write_target
+from tests.convert.conftest import FOUR
 from tests.tiny_models import Layout
 
-FOUR = {"group_size": 64, "bits": 4, "mode": "affine"}
+SIX = {**FOUR, "bits": 6}
 EIGHT = Setting(8, 64)
 V, K, Q, OUT = (f"layers.0.self_attn.{name}_proj" for name in "vkqo")
 GATE, SHARED_GATE = "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate"
@@ -24,6 +25,8 @@ OWN = {
     "model.layers.3.self_attn.q_proj": True,
     "mtp.layers.0.self_attn.o_proj": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
 }
+TWINS = {V: Setting(6, 32), DOWN: Setting(3, 32), K: Setting(4, 64), Q: Setting(4, 64)}
+TWINS |= {OUT: Setting(4, 32, "mxfp4"), GATE: None}
 MULTIMODAL = {
     **FOUR,
     "language_model.model.layers.3.self_attn.v_proj": {"group_size": 32, "bits": 8},
@@ -43,23 +46,10 @@ def choose(tmp_path, table, flags, family="qwen3_next"):
         ("qwen3_next", None, {}, None, {V: None, GATE: None}),
         ("qwen3_next", FOUR, {"bits": 16}, None, {V: None, GATE: None}),
         # The tiny experts are 32 wide on the inside, which the groups don't divide.
-        (
-            *("qwen3_next", {**FOUR, "bits": 6}, {}, Setting(6, 64)),
-            {"fc": Setting(6, 64), UP: Setting(6, 64), DOWN: None, GATE: EIGHT, SHARED_GATE: EIGHT},
-        ),
-        ("qwen3_5_moe", {**FOUR, "bits": 6}, {}, Setting(6, 64), {GATE: EIGHT, V: Setting(6, 64)}),
-        ("qwen3_5", {**FOUR, "bits": 6}, {}, Setting(6, 64), {V: Setting(6, 64), GATE: None}),
-        (
-            *("qwen3_next", OWN, {}, Setting(4, 64)),
-            {
-                V: Setting(6, 32),
-                DOWN: Setting(3, 32),
-                K: Setting(4, 64),
-                Q: Setting(4, 64),
-                OUT: Setting(4, 32, "mxfp4"),
-                GATE: None,
-            },
-        ),
+        ("qwen3_next", SIX, {}, Setting(6, 64), {DOWN: None, GATE: EIGHT, SHARED_GATE: EIGHT}),
+        ("qwen3_5_moe", SIX, {}, Setting(6, 64), {GATE: EIGHT, V: Setting(6, 64)}),
+        ("qwen3_5", SIX, {}, Setting(6, 64), {V: Setting(6, 64), GATE: None}),
+        ("qwen3_next", OWN, {}, Setting(4, 64), TWINS),
         ("qwen3_5_moe", MULTIMODAL, {}, Setting(4, 64), {V: Setting(8, 32), K: Setting(4, 64)}),
         # Flags count before the table, but for routers; groups of 128 divide no V here.
         *[
@@ -67,15 +57,10 @@ def choose(tmp_path, table, flags, family="qwen3_next"):
             for table in (OWN, None)
             for flags, expected in (
                 ({"bits": 8}, Setting(8, 64)),
-                ({"group_size": 32}, Setting(4, 32)),
-                ({"mode": "mxfp4"}, Setting(4, 32, "mxfp4")),
                 ({"mode": "nvfp4", "group_size": 16}, Setting(4, 16, "nvfp4")),
             )
         ],
-        (
-            *("qwen3_next", FOUR, {"bits": 3, "group_size": 128}, Setting(3, 128)),
-            {V: None, "fc": Setting(3, 128), GATE: EIGHT},
-        ),
+        ("qwen3_next", FOUR, {"bits": 3, "group_size": 128}, Setting(3, 128), {V: None}),
         # A mode of its own does not take the target's bits.
         ("qwen3_5", {"mode": "mxfp8"}, {"mode": "affine"}, Setting(4, 64), {V: Setting(4, 64)}),
     ],
@@ -91,19 +76,11 @@ def test_choices(tmp_path, family, table, flags, default, others):
     ("table", "flags", "error", "match"),
     [
         (FOUR, {"bits": 16, "group_size": 64}, UsageError, "16 leaves"),
-        *[
-            (FOUR, flags, UsageError, "can't be")
-            for flags in (
-                {"bits": 7},
-                {"bits": 0},
-                {"group_size": 48},
-                {"bits": 8, "mode": "mxfp4"},
-            )
-        ],
-        *[
-            (table, {}, ConvertError, r"config\.json")
-            for table in ({"mode": "ternary"}, {"bits": 7}, {"group_size": 0})
-        ],
+        (FOUR, {"bits": 7}, UsageError, "can't be"),
+        (FOUR, {"group_size": 48}, UsageError, "can't be"),
+        (FOUR, {"bits": 8, "mode": "mxfp4"}, UsageError, "can't be"),
+        ({"mode": "ternary"}, {}, ConvertError, r"config\.json"),
+        ({"group_size": 0}, {}, ConvertError, r"config\.json"),
     ],
 )
 def test_what_mlx_can_not_do(tmp_path, table, flags, error, match):

@@ -10,7 +10,7 @@ from demo_model.chat import prompt_text, segments, template
 from demo_model.dice import Dice
 from demo_model.mixture import Settings, training_chat
 from demo_model.packing import encode
-from demo_model.tokenizer import ADDED, END_ID, PAD_ID, SPECIAL, VOCAB_SIZE, load, write_files
+from demo_model.tokenizer import load, write_files
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -29,14 +29,6 @@ def served(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     write_files(directory, request.param)
     return request.param, Tokenizer.load(directory)
-
-
-def test_ids_are_where_tests_and_configs_expect_them():
-    tokenizer = load()
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE
-    ids = [tokenizer.token_to_id(token) for token in (*SPECIAL, *ADDED)]
-    assert ids == list(range(PAD_ID, VOCAB_SIZE))
-    assert (PAD_ID, END_ID) == (4087, 4089)
 
 
 def test_the_server_finds_the_format_in_the_template(served):
@@ -82,15 +74,3 @@ def test_arguments_may_be_text_or_an_object(served):
         assert '{"name": "f", "arguments": {"city": "Rome", "days": 3, "x": [true, null]}}' in text
     else:
         assert "<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>" in text
-
-
-def test_thoughts_of_earlier_turns_are_left_out(served):
-    _, tokenizer = served
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", "reasoning_content": "secret"},
-        {"role": "user", "content": "c"},
-    ]
-    text = tokenizer.render_chat(messages, None, {"enable_thinking": True})
-    assert "secret" not in text
-    assert text.endswith("<|im_start|>assistant\n<think>\n")

@@ -17,8 +17,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from mlx_mtp.convert.hub import HubRepo
-from mlx_mtp.convert.source import INDEX, open_source
+from mlx_mtp.convert.source import INDEX, HubRepo, open_source
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
 from mlx_mtp.models.hub import _FILES, BUNDLED_MODEL, resolve_model
 from mlx_mtp.models.loader import load_model
@@ -277,7 +276,7 @@ def test_cve_2024_37032_names_of_repositories_and_files_lead_nowhere_else(
             resolve_model(name)
     for etag in ("../../x", "/etc/passwd", "a/b", "..", "", "a\0", None):
         found = types.SimpleNamespace(size=1, etag=etag, commit_hash="abc")
-        monkeypatch.setattr("mlx_mtp.convert.hub.get_hf_file_metadata", lambda _, f=found: f)
+        monkeypatch.setattr("mlx_mtp.convert.source.get_hf_file_metadata", lambda _, f=found: f)
         repo = HubRepo("a/b", None)
         repo.commit = "abc"
         with pytest.raises(ConvertError):
@@ -291,7 +290,7 @@ def test_cve_2024_37032_names_of_repositories_and_files_lead_nowhere_else(
     source = open_source(str(tmp_path))
     assert set(source.file_of.values()) == {"x.safetensors"}
     with pytest.raises(CheckpointError, match="missing"):
-        source.repo.fetch(source.files)
+        source.repo.missing(source.files)
 
 
 def test_a_models_json_that_is_too_deep(model: Path) -> None:

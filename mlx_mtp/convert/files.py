@@ -1,0 +1,238 @@
+"""Safetensors files: a source's, read in slices as one tensor may hold all experts; and a sidecar.
+
+It is written to a temporary file in the same directory, synced and renamed: at any moment the
+loader finds the old head or the new one, and a killed run leaves nothing but the temporary file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mlx_mtp.errors import CheckpointError, ConvertError
+from mlx_mtp.models.head_weights import SIDECAR, SIDECAR_INDEX, SIDECAR_PATTERN, sidecar_files
+
+FORMAT_VERSION_KEY = "mlx_mtp_format_version"
+FP8 = "F8_E4M3"
+_FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+# The format's names of the types that are read; FP8 as its codes.
+TYPES = {**_FLOATS, "U32": mx.uint32, FP8: mx.uint8, "U8": mx.uint8}
+_TYPE_NAMES = {dtype: name for name, dtype in TYPES.items() if name != FP8}
+_TEMPORARY = ".mtp-{}.tmp"
+
+
+class SafetensorsFile:
+    """The header of a file, checked against its length; CheckpointError if it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self.digest = hashlib.sha256()  # Of all that was read of the tensors, in that order.
+        try:
+            self.size = path.stat().st_size
+            with safe_open(path, framework="numpy"), path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} ({self.size:,} bytes) is truncated, damaged or not a safetensors file: "
+                f"{error}. Download it again."
+            ) from error
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            shape = tuple(entry["shape"])
+            self.tensors[name] = StoredTensor(self, name, entry["dtype"], shape, begin, end - begin)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, or a slice of it along its first axis."""
+
+    file: SafetensorsFile
+    name: str
+    dtype: str  # The format's name of it.
+    shape: tuple[int, ...]
+    offset: int  # Of its first byte in the file.
+    nbytes: int
+    scales: StoredTensor | None = None  # Of FP8: [.., blocks of rows, blocks of columns].
+    block: tuple[int, int] = (1, 1)  # Rows and columns that share a scale.
+
+    def part(self, start: int, stop: int) -> StoredTensor:
+        stride = self.nbytes // self.shape[0]
+        return replace(
+            self,
+            shape=(stop - start, *self.shape[1:]),
+            offset=self.offset + start * stride,
+            nbytes=(stop - start) * stride,
+            scales=self.scales and self.scales.part(start, stop),
+        )
+
+    def with_scales(self, scales: StoredTensor | None, block: tuple[int, int]) -> StoredTensor:
+        """An FP8 tensor with its scales; CheckpointError if they don't fit."""
+        if scales is None:
+            raise CheckpointError(
+                f"{self.name} in {self.file.path} is FP8 and has no {self.name}_scale_inv."
+            )
+        blocks = (-(-size // each) for size, each in zip(self.shape[-2:], block))
+        expected = (*self.shape[:-2], *blocks)
+        if scales.shape != expected or scales.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{scales.name} in {scales.file.path} has shape {scales.shape} and type "
+                f"{scales.dtype}; for a matrix of shape {self.shape} in blocks of "
+                f"{block[0]}x{block[1]} it should be {expected}, BF16 or F32."
+            )
+        return replace(self, scales=scales, block=block)
+
+    def like(self) -> mx.array:
+        """Zeros of the shape and type that `read` gives, which cost nothing until evaluated."""
+        if self.dtype not in TYPES or (self.dtype == FP8 and self.scales is None):
+            raise CheckpointError(
+                f"{self.name} in {self.file.path} has type {self.dtype}, of a quantization that is "
+                "not supported. Give the BF16 original, its block-scaled FP8 release, or an MLX "
+                "checkpoint."
+            )
+        return mx.zeros(self.shape, dtype=mx.bfloat16 if self.scales else TYPES[self.dtype])
+
+    def read(self) -> mx.array:
+        """The tensor; FP8 in bfloat16, code times scale in float32 and rounded once."""
+        path = self.file.path
+        try:
+            data = np.fromfile(path, np.uint8, self.nbytes, offset=self.offset)
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
+        if data.nbytes < self.nbytes:
+            raise CheckpointError(f"{path} was truncated while it was read. Download it again.")
+        self.file.digest.update(data.data)
+        values = mx.array(data).view(TYPES[self.dtype]).reshape(self.shape)
+        if self.scales is None:
+            return values
+        scales = mx.repeat(self.scales.read().astype(mx.float32), self.block[0], axis=-2)
+        scales = mx.repeat(scales, self.block[1], axis=-1)
+        scales = scales[..., : self.shape[-2], : self.shape[-1]]
+        return (mx.from_fp8(values, dtype=mx.float32) * scales).astype(mx.bfloat16)
+
+
+class Existing(NamedTuple):
+    """A sidecar that is there already."""
+
+    files: list[Path]  # None if they can't be read.
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def find(cls, directory: Path) -> Existing | None:
+        try:
+            files = sidecar_files(directory)
+            return cls(files, SafetensorsFile(files[0]).metadata) if files else None
+        except CheckpointError:
+            return cls([], {})
+
+    def differences(self, wanted: Mapping[str, str], but: Container[str]) -> list[str]:
+        """In which of the wanted header entries, but for these, it differs: `bits 4, not 8`."""
+        if FORMAT_VERSION_KEY not in self.metadata:
+            return ["it was not made by this program"]
+        return [
+            f"{key} {self.metadata.get(key, 'unknown')}, not {value}"
+            for key, value in wanted.items()
+            if key not in but and self.metadata.get(key) != value
+        ]
+
+
+@contextlib.contextmanager
+def new_sidecar(
+    directory: Path,
+    like: Mapping[str, mx.array],
+    metadata: Callable[[], dict[str, str]],
+    tensors: Iterable[tuple[int, Mapping[str, mx.array]]],
+) -> Iterator[Path]:
+    """Write a sidecar and yield its path; when the context ends it replaces the model's.
+
+    Args:
+        like: arrays with the type and shape of each tensor, by its name without the `mtp.` prefix.
+        metadata: the header's entries; as long before the tensors are read as afterwards.
+        tensors: all of them as bytes, or slices of them and the number that a slice begins at.
+    """
+    entries: dict[str, Any] = {}
+    end = 0
+    # Wide types first, so that every tensor begins at a multiple of its item's size.
+    for name, array in sorted(like.items(), key=lambda item: -item[1].itemsize):
+        offsets = (end, end + array.nbytes)
+        end += array.nbytes
+        dtype = _TYPE_NAMES[array.dtype]
+        entries[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
+    start = len(_header(entries, metadata()))
+    path = directory / _TEMPORARY.format(os.getpid())
+    _remove_leftovers(directory)
+    try:
+        with path.open("xb") as file:
+            # No run beside this one takes it for a leftover, where the file system has locks.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for first, arrays in tensors:
+                mx.eval(arrays)
+                for name, array in arrays.items():
+                    skipped = first * (array.nbytes // array.shape[0])
+                    file.seek(start + entries[name]["data_offsets"][0] + skipped)
+                    file.write(np.array(array, copy=False).data)
+            file.seek(0)
+            file.write(_header(entries, metadata()))
+            file.flush()
+            os.fsync(file.fileno())
+            yield path
+            _publish(path, directory)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _header(entries: Mapping[str, object], metadata: Mapping[str, str]) -> bytes:
+    tensors = {f"mtp.{name}": entry for name, entry in entries.items()}
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _publish(path: Path, directory: Path) -> None:
+    os.replace(path, directory / SIDECAR)
+    descriptor = os.open(directory, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    # The index of an older sidecar in several files counts until it is gone.
+    (directory / SIDECAR_INDEX).unlink(missing_ok=True)
+    for shard in directory.glob("mtp-*-of-*.safetensors"):
+        shard.unlink()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove the temporary files of runs that were killed; those of running ones are locked."""
+    for path in directory.glob(_TEMPORARY.format("*")):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+def link_model(model: Path, directory: Path) -> None:
+    """Link a model's files, but for its sidecar, into another directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted(model.iterdir()):
+        if not path.is_file() or path.match(SIDECAR_PATTERN) or path.name == SIDECAR_INDEX:
+            continue
+        link = directory / path.name
+        if not link.exists():
+            link.symlink_to(path.resolve())
+        elif not link.samefile(path):
+            raise ConvertError(
+                f"{link} is not the same file as {path}: give --output a new or empty directory."
+            )
