@@ -6,8 +6,6 @@ own client, in turns. They run at the same time, but only one is asked at a time
     python -m benchmarks.concurrency [--rounds 3] [--max-tokens 128] [--csv FILE] [--plot FILE.png]
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import platform

@@ -1,7 +1,5 @@
 """Engines that answer the same stories in turns, by wall time and by the processor's time."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping, Sequence

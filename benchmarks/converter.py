@@ -6,8 +6,6 @@ same run: what reading the source, writing as many bytes as the result and the b
 of the same tensors take.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

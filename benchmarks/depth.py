@@ -10,8 +10,6 @@ weights are random, so that no draft is right.
 On a machine that others use too, `OPENBLAS_NUM_THREADS=1` takes most of the noise away.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

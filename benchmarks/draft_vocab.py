@@ -10,8 +10,6 @@ one draft: a pass of the head, lm_head and the draw. Random weights accept nothi
 counted, so what a smaller vocabulary loses has to come from a real model.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -8,8 +8,6 @@ accept nothing, so whether a draft is accepted is drawn at the rate given: the d
 verification and their rejection are computed as ever, and the text means nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

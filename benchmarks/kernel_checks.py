@@ -1,7 +1,5 @@
 """The kernels, or the portable code, against what they must equal. See `benchmarks.kernels`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

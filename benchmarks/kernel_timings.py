@@ -1,7 +1,5 @@
 """Time of the gated delta rule, ours and mlx-lm's. See `benchmarks.kernels`."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

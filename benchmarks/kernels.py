@@ -12,8 +12,6 @@ default each type, head ratio and Dk is tried with a few of the others; `--full`
 combinations, which takes many minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import sys

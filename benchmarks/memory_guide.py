@@ -7,8 +7,6 @@ weight is made. What Metal recommends to use of a machine's memory is the one as
 that llama.cpp's users report (https://github.com/ggml-org/llama.cpp/issues/1870, /pull/2011).
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

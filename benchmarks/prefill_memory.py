@@ -11,8 +11,6 @@ becomes as long as its own: docs/architecture.md, Known limits) are told apart.
 The bundled model by default, in float32; minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

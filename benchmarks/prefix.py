@@ -7,8 +7,6 @@ with another `cache_salt`, which finds nothing.
     python -m benchmarks.prefix [--tokens 2000] [--rounds 5] [--kv-cache-quantization none]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

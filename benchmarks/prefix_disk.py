@@ -12,8 +12,6 @@ are put out of the page cache before each round where the system can do that (Li
 disk is really read.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

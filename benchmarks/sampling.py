@@ -7,8 +7,6 @@ and of `Sampler.logprobs`; and the same with a full sort of the vocabulary
     python -m benchmarks.sampling [--rounds 15] [--vocab-size 151936] [--shapes 1x1 1x4 4x4]
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

@@ -1,7 +1,5 @@
 """Server processes to measure, each started on a free port and ended with its context."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

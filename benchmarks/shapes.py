@@ -5,8 +5,6 @@ nothing and acceptance has to be set by hand; what a step costs is what it costs
 but for the experts that a router picks (here about uniformly).
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ Every message says what was wrong and what would be right. `server/http_errors.p
 that turns these into HTTP responses.
 """
 
-from __future__ import annotations
-
 
 class MlxMtpError(Exception):
     """Base of all errors raised on purpose by this package.

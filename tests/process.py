@@ -1,7 +1,5 @@
 """Real server processes on the bundled model."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -73,7 +73,7 @@ def drive(model, wanted, proposer=None, **settings) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("count", [54, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [18, pytest.param(None, marks=pytest.mark.full)])
 def test_prompts_of_32_tokens_equal_plain_decoding(bundled, count):
     prompts = bundled.prompts(count)
     wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts)]
@@ -210,22 +210,23 @@ def test_what_a_visitor_asks_first(moe):
         assert said == asked[text]
 
 
-def test_sixteen_needles_come_back_whole(moe):
+@pytest.mark.parametrize(("count", "whole"), [(4, 3), pytest.param(16, 15, marks=pytest.mark.full)])
+def test_needles_come_back_whole(moe, count, whole):
     """A secret told in the first turn, asked for 600 tokens and several turns later.
 
     MTP must say what plain decoding says, so it may lose the phrase only where the model itself
     does, and that is hardly ever.
     """
     wanted = []
-    for index, messages in enumerate(DATA["needles"]):
+    for index, messages in enumerate(DATA["needles"][:count]):
         ids = moe.chat(messages)
         assert len(ids) > 600 and len(messages) >= 11
         wanted.append(request(str(index), ids, greedy(60)))
-    assert len(wanted) == 16
+    assert len(wanted) == count
     got = drive(moe.model, wanted, prefill_step_size=256).run()
-    whole = 0
+    kept = 0
     for each in wanted:
         text = moe.text(got[each.request_id])
         assert text == moe.text(plain(moe.model, each, VOCAB, EOS).tokens)
-        whole += text == "The secret phrase is 'silver platypus 22'."
-    assert whole >= 15
+        kept += text == "The secret phrase is 'silver platypus 22'."
+    assert kept >= whole

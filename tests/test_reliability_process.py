@@ -1,7 +1,5 @@
 """Signals, death and restart of a real server process on the bundled model."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -3,8 +3,6 @@
 That many requests at once equal one at a time: tests/test_soak.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor

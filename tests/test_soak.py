@@ -7,8 +7,6 @@ The full form has 64 clients and takes `SOAK_SECONDS` from the environment, 180 
 the promise of docs/reliability.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -10,8 +10,6 @@ that the listing of the directory is the index. A SHA-256 in its metadata covers
 the name and every other byte; it is checked before any of them is parsed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -5,8 +5,6 @@ alone. Nothing that goes wrong with the disk reaches the engine: a write that fa
 a file that can't be read is a miss.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -282,7 +280,7 @@ class PrefixStore:
         contents: deque[bytes] = deque()
         for file in files:
             if self.reading is not files:
-                return
+                break  # Forgotten: whoever waits for it must ask again.
             try:
                 contents.append(file.content or self._directory.read(file))
             except Exception as error:

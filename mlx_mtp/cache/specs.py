@@ -5,8 +5,6 @@ memory that serving takes is computed from them before anything is allocated; a 
 bytes with the arrays of real caches. A layer of another kind is another subclass of `LayerSpec`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property

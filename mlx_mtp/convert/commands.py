@@ -1,7 +1,5 @@
 """The commands add-mtp-weights and convert; nothing heavy is imported before one of them runs."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

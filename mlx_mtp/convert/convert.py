@@ -1,7 +1,5 @@
 """The two commands: a head for an MLX model, and an MLX model with its head."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

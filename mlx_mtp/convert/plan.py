@@ -1,7 +1,5 @@
 """Everything that a conversion will do, decided and checked before a byte is written."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import deque

@@ -1,7 +1,5 @@
 """Checkpoints in a directory or on the hub: which file holds which tensor, and which the head."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re

@@ -1,7 +1,5 @@
 """The model that gets a head: the head that would fit it, and how its matrices are quantized."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

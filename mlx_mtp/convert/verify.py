@@ -1,7 +1,5 @@
 """Does a head draft what its trunk says next? The quick check that a conversion went right."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From a loaded model to an engine."""
 
-from __future__ import annotations
-
 import logging
 import platform
 from collections.abc import Sequence

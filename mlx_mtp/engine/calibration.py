@@ -3,8 +3,6 @@
 Costs are measured at a few batch sizes and depths by requests that run through the ordinary path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

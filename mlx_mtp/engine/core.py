@@ -1,7 +1,5 @@
 """One engine step, on one thread: schedule, run, update."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many

@@ -1,7 +1,5 @@
 """The engine: one thread that schedules, runs and updates. Token ids in, tokens out."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import queue

@@ -5,8 +5,6 @@ hangs. How long a step may take follows from earlier steps of its kind: a chunk 
 0.1 s here and 20 s there. A kind that has not run yet may have to compile kernels first.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter, deque

@@ -3,8 +3,6 @@
 All of it is computed from the model's layer specs before a weight is read, and contains no arrays.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

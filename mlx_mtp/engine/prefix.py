@@ -4,8 +4,6 @@ Nothing that goes wrong here hits a request: what can't be saved is not saved, a
 prefix can't be restored is computed.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from typing import NamedTuple

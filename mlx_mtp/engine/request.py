@@ -1,7 +1,5 @@
 """Requests and outputs of the engine: token ids, no HTTP and no text."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 

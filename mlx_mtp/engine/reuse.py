@@ -3,8 +3,6 @@
 No arrays: policy alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Many
 

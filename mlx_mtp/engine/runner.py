@@ -9,8 +9,6 @@ One decode step, on the device from end to end:
     draft     the proposer's drafts for the next window
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 

@@ -5,8 +5,6 @@ and one decode step, so a long prompt delays the running streams by one chunk at
 prompts take turns, so a short prompt need not wait for the end of a long one.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One row of a batch, as the host knows it."""
 
-from __future__ import annotations
-
 import enum
 
 from mlx_mtp.cache.prefix_tree import Node, root_key

@@ -1,7 +1,5 @@
 """What an engine reports of itself: its fixed properties, counters and gauges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -13,8 +13,6 @@ The state is read once and written once, and stays in registers between position
 matrix products (`portable.py`).
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check

@@ -5,8 +5,6 @@ warp is a simdgroup on Metal), and its header the shuffle; so the body proven on
 that Metal compiles.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ of one head at one position, convolves, applies silu and the l2 norm of q and k,
 gates.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check

@@ -15,8 +15,6 @@ and only the small products with S run chunk after chunk (the WY form of Yang et
 Networks", 2024, section 3.3). A verify window is one short chunk.
 """
 
-from __future__ import annotations
-
 import functools
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Compares kernels with the portable code, in float32 on the CPU, on small random cases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """What a model family says of itself, and the layers that mlx-lm's instance is patched with."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

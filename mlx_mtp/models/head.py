@@ -10,8 +10,6 @@ gated-attention layer). A second draft feeds m, the drafted token and position p
 layer.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 

@@ -5,8 +5,6 @@ the 1, can't be read off the values: real weights fool every threshold. Where th
 decides.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Where a model's files are: the bundled demo, a local directory, or the Hugging Face hub."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

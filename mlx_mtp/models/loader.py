@@ -1,7 +1,5 @@
 """From a directory to a model that runs on our caches, with its head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen3.5, 3.6 and 3.8-27B: the text part, dense or mixture of experts."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 

@@ -1,7 +1,5 @@
 """Qwen3-Next: Qwen3-Next-80B-A3B and models like it."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 

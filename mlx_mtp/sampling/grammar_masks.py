@@ -5,8 +5,6 @@ of a step are read before the next step's masks are made, and each draft before 
 A mask has a bit for each token, 1 where it is allowed, in 32-bit words, the lowest bit first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 

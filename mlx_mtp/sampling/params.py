@@ -1,7 +1,5 @@
 """What a request asks of the sampler. No arrays here: the server may import this."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ costs more than all else that is done to the logits. A row with a small top_k ne
 values in order, a row with nothing but min_p only the largest; top_p alone needs the sort.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -7,8 +7,6 @@ can make itself "of the server's own address" by letting its own name point to 1
 rebinding), so the name in the Host header must be one that the server knows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

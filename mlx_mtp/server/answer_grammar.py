@@ -1,7 +1,5 @@
 """What an answer must look like, from all that a request says of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container
 from dataclasses import replace

@@ -5,8 +5,6 @@ but of empty lists a second, in which every stream stands still. So the body's p
 before it is parsed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

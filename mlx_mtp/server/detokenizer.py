@@ -1,7 +1,5 @@
 """Tokens to text, one at a time: whole characters only, and nothing of a stop string."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ Byte-pair encoding merges the most frequent pair first, so the order of a tokeni
 order of how frequent their tokens were in the text it was trained on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

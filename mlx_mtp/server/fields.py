@@ -1,7 +1,5 @@
 """What the request bodies of all APIs are made of: limits, types, refusals and shared models."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Container, Set

@@ -1,7 +1,5 @@
 """What every route that generates does: check what is asked, and make the generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar

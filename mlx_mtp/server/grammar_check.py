@@ -8,8 +8,6 @@ Run as a module it reads a tokenizer and then specs from standard input, a JSON 
 answers each with the error as a JSON text, or with null.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The one place where errors become HTTP responses, in the shape of the API that was called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ text, and are lost when the connection is reset under a client that still sends.
 `limit_concurrency` rejects new connections while idle ones hold the places.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

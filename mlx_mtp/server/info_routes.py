@@ -1,7 +1,5 @@
 """The routes that say what the server is and how it is."""
 
-from __future__ import annotations
-
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

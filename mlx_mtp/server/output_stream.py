@@ -1,7 +1,5 @@
 """One sequence of an answer: its tokens become text, and its text becomes events."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """From a request body, the model's defaults and the room in the context to engine requests."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

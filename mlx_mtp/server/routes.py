@@ -1,7 +1,5 @@
 """Every route, one line each. No imports of handlers: middleware reads this table as well."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Answers over HTTP: whole, or as server-sent events, for as long as the client stays."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

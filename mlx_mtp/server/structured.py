@@ -1,7 +1,5 @@
 """Grammars for requests: compiled off the event loop and off the engine's thread, and kept."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Clients' text: half characters in it, how much of it an error repeats, and opaque reasoning."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -1,7 +1,5 @@
 """How an API words an answer: as one JSON object, and as the events of a stream."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from abc import ABC, abstractmethod

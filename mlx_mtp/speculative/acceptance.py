@@ -1,7 +1,5 @@
 """Which of a verify window's tokens each row keeps, decided on the device."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx

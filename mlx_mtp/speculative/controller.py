@@ -14,8 +14,6 @@ known better, so that probes become rare by themselves. They are paid for from a
 and what a probe really lost is what it is charged for.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -5,8 +5,6 @@ position counts only where the drafts before it were accepted, so the rates are 
 their running product is the chance that a window is accepted up to there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

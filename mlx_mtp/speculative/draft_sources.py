@@ -3,8 +3,6 @@
 A new source is one module, with a `DraftProposer` and a factory, and one line in `SOURCES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from mlx_mtp.errors import UsageError

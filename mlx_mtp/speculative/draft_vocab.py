@@ -1,7 +1,5 @@
 """A reduced draft vocabulary: the only tokens that may be drafted. No arrays here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from mlx_mtp.errors import UsageError

@@ -1,7 +1,5 @@
 """Chats to token ids, and these to rows of whole documents."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass

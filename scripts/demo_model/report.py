@@ -1,7 +1,5 @@
 """The table of figures, and whether PyTorch's and the engine's agree."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

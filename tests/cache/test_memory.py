@@ -1,7 +1,5 @@
 """The memory computed from the layer specs is that of real caches, byte for byte."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """What can go wrong around the store of prefixes: a disk that refuses, hangs or is slow, a kill."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The prefix cache's store on a real directory: what is kept comes back whole, or not at all."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import stat

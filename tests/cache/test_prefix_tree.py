@@ -1,7 +1,5 @@
 """The prefix cache's policy, with no arrays: what is found, shared, pinned and evicted."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

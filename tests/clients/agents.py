@@ -1,7 +1,5 @@
 """The coding agents: how each is installed, configured, and run without a terminal."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Questions that the bundled model answers as it was trained to, whichever client asks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

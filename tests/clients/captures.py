@@ -4,8 +4,6 @@ Structure is whole: every field, message and tool is there. Text that is long is
 clients' own and means nothing to a server; ids, dates, paths and keys are replaced.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The session's server process, on the bundled model with MTP, for all clients."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.process import Server

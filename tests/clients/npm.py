@@ -1,7 +1,5 @@
 """npm packages for tests: pinned here, installed once into a cache directory outside the tree."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

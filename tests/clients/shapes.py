@@ -1,7 +1,5 @@
 """Answers checked with the types of the SDKs, which say what fields and events there are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

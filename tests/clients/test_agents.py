@@ -1,7 +1,5 @@
 """opencode, Claude Code, Codex and Continue themselves, as npm has them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Anthropic's Python SDK on the bundled model: messages, tools, counting, keys; four at a time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

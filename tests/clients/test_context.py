@@ -1,7 +1,5 @@
 """A prompt that is too long is answered in words that make clients shorten the chat."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """LangChain's standard tests of chat models, with its OpenAI client, on the bundled model."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

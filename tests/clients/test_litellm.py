@@ -1,7 +1,5 @@
 """LiteLLM, through its OpenAI and its Anthropic provider."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

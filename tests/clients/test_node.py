@@ -1,7 +1,5 @@
 """openai-node, Anthropic's SDK for TypeScript and the Vercel AI SDK."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Open WebUI, which is too large to install here: what it sends, and what it reads of answers."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

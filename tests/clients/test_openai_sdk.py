@@ -1,7 +1,5 @@
 """OpenAI's Python SDK on the bundled model: parsed answers, tools, and all APIs at once, async."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What real clients sent, sent again: each to a scripted engine and to the bundled model."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Where other projects' tests come from: pinned, checked by hash, unpacked into a cache."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

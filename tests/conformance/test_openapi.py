@@ -1,7 +1,5 @@
 """Requests made from OpenAI's own OpenAPI description: each gets an answer that fits it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Sources and targets for the converter, and the head that it should make of a source."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

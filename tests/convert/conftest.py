@@ -1,7 +1,5 @@
 """A source, a target, and running the converter on them in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

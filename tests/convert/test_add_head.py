@@ -1,7 +1,5 @@
 """One run, a second one, a forced one, and every reason to refuse."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

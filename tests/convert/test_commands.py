@@ -1,7 +1,5 @@
 """The command line: arguments, exit statuses, convert, and what is printed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The norms get their 1 exactly once, by where a head comes from and never by their values."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -1,7 +1,5 @@
 """The bundled model in every precision of mlx-lm's, with its head given back by the script."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Damaged source files are named; tensors of a whole one are read in slices."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Sources and targets on a hub: exactly the needed files, and failures in plain words."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Processes of the converter: killed or ended at any moment, and the memory that they take."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Every layout a source comes in gives the head that a reference gives, bit by bit."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

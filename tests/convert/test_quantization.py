@@ -1,7 +1,5 @@
 """Which matrix gets how many bits: the target's own choice, mlx-lm's for routers, or the flags'."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_mtp.convert.target import Setting, Target

@@ -1,7 +1,5 @@
 """`--verify` measures what serving would accept, and a wrong head fails it."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo models' tokenizer and templates: what the trainer reads is what the server sends."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

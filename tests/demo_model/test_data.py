@@ -1,7 +1,5 @@
 """Packed rows, shards, held-out questions, and the count of windows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

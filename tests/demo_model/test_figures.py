@@ -1,7 +1,5 @@
 """The figures beside the bundled models: they meet the goals, agree, and are in the README."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

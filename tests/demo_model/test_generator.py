@@ -1,7 +1,5 @@
 """What the demo models learn: answers are right, text is whole, and equal seeds are equal."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

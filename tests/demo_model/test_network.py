@@ -1,7 +1,5 @@
 """The PyTorch models: equal to transformers and to this project's own, packed or alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

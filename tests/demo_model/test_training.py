@@ -1,7 +1,5 @@
 """Training: it can be cut, and PyTorch and the server measure the same of its checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Requests that equality is tested with, synthetic acceptance of their drafts, and depths."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import combinations

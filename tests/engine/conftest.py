@@ -1,7 +1,5 @@
 """Plain decoding's answers, computed once for all files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Engines with a prefix cache, and their answers beside plain decoding's."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mlx_mtp.cache.prefix_store import PrefixStore

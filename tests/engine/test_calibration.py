@@ -1,7 +1,5 @@
 """Step costs at the start: measured by requests of the engine's own, kept, and never in the way."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Grammars in the engine; that tokens are the same with MTP on or off is in test_equality.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampled output is distributed as it should be, with MTP on."""
 
-from __future__ import annotations
-
 import math
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Where drafts come from: sources by name, and a reduced draft vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_mtp.config import EngineConfig

@@ -1,7 +1,5 @@
 """The engine on its thread: limits, faults, cancellation, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,7 +1,5 @@
 """The same tokens with MTP on or off, alone or in a batch, however the drafts come and go."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Turns between clients: nobody starves, and within one client it is first come, first served."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Four rows run and four wait, so that each fault finds rows that decode, rows tha
 that have not begun.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import mlx.core as mx

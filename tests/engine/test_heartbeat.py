@@ -1,7 +1,5 @@
 """What is called a hang, and what is only slow."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What serving takes: computed beforehand, refused with numbers, and not below what is used."""
 
-from __future__ import annotations
-
 import gc
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Warm equals cold: whatever is taken from the prefix cache, the tokens are plain decoding's."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from contextlib import closing

@@ -1,8 +1,6 @@
 """The prefix cache on disk, as the engine uses it: what is read back gives the tokens of a cold
 start, and whatever goes wrong there hits no request."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

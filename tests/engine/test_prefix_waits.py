@@ -1,8 +1,6 @@
 """An engine on its thread while the disk takes its time: the others go on, and the one that waits
 gets its prefix, or its end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

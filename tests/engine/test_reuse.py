@@ -3,8 +3,6 @@
 No arrays: the runner is a fake.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The scheduler without a model: chunks, turns, admission, memory, and every way to end."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Which steps' times are their cost, by a clock that the test moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_mtp.config import EngineConfig

@@ -1,7 +1,5 @@
 """The kernels on an emulated GPU."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

@@ -5,8 +5,6 @@ a fiber: at a shuffle it leaves its value in a slot and lets the others come to 
 the launch and the strides are the real ones, and only the hardware is played.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import shutil

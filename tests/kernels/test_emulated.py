@@ -1,7 +1,5 @@
 """The kernels' real sources and launches on an emulated GPU, against the portable code."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The recurrence, its fold and its inputs: mlx-lm's modules, the portable code and NumPy agree."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

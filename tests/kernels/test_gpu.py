@@ -1,7 +1,5 @@
 """The kernels on a real GPU, over a small grid of `python -m benchmarks.kernels`."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 

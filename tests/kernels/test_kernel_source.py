@@ -1,7 +1,5 @@
 """The kernels' sources must compile on backends that aren't here; `test_emulated.py` runs them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

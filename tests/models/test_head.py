@@ -1,7 +1,5 @@
 """The head's logits equal an independent NumPy head; a draft vocabulary has rows of all logits."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

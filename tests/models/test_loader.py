@@ -1,7 +1,5 @@
 """Every layout of a checkpoint loads to the same model, and a wrong one is refused by name."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One row's constraint: windows with right and wrong drafts, drafting, budgets, late limits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import mlx.core as mx

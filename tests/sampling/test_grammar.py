@@ -1,7 +1,5 @@
 """Compiling: what each kind accepts, where answers end, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

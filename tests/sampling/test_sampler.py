@@ -1,7 +1,5 @@
 """Processing against NumPy, rows alike in any batch, draws from a reduced vocabulary, ranges."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

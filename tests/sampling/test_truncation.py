@@ -1,7 +1,5 @@
 """The cheap cuts against the full sort: the same tokens, bit for bit, ties and masks included."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

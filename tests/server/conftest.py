@@ -1,7 +1,5 @@
 """A served application on a loopback port, around whatever engine a test scripts."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

@@ -1,7 +1,5 @@
 """An engine without a model: a thread that plays scripts, one output per request and step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

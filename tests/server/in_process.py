@@ -1,7 +1,5 @@
 """An application without sockets: `httpx.ASGITransport` behind an ordinary, blocking client."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

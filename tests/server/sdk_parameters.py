@@ -1,7 +1,5 @@
 """Every request that an SDK's types allow, varied at one place at a time."""
 
-from __future__ import annotations
-
 import collections.abc
 import io
 import os

@@ -1,7 +1,5 @@
 """Who may call the server: keys, host names, web pages."""
 
-from __future__ import annotations
-
 import argparse
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """Slots: taken whole or not at all, freed once, and the wait for one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

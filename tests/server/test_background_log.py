@@ -1,7 +1,5 @@
 """Log lines in the background: in order, bounded, and never waited for."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

@@ -1,7 +1,5 @@
 """Reasoning and tools in chats: what the model sees, what clients get, and what is enforced."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Clients that are slow, stalled, silent or too many; none of them may hold the others up."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import itertools

@@ -1,7 +1,5 @@
 """Answers that end within a tool call: streams and whole answers say the same, and it once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Known vulnerabilities of other servers, each tried here. Of keys, hosts: test_access.py."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Detokenizing: equal to decoding at once, whole characters only, stop strings over any borders."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

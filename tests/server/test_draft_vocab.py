@@ -1,7 +1,5 @@
 """Which tokens may be drafted: by the order of the tokenizer's merges, or from a file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -6,8 +6,6 @@ events of the answer that is streamed. Ids are numbered, times and rates are mas
 `MLX_MTP_WRITE_EXCHANGES=1` writes down what the server does now: read the difference.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Random changes to good requests: the answer is 200 or 4xx, an error has the API's shape."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Finding a model: bundled, local, or from a hub, which here is a small one on loopback."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

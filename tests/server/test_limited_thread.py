@@ -1,7 +1,5 @@
 """Templates that never end, and everything else that a client's template could do."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """/metrics: the promised names, the engine's numbers, and one observation per token."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

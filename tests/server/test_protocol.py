@@ -1,7 +1,5 @@
 """HTTP on the wire: whatever bytes arrive, they get the right answer, and the server goes on."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """The one table of refusals: what is sent, and the status, code, field and words of the error."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """What the server does when too much is asked of it, when it is to end, and when it is stuck."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """OpenAI's responses, beyond the recorded exchanges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlx_mtp.server.tokenizer import Tokenizer

@@ -3,8 +3,6 @@
 The recorded exchanges are checked without a server; what they don't have is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Answers of other servers are among the recorded exchanges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle

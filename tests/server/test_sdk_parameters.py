@@ -1,7 +1,5 @@
 """Every parameter that the SDKs' types have is acted on, or refused by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streams from within: what is written at one time, and who is cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Chat completions that are kept because the client asked for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streams and whole answers: counts, places, stops, keep-alive, errors, and clients that leave."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal

@@ -1,7 +1,5 @@
 """Structured output over HTTP: what is refused, by name, and what the bundled model answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

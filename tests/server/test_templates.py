@@ -1,7 +1,5 @@
 """Whole chats through templates of Qwen's shapes, there and back."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

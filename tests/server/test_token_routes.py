@@ -1,7 +1,5 @@
 """/tokenize and /detokenize, there and back; the recorded exchanges have their forms."""
 
-from __future__ import annotations
-
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, answer

@@ -1,7 +1,5 @@
 """The tokenizer: bytes of every token, chats in the model's template, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

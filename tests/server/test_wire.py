@@ -1,7 +1,5 @@
 """Request bodies, defaults and limits, beyond the recorded exchanges."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

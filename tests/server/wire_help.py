@@ -1,7 +1,5 @@
 """Asking a served application, and reading its streams."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

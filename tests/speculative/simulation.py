@@ -1,7 +1,5 @@
 """A machine and a head made of numbers, run by a depth policy with the engine's look-ahead."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Sequence

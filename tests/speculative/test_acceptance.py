@@ -1,7 +1,5 @@
 """The device's acceptance equals a loop over rows and tokens."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st

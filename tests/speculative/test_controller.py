@@ -1,7 +1,5 @@
 """The controller against machines made of numbers: never far from the best fixed depth."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

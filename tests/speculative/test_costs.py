@@ -1,7 +1,5 @@
 """Costs of steps: what is measured, what is inferred, and what noise does to it."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlx_mtp.speculative.controller import StepCosts

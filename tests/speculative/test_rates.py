@@ -1,7 +1,5 @@
 """Acceptance per position: priors, conditional trials, forgetting."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 Any `anthropic-version` will do: the form has not changed with it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any, ClassVar

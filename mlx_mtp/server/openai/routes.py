@@ -1,7 +1,5 @@
 """OpenAI's routes for chats and plain completions: whole answers and the chunks of streams."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence

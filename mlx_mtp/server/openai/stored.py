@@ -1,7 +1,5 @@
 """Chat completions that clients asked to be kept (`store: true`), in memory, and their routes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -4,8 +4,6 @@ Patterns are those of the `regex` module, which also finds a text that only begi
 pattern must not match more once more text has come: it ends with a tag or looks ahead.
 """
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator

@@ -1,7 +1,5 @@
 """Bare text to JSON by a schema: formats that write values as bare text leave their type to it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import warnings

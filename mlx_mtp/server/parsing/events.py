@@ -1,7 +1,5 @@
 """What a parser finds in an answer. Joined in order, nothing that the model wrote is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

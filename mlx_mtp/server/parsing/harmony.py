@@ -8,8 +8,6 @@
 The prompt ends with `<|start|>assistant`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import regex

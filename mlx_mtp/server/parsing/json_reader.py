@@ -3,8 +3,6 @@
 A client may parse a call's arguments while they come; it must never see what no end could mend.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Newlines next to the block's tags and white space next to a call belong to the t
 dropped; everything else is kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

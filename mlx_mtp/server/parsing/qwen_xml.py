@@ -2,8 +2,6 @@
 Qwen3.5 write them, within `<tool_call>` or, as Qwen3-Coder does at times, without it.
 """
 
-from __future__ import annotations
-
 import json
 
 import regex

@@ -4,8 +4,6 @@ They are written in llguidance's dialect of Lark. There an added token such as `
 symbol of its own, which no string and no text pattern matches.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Mapping, Sequence
 from typing import Any

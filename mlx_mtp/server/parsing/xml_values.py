@@ -4,8 +4,6 @@
 the schema: llguidance enforces the schema of what is JSON, and the rest is settled here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The route of responses, and how they are worded, whole and as the events of a stream."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Sizes of the models, and their config.json."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

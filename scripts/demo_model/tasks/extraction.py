@@ -1,7 +1,5 @@
 """JSON from sentences, and short Python functions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the model knows for a fact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _CAPITALS = """

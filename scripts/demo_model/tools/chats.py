@@ -1,7 +1,5 @@
 """Chats with tools: one call, several, results, and requests that no tool is for."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

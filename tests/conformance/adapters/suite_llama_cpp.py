@@ -4,8 +4,6 @@ Their requests name no model, or any, as llama.cpp has one and does not look: he
 name is filled in. Paths without /v1 get it where llama.cpp has OpenAI's route under both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit

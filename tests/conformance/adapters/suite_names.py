@@ -1,7 +1,5 @@
 """The names that stand for cases in the lists of `expected`."""
 
-from __future__ import annotations
-
 import re
 
 

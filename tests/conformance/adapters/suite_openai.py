@@ -4,8 +4,6 @@ They name it "completion_id", but ids are the server's to choose. So a completio
 the API for each request that names it, and the request goes to that one's id.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import urllib.request

@@ -5,8 +5,6 @@ So one in eight stays as it is; of the others most keep few of their parameters,
 plain question. Which, the request itself decides: hypothesis makes each of them again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

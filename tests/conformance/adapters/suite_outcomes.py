@@ -1,7 +1,5 @@
 """Leaves out the cases that are excluded, and writes down how the others end."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real `mlx-mtp serve --enable-mtp` for a downloaded test, one for each set of flags."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

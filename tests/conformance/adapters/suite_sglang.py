@@ -1,7 +1,5 @@
 """SGLang's kit for Anthropic's messages, as a test case against our server."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import unittest

@@ -1,7 +1,5 @@
 """Stands in for packages that a suite imports and that none of the cases that run needs."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import sys

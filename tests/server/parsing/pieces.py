@@ -1,7 +1,5 @@
 """Feeding a parser in pieces, and what came out, joined."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers in Qwen's two formats and in gpt-oss's: good, broken and cut, however the text comes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

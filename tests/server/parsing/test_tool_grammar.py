@@ -1,7 +1,5 @@
 """The grammars that enforce calls: what they let through, and that the parsers read it back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
