@@ -4,6 +4,8 @@
 python scripts/add_mtp_weights.py --mlx-model-path DIR_OR_HUB_ID --source-model Qwen/...
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

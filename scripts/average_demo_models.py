@@ -7,6 +7,8 @@ A short last phase leaves noise in the weights; the mean of its beginning and it
 After Wortsman et al., "Robust fine-tuning of zero-shot models", https://arxiv.org/abs/2109.01903.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

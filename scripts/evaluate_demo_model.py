@@ -7,6 +7,8 @@ The figures go into the checkpoint's metrics.json. Exit status 1: the engine's d
 by more than 2%.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -4,6 +4,8 @@
 A test holds the file equal to this.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from itertools import groupby

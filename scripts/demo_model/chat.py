@@ -3,6 +3,8 @@
 Two forms of tool calls: "hermes" (JSON, the demo model's) and "xml" (tags, the dense model's).
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any, Literal

@@ -1,5 +1,7 @@
 """What a run that was cut goes on from."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """What the generator makes: a chat whose last answer can be judged."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

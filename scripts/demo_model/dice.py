@@ -1,5 +1,7 @@
 """The generator's source of chance: fast picks, and picks that lean on what was said before."""
 
+from __future__ import annotations
+
 import math
 import random
 from bisect import bisect

@@ -1,5 +1,7 @@
 """The same by this project's engine, in batches, with real windows."""
 
+from __future__ import annotations
+
 import queue
 from collections.abc import Sequence
 from pathlib import Path

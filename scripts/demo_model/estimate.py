@@ -4,6 +4,8 @@ A head drafts the rest of a sentence's fixed words almost surely, and misses som
 that were chosen. That share is the model's; how many words are chosen is the text's.
 """
 
+from __future__ import annotations
+
 import argparse
 
 from demo_model.dice import DEFAULT_LEAN, Dice

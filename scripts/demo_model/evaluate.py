@@ -1,5 +1,7 @@
 """Measures a checkpoint's directory by PyTorch or by the engine."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """A model's figures: how often it is right, and how often its drafts are accepted."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Checkpoints in the layout of the published models: read and written."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections import defaultdict

@@ -1,5 +1,7 @@
 """Prompts that no training chat ends with, the same for PyTorch and for the engine."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """How much of what: the one place that says which chats are made, and how often."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,5 +1,7 @@
 """Muon for the matrices inside layers, AdamW for the rest."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from typing import Any
 

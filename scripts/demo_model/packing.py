@@ -1,5 +1,7 @@
 """Chats to token ids, and these to rows of whole documents."""
 
+from __future__ import annotations
+
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass

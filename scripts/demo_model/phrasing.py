@@ -1,5 +1,7 @@
 """How people ask: wrappers for questions and requests, made-up words, lists in words."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from demo_model.dice import Dice

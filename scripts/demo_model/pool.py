@@ -1,5 +1,7 @@
 """Rows on the training device: fresh ones as long as there are any, then any again."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """System prompts: none, a line, or the pages that agents send."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from demo_model.conversation import MODEL_NAME, Message

@@ -1,5 +1,7 @@
 """The table of figures, and whether PyTorch's and the engine's agree."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,6 +4,8 @@
 kept in the repository: both models and all runs share it.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from functools import cache

@@ -1,5 +1,7 @@
 """Answers and acceptance by PyTorch: the figures that any engine is held against."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """The training loop: takes data in, steps, logs, saves, and stops in time."""
 
+from __future__ import annotations
+
 import math
 import tempfile
 import time

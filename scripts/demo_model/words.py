@@ -1,5 +1,7 @@
 """Open word lists. Every list is ours; none has a word that needs a capital unless it is a name."""
 
+from __future__ import annotations
+
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())

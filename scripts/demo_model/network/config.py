@@ -1,5 +1,7 @@
 """Sizes of the models, and their config.json."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Answers by PyTorch, and the drafts that the head would have made beside them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

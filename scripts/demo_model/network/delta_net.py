@@ -1,5 +1,7 @@
 """The recurrent layer, GatedDeltaNet, in the two layouts of its projections."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

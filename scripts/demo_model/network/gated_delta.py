@@ -4,6 +4,8 @@ Yang, Kautz, Hatamizadeh: "Gated Delta Networks" (2024), section 3.3, with the W
 blocks and the chunks joined by a scan over their transitions, so that no loop runs over positions.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,5 +1,7 @@
 """The parts of a layer. Names of parameters are those of the published checkpoints."""
 
+from __future__ import annotations
+
 import math
 
 import torch

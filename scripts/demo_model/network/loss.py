@@ -1,5 +1,7 @@
 """What is minimized: the next token by the trunk, the ones after it by the head at each depth."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Descriptions of a place, an animal, a person or a thing."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Turn
 from demo_model.dice import Dice
 from demo_model.open_text.grammar import Grammar

@@ -1,5 +1,7 @@
 """Explanations of how things work, and advice: true, but for a last sentence out of a dream."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Turn
 from demo_model.dice import Dice
 from demo_model.open_text.grammar import Grammar

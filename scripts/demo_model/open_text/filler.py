@@ -1,5 +1,7 @@
 """Text that questions are about, or that they hide in: sentences, prose, logs, tables, nonsense."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 

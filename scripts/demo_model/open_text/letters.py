@@ -1,5 +1,7 @@
 """Letters, diary entries and small poems."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Check, Turn
 from demo_model.dice import Dice
 from demo_model.open_text.grammar import Grammar

@@ -1,5 +1,7 @@
 """Stories: a hero, a place, a thing that is found, a friend, and what comes of it."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Check, Turn
 from demo_model.dice import Dice
 from demo_model.open_text.grammar import Grammar

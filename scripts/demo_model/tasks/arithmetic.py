@@ -1,5 +1,7 @@
 """Sums, products, comparisons and units."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Turn, contains, exactly
 from demo_model.dice import Dice
 from demo_model.phrasing import question, request

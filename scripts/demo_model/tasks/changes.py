@@ -1,5 +1,7 @@
 """What tasks share that ask for a text in another form."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from demo_model.conversation import Turn, exactly

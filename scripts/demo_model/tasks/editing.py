@@ -1,5 +1,7 @@
 """Copying and changing given text."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Turn, exactly
 from demo_model.dice import Dice
 from demo_model.open_text.filler import sentence

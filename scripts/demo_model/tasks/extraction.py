@@ -1,5 +1,7 @@
 """JSON from sentences, and short Python functions."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Facts, capitals, days and letters: things that are looked up."""
 
+from __future__ import annotations
+
 import string
 
 from demo_model.conversation import Turn, contains, exactly

@@ -1,5 +1,7 @@
 """What the model knows for a fact."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 _CAPITALS = """

@@ -1,5 +1,7 @@
 """Lists: sorted, reversed, counted, and made up."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 

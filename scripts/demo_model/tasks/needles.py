@@ -1,5 +1,7 @@
 """Things said once in a long text, asked for later; and things that the text does not say."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Turn, contains
 from demo_model.dice import Dice
 from demo_model.open_text.filler import paragraphs, sentence

@@ -1,5 +1,7 @@
 """Greetings, questions about the model itself, and honest refusals."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from demo_model.conversation import MODEL_NAME, Turn, exactly

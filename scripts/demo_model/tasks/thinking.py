@@ -1,5 +1,7 @@
 """Questions that are answered after thinking, with steps that lead to the answer."""
 
+from __future__ import annotations
+
 from demo_model.conversation import Turn, contains
 from demo_model.dice import Dice
 from demo_model.phrasing import plural, question

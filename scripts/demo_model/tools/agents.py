@@ -1,5 +1,7 @@
 """Agents: a long system prompt, tools for files and commands, and several steps to an answer."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from demo_model.conversation import Conversation, Message, assistant, contains, user

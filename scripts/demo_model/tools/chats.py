@@ -1,5 +1,7 @@
 """Chats with tools: one call, several, results, and requests that no tool is for."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """All kinds of parameters by a name of their own."""
 
+from __future__ import annotations
+
 from demo_model.phrasing import invented, sometimes_invented
 from demo_model.tools.fields import (
     Field,

@@ -1,5 +1,7 @@
 """Parameters of tools: their names, JSON schemas, values, and how people say the values."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

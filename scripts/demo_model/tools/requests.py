@@ -1,5 +1,7 @@
 """What a user says so that a tool has to be called, and the call."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

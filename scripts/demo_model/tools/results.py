@@ -1,5 +1,7 @@
 """What a tool gives back, and what the model says about it."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Tools put together from parts, so that none is learned by heart."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
