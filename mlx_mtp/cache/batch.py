@@ -13,11 +13,7 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 
 
 class BatchCache:
-    """The caches of a model's layers for B rows; row b holds `offset[b]` tokens (int32 [B]).
-
-    A forward pass is `begin`, the model, `commit`: every layer writes its window, then `commit`
-    sets how much of it each row keeps.
-    """
+    """The layers' caches of B rows of `offset` tokens; a pass is `begin`, the model, `commit`."""
 
     def __init__(self, layers: list[LayerCache], batch_size: int) -> None:
         self.layers = layers
@@ -50,7 +46,6 @@ class BatchCache:
                 cache.num_kept = num_kept
 
     def select(self, rows: mx.array) -> BatchCache:
-        """Caches of these rows alone (int32 [B'], in the order given)."""
         selected = BatchCache([cache.select(rows) for cache in self.layers], rows.shape[0])
         selected.offset = self.offset[rows]
         return selected

@@ -1,9 +1,4 @@
-"""Recurrent and convolution state of one GatedDeltaNet layer, with its pending window.
-
-After a verify the state is still the one before the window (arrays are immutable: that is the
-snapshot), and the window's inputs are kept until the next call folds the accepted prefix into it.
-So a rejection costs no restore and no second forward pass.
-"""
+"""Recurrent and convolution state of one GatedDeltaNet layer, with its pending window."""
 
 from __future__ import annotations
 
@@ -18,7 +13,11 @@ _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
 
 class GatedDeltaCache:
-    """State of B rows; `kernel_size` is the convolution's K."""
+    """State of B rows; `kernel_size` is the convolution's K.
+
+    After a verify the state is still the one before the window (arrays are immutable: that is the
+    snapshot), and the window is kept until the next call folds the accepted prefix into it.
+    """
 
     def __init__(self, batch_size: int, kernel_size: int) -> None:
         self.batch_size = batch_size
@@ -40,11 +39,7 @@ class GatedDeltaCache:
         return
 
     def run(self, projected: Projected, convolution: Convolution) -> mx.array:
-        """Run a window of T positions after the kept ones, and keep what its commit needs.
-
-        Returns:
-            Outputs [B, T, Hv, Dv], valid for positions that are kept.
-        """
+        """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
         if self.state is None:
             self._clear(projected)
         assert self.state is not None and self.history is not None

@@ -14,9 +14,8 @@ STRIDE = 64
 class RaggedKVCache:
     """Keys and values of one attention layer for B rows, each left-aligned.
 
-    Row b's valid entries are the first `offset[b]`; the next window overwrites those after them, so
-    a rejection costs nothing. mlx-lm's attention modules call `offset`, `update_and_fetch` and
-    `make_mask`.
+    Row b's valid entries are the first `offset[b]`; the next window overwrites those after them,
+    so a rejection costs nothing.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -81,11 +80,7 @@ class RaggedKVCache:
     def make_mask(
         self, length: int, return_array: bool = True, window_size: int | None = None
     ) -> mx.array:
-        """Which entries each position of a window attends to: bool [B, 1, T, limit].
-
-        `length` is B*T: mlx-lm's models see all rows as one long row. Raises ValueError for a
-        sliding window, which no supported family has.
-        """
+        """Bool [B, 1, T, limit]; `length` is B*T, as mlx-lm's models see all rows as one."""
         if window_size is not None:
             raise ValueError("RaggedKVCache has no sliding window")
         return causal_mask(self.offset, length // self.batch_size, self.limit)

@@ -1,13 +1,10 @@
 """The directory of the prefix cache on disk, and the format of its files.
 
-The files hold keys, values and states of prompts and answers, unencrypted, so they are for their
-owner alone: the directory is 0700 and the files are 0600, no symbolic link is followed, and every
-file is reached through one descriptor of the directory, so that no other directory can take its
-place later.
-
-A file is what `mx.save_safetensors` writes. Its name says which rows of which prefix it holds, so
-that the listing of the directory is the index. A SHA-256 in its metadata covers the fingerprint,
-the name and every other byte; it is checked before any of them is parsed.
+The files hold keys, values and states of prompts and answers, unencrypted: the directory is 0700,
+the files are 0600, no symbolic link is followed, and every file is reached through one descriptor
+of the directory. A file is what `mx.save_safetensors` writes. Its name says which rows of which
+prefix it holds. A SHA-256 in its metadata covers the fingerprint, the name and every other byte;
+it is checked before any of them is parsed.
 """
 
 import contextlib
@@ -64,10 +61,7 @@ class StoredFile:
 
 
 def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
-    """A file's content, its digest still blank; `bits` as in `Segment`.
-
-    For the engine's thread: on CUDA mlx moves an array's buffer when its bytes are looked at.
-    """
+    """A file's content, its digest still blank. For the engine's thread: CUDA may move a buffer."""
     file = io.BytesIO()
     mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK})
     return file.getvalue()
@@ -83,11 +77,8 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
 def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
     """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
 
-    The files are the model's weights and its head's. One counts with its name, size, modification
-    time and 16 samples of its content, so that replaced weights are noticed without reading several
-    gigabytes at each start. The facts are all else, as their `str`: versions, device, dtype, ...
-
-    Raises OSError if a file can't be read.
+    A file of weights counts with its name, size, modification time and 16 samples of its content,
+    so that replaced weights are noticed without reading several gigabytes at each start.
     """
     weights = []
     for path in sorted(files):
@@ -104,10 +95,7 @@ def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: objec
 
 
 class PrefixDirectory:
-    """An open, locked directory, made if it isn't there. Its methods raise the system's OSErrors.
-
-    Raises UsageError if it can't be used, isn't safe, or another process uses it.
-    """
+    """An open, locked directory. UsageError if it can't be used, isn't safe, or is in use."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self.path = path
@@ -147,10 +135,7 @@ class PrefixDirectory:
         return content
 
     def write(self, file: StoredFile, content: bytes, wanted: Callable[[], bool]) -> bool:
-        """Write a file beside its place, through to the disk, and then rename it.
-
-        False: `wanted`, which is called every 4 MiB, said no.
-        """
+        """Write a file through to the disk and rename it; False: it is not `wanted` any more."""
         name = self._name(file)
         temporary = f"{_PREFIX}{self._mark}-{file.key}.{secrets.token_hex(4)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
@@ -183,11 +168,7 @@ class PrefixDirectory:
             os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _scan(self) -> list[StoredFile]:
-        """The files that are here.
-
-        Those of another fingerprint or version, unfinished ones, and whatever bears such a name and
-        is no plain file are removed; other programs' are left alone.
-        """
+        """The files that are here; those of another fingerprint and unfinished ones are removed."""
         found, num_removed = [], 0
         for name in os.listdir(self._fd):
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)

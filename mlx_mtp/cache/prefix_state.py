@@ -56,8 +56,8 @@ class Segment:
         return Segment(start, end, arrays, self.bits)
 
 
+# The KV of a prefix in its order, and the snapshot at its end.
 Entry = tuple[list[Segment], Segment]
-"""The KV of a prefix in its order, and the snapshot at its end."""
 
 
 def join(segments: Sequence[Segment], start: int) -> Segment:
@@ -78,10 +78,7 @@ def join(segments: Sequence[Segment], start: int) -> Segment:
 def take_segment(
     trunk: BatchCache, head: RaggedKVCache | None, row: int, start: int, end: int, bits: int | None
 ) -> Segment:
-    """Copy the KV of a row's tokens `start` to `end`, quantized to 8 or 4 bits or as it is.
-
-    The head's cache, if there is one, must be complete up to row `end - 2`.
-    """
+    """Copy the KV of a row's tokens `start` to `end`, in `bits`; the head's is one row behind."""
     arrays = Arrays()
     for name, cache in _caches(RaggedKVCache, trunk, head):
         assert cache.keys is not None and cache.values is not None
@@ -94,10 +91,7 @@ def take_segment(
 
 
 def take_snapshot(trunk: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
-    """Copy a row's states as they are after its token `end`, at which the caches must stand.
-
-    `hidden` are the trunk's post-norm hidden states of the rows' last tokens, [B, 1, H].
-    """
+    """Copy a row's states as they are after its token `end`; `hidden` is [B, 1, H]."""
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
     for name, cache in _caches(GatedDeltaCache, trunk):
         cache.fold()
@@ -110,10 +104,7 @@ def take_snapshot(trunk: BatchCache, row: int, end: int, hidden: mx.array) -> Se
 def restore(
     trunk: BatchCache, head: RaggedKVCache | None, rows: Sequence[Entry], limit: int
 ) -> mx.array:
-    """Fill empty caches with a prefix for each row, and room for `limit` tokens.
-
-    Returns the trunk's post-norm hidden states of the prefixes' last tokens, [B, 1, H].
-    """
+    """Fill empty caches with a prefix for each row; returns the last hidden states, [B, 1, H]."""
     trunk.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
     for name, cache in _caches(RaggedKVCache, trunk, head):
         cache.reserve(limit + (_HEAD_ROOM if name == _HEAD else 0))
@@ -134,7 +125,6 @@ def restore(
 def _caches(
     kind: type[_Cache], trunk: BatchCache, head: RaggedKVCache | None = None
 ) -> list[tuple[str, _Cache]]:
-    """The caches of one kind, by name."""
     named = [*((f"layers.{index}", cache) for index, cache in enumerate(trunk)), (_HEAD, head)]
     return [(name, cache) for name, cache in named if isinstance(cache, kind)]
 

@@ -1,9 +1,4 @@
-"""The prefix cache on disk: KV and snapshots of prefixes that outlive the process.
-
-The engine's thread asks and gives; one other thread reads and writes the files, and sees bytes
-alone. Nothing that goes wrong with the disk reaches the engine: a write that fails is dropped, and
-a file that can't be read is a miss.
-"""
+"""The prefix cache on disk: KV and snapshots of prefixes that outlive the process."""
 
 import logging
 import math
@@ -43,14 +38,10 @@ class StoreStats(NamedTuple):
 class PrefixStore:
     """Prefixes in a directory of their own. All methods are for the engine's thread.
 
-    A file is of use only with those that it builds on, its ancestors. Using it uses these, after
-    it: so nothing builds on the least recently used file, and it can be evicted.
-
-    Files with another `fingerprint` (of all that the numbers depend on) are removed. `max_bytes`
-    limits all files, written or not; when `max_queued_bytes` wait to be written, more are dropped.
-
-    Raises:
-        UsageError: the directory can't be used, isn't safe, or another process uses it.
+    One other thread reads and writes the files, and sees bytes alone. Nothing that goes wrong with
+    the disk reaches the engine: a write that fails is dropped, a file that can't be read is a
+    miss. A file is of use only with its ancestors, those that it builds on. Using it uses these,
+    after it: so nothing builds on the least recently used file, and it can be evicted.
     """
 
     def __init__(
@@ -103,12 +94,10 @@ class PrefixStore:
             logger.exception("A prefix could not be given to the disk")
 
     def touch(self, salt: str, tokens: Sequence[int]) -> None:
-        """Mark a prefix as used, perhaps from memory."""
         with self._lock:
             self._touch(_snapshot_key(salt, tokens))
 
     def drop_snapshot(self, salt: str, tokens: Sequence[int]) -> None:
-        """Remove the snapshot at the end of a prefix."""
         with self._lock:
             self._remove(_snapshot_key(salt, tokens))
 

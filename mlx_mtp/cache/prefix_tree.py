@@ -1,12 +1,8 @@
 """Which prefixes are kept in memory, found and evicted. No arrays, no model: policy alone.
 
-A radix tree of token segments for each salt. A node holds the KV of its own tokens, so branches
-share what they share. A recurrent state exists only where it was saved: some nodes have one at
-their end, the snapshot, and a match ends only there.
-
-An entry is a snapshot with the KV of the path to it. The least recently used is evicted first;
-where others lie beyond it, the snapshot alone goes, for they need the KV. With a disk an entry is
-written when it enters the tree, and what was evicted is read back from there.
+A radix tree of token segments for each salt. A node holds the KV of its own tokens. An entry is a
+node with a snapshot, the recurrent states at its end; a match ends only there. The least recently
+used entry is evicted first; where others lie beyond it, the snapshot alone goes.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 Tokens = tuple[int, ...]
 
-NUM_RECENT = 3
-"""So many snapshots at the end of a chain are not thinned."""
+NUM_RECENT = 3  # snapshots at the end of a chain that are not thinned
 _KEY_DIGITS = 40
 _TOKEN_BYTES = 4
 _STRIDE = 256
@@ -86,10 +81,7 @@ class Node:
 
 
 class PrefixTree:
-    """The prefixes in memory, which take `nbytes` of `limit` bytes, and on the disk behind it.
-
-    Without a disk what is evicted is lost.
-    """
+    """The prefixes in memory, which take `nbytes` of `limit` bytes, and on the disk behind it."""
 
     def __init__(self, limit: int, disk: PrefixStore | None = None) -> None:
         self.limit = limit
@@ -116,7 +108,6 @@ class PrefixTree:
         return self._walk(salt, tokens)[1]
 
     def touch(self, node: Node) -> None:
-        """Mark an entry as used."""
         self._entries.move_to_end(node)
         if self.disk is not None:
             self.disk.touch(node.salt, node.prefix())
@@ -135,8 +126,7 @@ class PrefixTree:
     ) -> bool:
         """Add an entry; False: it has no room, or the KV before its own is not here any more.
 
-        `kv` is what should not be here yet, up to the last token. A `lasting` entry stays when its
-        chain is thinned: other conversations are likely to begin with it (a system prompt).
+        `kv` is what should not be here yet. A `lasting` entry stays when its chain is thinned.
         """
         node, covered = self._walk(salt, tokens)
         if covered < (kv[0].start if kv else len(tokens)):
@@ -183,10 +173,7 @@ class PrefixTree:
         return 0 if self.disk is None else sum(file.nbytes for file in self.disk.reading)
 
     def fetch(self, salt: str, tokens: Tokens, lasting: bool = False) -> Fetch:
-        """Take in an entry from the disk, or have what is not in memory of it read.
-
-        To be called again while it is COMING. If it is GONE, it is not found again.
-        """
+        """Take in an entry from the disk, or have it read; call it again while it is COMING."""
         assert self.disk is not None
         node, covered = self._walk(salt, tokens)
         self.pin(node)
@@ -225,10 +212,7 @@ class PrefixTree:
         return upper
 
     def _make_room(self, more: int, anchor: Node | None = None) -> bool:
-        """Evict entries until so many bytes fit; none if they can't.
-
-        The KV up to the anchor, where an entry is to be added, must stay; its snapshot need not.
-        """
+        """Evict entries, but not the KV up to the anchor, until so many bytes fit, or none."""
         room = self.limit - self.fetched_nbytes - more
         ends = [*self._pins, anchor] if anchor else [*self._pins]
         needed = {node for end in ends for node in end.path()}
@@ -269,10 +253,10 @@ class PrefixTree:
 
 
 def spare(ends: Sequence[int], last: int) -> list[int]:
-    """Which snapshots of a chain to remove, so that their distances from its end about double.
+    """Which snapshots of a chain, at `ends`, to remove: distances from its end about double.
 
     The first and the latest stay. Of the others one goes if the next before it is at most twice as
-    far from the end as the next behind it. The ends are those before the last, ascending.
+    far from the end as the next behind it.
     """
     dropped: list[int] = []
     older = list(ends[:-NUM_RECENT])
@@ -305,8 +289,7 @@ def root_key(salt: str | None) -> str:
 def prefix_keys(root: str, tokens: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[int, str]]:
     """Lengths and keys of prefixes of a prompt, which `ends` names in ascending order.
 
-    A key is a hash over the salt's `root_key` and the tokens, however they are cut into files; one
-    pass over a prompt, at about 10 ns a token, gives the keys of all its prefixes.
+    A key is a hash over the salt's `root_key` and the tokens, however they are cut into files.
     """
     data = memoryview(array("I", tokens).tobytes())
     digest, done = hashlib.sha256(bytes.fromhex(root)), 0

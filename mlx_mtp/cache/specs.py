@@ -1,8 +1,6 @@
 """Layer specs: what each layer of a model keeps in the caches, and computes for a position.
 
-A model family lists its layers as specs (`Family.layer_specs`). Caches are made from them, and the
-memory that serving takes is computed from them before anything is allocated; a test compares these
-bytes with the arrays of real caches. A layer of another kind is another subclass of `LayerSpec`.
+The memory that serving takes is computed from them before anything is allocated.
 """
 
 from collections import Counter
@@ -142,9 +140,6 @@ class CacheMemory:
         return (depth + 1) * (always + (drafts if depth else 0)) + (_INT32 if always else 0)
 
     def batch(self, rows: int, tokens: int, depth: int | None) -> int:
-        """All that rows take; each has room for `tokens`, those of the longest with its windows.
-
-        `depth` is None after a prompt and before the first step.
-        """
+        """All that rows of `tokens` take; `depth` is None between a prompt and the first step."""
         kv = rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
         return rows * (kv + self.row + (0 if depth is None else self.window(depth)))

@@ -17,10 +17,7 @@ from mlx_mtp.speculative.proposer import DraftState
 
 
 class Batch:
-    """Rows that run together. A row is one `Sequence`; row i of every array is `sequences[i]`.
-
-    Every attribute that is an array has one line per row: `filter` and `join` rely on it.
-    """
+    """Rows that run together; row i of every array attribute is that of `sequences[i]`."""
 
     def __init__(
         self,
@@ -169,7 +166,6 @@ class Batches:
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows of those batches."""
-
         running = [] if self.decoding is None else [self.decoding]
         batches = (*running, *self.ready, *self.prefilling.values())
         hit = [b for b in batches if any(s in rows for s in b.sequences)]

@@ -41,27 +41,16 @@ def build_engine(
     eos_token_ids: tuple[int, ...],
     *,
     proposer: DraftProposer | None = None,
-    cache_dir: Path | None = None,
-    draft_ids: Sequence[int] | None = None,
-    memory: MemoryPlan | None = None,
-    store: PrefixStore | None = None,
+    cache_dir: Path | None = None,  # of step costs; None: not kept between runs
+    draft_ids: Sequence[int] | None = None,  # the only tokens to draft; None: all
+    memory: MemoryPlan | None = None,  # None: not limited
+    store: PrefixStore | None = None,  # closed when the engine is stopped
     heartbeat: Heartbeat | None = None,
 ) -> Engine:
     """Build an engine. It speculates if its source of drafts has something to draft with.
 
-    Args:
-        model, config: as `load_model` returned it; limits, depth and source of drafts.
-        tokenizer_vocab_size: ids at or above it (padding of the embedding) are never sampled.
-        eos_token_ids: of the tokenizer; the model's own are added.
-        proposer: instead of the config's source of drafts.
-        cache_dir: where measured step costs are kept between runs; None: nowhere.
-        draft_ids: the only tokens that may be drafted, in any order; None: all.
-        memory: how the memory is shared out; None: it is not limited.
-        store: the prefix cache on the disk, of `prefix_store`; closed when the engine is stopped.
-        heartbeat: detects a step that hangs; None: one with the usual limits.
-
-    Raises:
-        UsageError: a limit is out of range, or `draft_ids` are wrong or nothing drafts with them.
+    Ids at or above `tokenizer_vocab_size` are never sampled. `proposer` replaces the config's
+    source of drafts. UsageError for a limit out of range, or wrong `draft_ids`.
     """
     wanted = config.num_draft_tokens
     if wanted != "auto" and (type(wanted) is not int or not 0 <= wanted <= MAX_DRAFT_TOKENS):
@@ -124,13 +113,7 @@ def build_engine(
 def prefix_store(
     model: LoadedModel, config: EngineConfig, dtype: str, path: Path, max_bytes: int
 ) -> PrefixStore:
-    """Open a directory of prefixes; files of another model or setting are removed.
-
-    The model's weights need not have been read yet.
-
-    Raises:
-        UsageError: the directory can't be used, or there is no cache to keep in it.
-    """
+    """Open a directory of prefixes; UsageError if that can't be used. No weight is read."""
     if not config.prefix_cache_size:
         raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
     device = mx.device_info()
@@ -157,11 +140,7 @@ def prefix_store(
 
 
 def prefix_cache(config: EngineConfig, store: PrefixStore | None = None) -> PrefixCache | None:
-    """The prefix cache of a config, filled from its store.
-
-    Raises:
-        UsageError: its size or its bits are out of range.
-    """
+    """The prefix cache of a config; UsageError if its size or its bits are out of range."""
     size, bits = config.prefix_cache_size, config.kv_cache_quantization
     if size < 0:
         raise UsageError(f"prefix_cache_size is {size}; it must be 0 or more bytes.")
@@ -177,14 +156,7 @@ def plan_for(
     num_draft_ids: int | None = None,
     prefix_cache: int | None = 0,
 ) -> MemoryPlan:
-    """Share out the memory for a model, with its head if that drafts; no weight is read.
-
-    `num_draft_ids` is the size of a reduced draft vocabulary, `prefix_cache` the cache's most bytes
-    (None: a share of what there is).
-
-    Raises:
-        UsageError: it can't fit, or a limit is out of range.
-    """
+    """Share out the memory for a model (see `plan_memory`); no weight is read."""
     auto = config.num_draft_tokens == "auto"
     depth = MAX_DRAFT_TOKENS if auto else int(config.num_draft_tokens)
     return plan_memory(
@@ -198,7 +170,6 @@ def plan_for(
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
-    """Most tokens of prompt and answer, by the model and the config."""
     wanted, most = config.max_model_len, model.max_model_len
     if wanted is not None and not 2 <= wanted <= most:
         raise UsageError(f"max_model_len is {wanted}; this model allows 2 to {most}.")

@@ -1,7 +1,4 @@
-"""Step costs before the first request and between runs: measured, and kept in a file.
-
-Costs are measured at a few batch sizes and depths by requests that run through the ordinary path.
-"""
+"""Step costs before the first request and between runs: measured, and kept in a file."""
 
 import hashlib
 import json
@@ -73,11 +70,10 @@ def calibrate(
     stopping: Callable[[], bool],
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Measure step costs with requests of fixed depths, for `config.calibration_seconds` at most.
+    """Measure step costs for `config.calibration_seconds` at most, or until `stopping()`.
 
-    They run through a scheduler and a core of their own, so that the server's counters and its
-    rates of acceptance are not touched; the runner is idle before and after. What `costs` already
-    has is measured again in part. `stopping` is asked after each step, and ends the measurement.
+    Requests of fixed depths run through a scheduler and a core of their own, so that the server's
+    counters and rates are not touched. What `costs` already has is measured again in part.
     """
     deadline = clock() + config.calibration_seconds
     recorder = _Recorder(costs)
@@ -122,10 +118,7 @@ def _measure(
 
 
 class CostKeeper:
-    """Loads or measures costs before the first request, and saves them, on the engine's thread.
-
-    Each fingerprint has a file of its own in `folder`; None: costs are not kept between runs.
-    """
+    """Loads or measures costs before the first request, and saves them in `folder`, if any."""
 
     def __init__(
         self,
@@ -158,7 +151,6 @@ class CostKeeper:
             self.save()
 
     def save_periodically(self) -> None:
-        """To be called after every step."""
         if self._clock() - self._saved_at > _SAVE_SECONDS:
             self.save()
 

@@ -15,11 +15,7 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 
 class EngineCore:
-    """Scheduler and runner, advanced step by step; `heartbeat` gets the kind of each step.
-
-    With `overlap` a step's tokens are read only after the next step is launched, so that the host's
-    work hides behind the device's; without it the loop is plain, and the reference.
-    """
+    """Scheduler and runner. With `overlap` a step is read only after the next one is launched."""
 
     def __init__(
         self,
@@ -62,7 +58,6 @@ class EngineCore:
         return self._scheduler.stats()
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, and read the one before it."""
         plan = self._schedule()
         steps, seconds = self._run(plan)
         return self._update(steps, seconds)
@@ -112,10 +107,9 @@ class EngineCore:
 class StepTimer:
     """Times decode steps, and returns only times that are the cost of one.
 
-    With look-ahead a step runs while the host launches the next one, and the border between two
-    steps can't be seen from the host. So a time counts only where the step, the one read before it
-    and the one launched after it had the same rows, the step and the one after it verified as many
-    drafts as they proposed, and nothing was prefilled beside them.
+    With look-ahead the border between two steps can't be seen from the host. So a time counts only
+    where the step, the one before and the one after had the same rows, nothing was prefilled, and
+    the step and the one after verified as many drafts as they proposed.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -124,11 +118,7 @@ class StepTimer:
         self._at = 0.0
 
     def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
-        """Seconds since the last call; None where they are not the cost of a step.
-
-        `read` are the steps that have just been read, `launched` the last ones that were launched:
-        with look-ahead the next, else the same.
-        """
+        """Seconds since the last call, if they are the cost of the step that was `read`."""
         now, shape = self._clock(), _shape(read)
         seconds = now - self._at
         last, self._last, self._at = self._last, shape, now
@@ -139,7 +129,7 @@ class StepTimer:
 
 
 def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
-    """Rows, drafts verified and drafts proposed, if a decode step is all there is; else nothing."""
+    """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()
     return steps[0].sequences, steps[0].num_positions[0] - 1, steps[0].num_proposed

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 PATIENCE = 1.0  # seconds without outputs after which `read_outputs` checks the engine's health
 
 Deliver = Callable[[Many[RequestOutput]], None]
+# The outputs of each step, with the time (`perf_counter`) at which they were delivered.
 Arrivals = queue.SimpleQueue[tuple[float, Many[RequestOutput]]]
-"""The outputs of each step, with the time (`perf_counter`) at which they were delivered."""
 
 
 class Engine:
@@ -37,13 +37,6 @@ class Engine:
     Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
     note into its inbox. If the thread dies, its requests end with an error and another one starts,
     with a core and a runner of its own on the same model (see `acquire_restart`).
-
-    Args:
-        info: of the model.
-        make_core: builds a core that continues these counters, on the engine's thread.
-        heartbeat: detects a step that hangs; the core reports to the same one.
-        keeper: of the costs that the depth follows, if it follows any.
-        store: of the prefixes on the disk; closed when the thread has been stopped.
     """
 
     def __init__(
@@ -100,11 +93,7 @@ class Engine:
         atexit.register(self.stop)
 
     def stop(self, timeout: float | None = None) -> bool:
-        """End the thread after the current step; requests that are left end with an error.
-
-        Prefixes that wait are written then, for some seconds at most. Returns whether the thread
-        has ended within `timeout` seconds (None: waits as long as it takes).
-        """
+        """End the thread after the current step; returns whether it did so within `timeout` s."""
         with self._wake:
             self._stopping = True
             self._post(None)
@@ -122,13 +111,7 @@ class Engine:
         return not thread.is_alive()
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidRequestError: a parameter or a token id is out of range.
-            ContextLengthError: the prompt leaves no room for an answer.
-            EngineStoppedError: the engine accepts no requests.
-        """
+        """Queue a request, or raise InvalidRequest-, ContextLength- or EngineStoppedError."""
         self._check(request)
         sampling = request.sampling
         own = () if sampling.ignore_eos else self.info.eos_token_ids
@@ -141,7 +124,6 @@ class Engine:
             self._post(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request; unknown ids are ignored, and so is a call after the end."""
         self._post(request_id)
 
     def stats(self) -> EngineStats:
@@ -286,10 +268,7 @@ def start_queued(engine: Engine) -> Arrivals:
 def read_outputs(
     engine: Engine, arrived: Arrivals, num_requests: int
 ) -> Iterator[tuple[float, RequestOutput]]:
-    """Yield outputs with their times until so many requests have ended.
-
-    Raises the error of a request that fails, and EngineStoppedError if the engine dies silently.
-    """
+    """Yield outputs with their times until so many requests have ended; raises their errors."""
     while num_requests:
         reason = engine.unhealthy_reason
         try:

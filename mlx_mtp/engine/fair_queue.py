@@ -2,9 +2,7 @@
 
 Clients take turns by deficit round robin (Shreedhar and Varghese 1995; credit may go below 0, as in
 fq_codel, so that no look-ahead is needed). A turn lasts until the client has used `QUANTUM` prompt
-tokens; a longer prompt is admitted in its turn and paid for with the turns after it. So a client's
-next request waits for at most one turn of each other client, however many requests those have, and
-a client alone gets everything.
+tokens; a longer prompt is admitted in its turn and paid for with the turns after it.
 
 A client is a path, the most trusted name first: (key or address, user or agent). Clients with the
 same first name share its turns, so that inventing names gains nothing.
@@ -73,10 +71,7 @@ class FairQueue:
         return iter(self._root)
 
     def add(self, item: Sequence, *, first: bool = False) -> None:
-        """Queue a request behind its client's others, or before them if it had been set aside.
-
-        A new client comes last in the round.
-        """
+        """Queue a request behind its client's others, or before them; a new client comes last."""
         lane = self._root
         lane.size += 1
         for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
@@ -101,7 +96,6 @@ class FairQueue:
         return item
 
     def keep(self, wanted: frozenset[Sequence]) -> None:
-        """Drop all requests but these."""
         self._root.keep(wanted)
 
     def _next_path(self) -> list[_Lane]:

@@ -1,9 +1,4 @@
-"""The health of the engine: hangs, errors of a step, and how often the thread is restarted.
-
-The engine's thread reports when a step begins and ends, and its kind; other threads ask whether it
-hangs. How long a step may take follows from earlier steps of its kind: a chunk of 512 tokens takes
-0.1 s here and 20 s there. A kind that has not run yet may have to compile kernels first.
-"""
+"""The health of the engine: hangs, errors of a step, and how often the thread is restarted."""
 
 import re
 import time
@@ -64,7 +59,11 @@ class _Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Detects a step that hangs. `hang` is for any thread, the rest for the engine's."""
+    """Detects a step that hangs. `hang` is for any thread, the rest for the engine's.
+
+    How long a step may take follows from earlier steps of its kind: a chunk of 512 tokens takes
+    0.1 s here and 20 s there. A kind that has not run yet may have to compile kernels first.
+    """
 
     def __init__(
         self, hang_seconds: float = HANG_SECONDS, clock: Callable[[], float] = time.monotonic

@@ -1,7 +1,4 @@
-"""What serving a model takes in memory, how a machine's memory is shared out, and which rows fit.
-
-All of it is computed from the model's layer specs before a weight is read, and contains no arrays.
-"""
+"""What serving a model takes in memory, how that is shared out, and which rows fit."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -43,11 +40,7 @@ class Footprint:
     vocab_size: int
 
     def rows(self, rows: int, tokens: int) -> int:
-        """Most bytes that rows take, prefill apart, the longest of which holds `tokens` tokens.
-
-        All rows share a rectangle as long as the longest. A copy of the whole is counted, which is
-        made when rows join, leave or grow.
-        """
+        """Most bytes of rows, prefill apart, the longest of which holds `tokens` tokens."""
         reach = tokens + _WINDOWS * (self.depth + 1) + _ROUNDING
         caches = _COPIES * self.caches.batch(rows, reach, self.depth)
         window = rows * (self.depth + 1)
@@ -55,22 +48,15 @@ class Footprint:
         return caches + scores + window * self.vocab_size * 4 * _LOGITS
 
     def chunk(self, step: int, tokens: int) -> int:
-        """Most bytes that a prefill chunk of `step` positions takes beside the caches.
-
-        The attention scores of one layer, [heads, step, tokens], and their mask; linear in the
-        longest prompt's tokens. mlx's fused kernels make none, but not every head size and backend
-        has one.
-        """
+        """Most bytes that a prefill chunk of `step` positions takes beside the caches."""
+        # One layer's attention scores and mask: not every head size has a fused kernel.
         scores = step * tokens * (self.heads * self.caches.itemsize + 1)
         layers = step * self.activations * max(self.caches.itemsize, 4)
         return scores + int(_MARGIN * layers) + self.vocab_size * 4 * _LOGITS
 
 
 def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:
-    """A loaded model's, with its head and up to `depth` drafts a step; no weight is read.
-
-    `num_draft_ids` is the size of a reduced draft vocabulary.
-    """
+    """A loaded model's; `num_draft_ids` is the size of a reduced draft vocabulary."""
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
         head += num_draft_ids * model.row_nbytes()
@@ -122,15 +108,12 @@ class MemoryPlan:
     reduced: bool  # memory made that less than what the model allows
 
     def fits(self, rows: int, tokens: int) -> bool:
-        """There is memory for so many rows, the longest of which may hold so many tokens."""
         return self.footprint.rows(rows, tokens) <= self.rows
 
     def num_rows(self, tokens: int, most: int) -> int:
-        """How many rows of so many tokens fit, up to `most`."""
         return _largest(1, most, lambda n: self.fits(n, tokens)) or 0
 
     def shares(self) -> str:
-        """What each part gets, in words."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk, "rows": self.rows}
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
@@ -141,7 +124,6 @@ class MemoryPlan:
         return " or ".join(f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts)
 
     def lines(self, max_num_seqs: int) -> list[str]:
-        """For the banner."""
         less = ", less than the model allows: there is no memory for more" if self.reduced else ""
         context = f"context {self.max_model_len:,} tokens{less}"
         return [
@@ -161,8 +143,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share the memory out; UsageError, with the numbers and flags that help, if it can't fit.
 
-    Without `wanted` the context is cut to what one row has memory for; a wanted context is not cut
-    but refused.
+    Without `wanted` the context is cut to what one row has memory for.
     """
     fixed = footprint.weights + footprint.head
     if fixed >= limit.nbytes:

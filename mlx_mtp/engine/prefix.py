@@ -1,8 +1,4 @@
-"""Prefixes in and out of the batches: saved as prompts and answers are computed, and restored.
-
-Nothing that goes wrong here hits a request: what can't be saved is not saved, and a prompt whose
-prefix can't be restored is computed.
-"""
+"""Prefixes in and out of the batches: saved as prompts and answers are computed, and restored."""
 
 import logging
 from collections.abc import Collection
@@ -29,9 +25,10 @@ class Save(NamedTuple):
 
 
 class PrefixCache:
-    """The arrays behind a tree of prefixes, which may take `limit` bytes.
+    """The arrays behind a tree of prefixes, which may take `limit` bytes; KV is stored in `bits`.
 
-    KV is stored in 8 or 4 `bits`, or as it is, and with a `store` on the disk as well.
+    Nothing that goes wrong here hits a request: what can't be saved is not saved, and a prompt
+    whose prefix can't be restored is computed.
     """
 
     def __init__(
@@ -43,10 +40,7 @@ class PrefixCache:
         self._measured = False
 
     def restore(self, batch: Batch, limit: int) -> bool:
-        """Fill a new batch with its rows' prefixes, with room for `limit` tokens a row.
-
-        False: that was not possible, and the rows start anew.
-        """
+        """Fill a new batch with its rows' prefixes, with room for `limit` tokens; False: failed."""
         nodes = [s.prefix for s in batch.sequences if s.prefix is not None]
         try:
             rows = [node.entry() for node in nodes]
@@ -80,7 +74,6 @@ class PrefixCache:
         self.tree.clear()
 
     def settle(self) -> None:
-        """Take in the ends of answers that were copied."""
         self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:

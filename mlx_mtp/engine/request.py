@@ -47,16 +47,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one request gets of one step.
-
-    The last output of a request has a finish reason: "stop" for an end-of-sequence or stop id,
-    which is then the last of `token_ids`; "length" if max_tokens or the context is used up; "error"
-    with `error`.
-    """
+    """What one request gets of one step; its last output has a finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()  # new tokens, in order
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asked for them
+    # "stop" for an end-of-sequence or stop id, which is then the last of `token_ids`; "length" if
+    # max_tokens or the context is used up; "error" with `error`.
     finish_reason: FinishReason | None = None
     error: MlxMtpError | None = None
     num_draft_tokens: int = 0  # drafts verified for this request in this step

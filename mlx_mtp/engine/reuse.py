@@ -1,7 +1,4 @@
-"""What a request takes from the prefix cache, what it waits for, and where its prompt is saved.
-
-No arrays: policy alone.
-"""
+"""What a request takes from the prefix cache, what it waits for, and where its prompt is saved."""
 
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Many
@@ -10,26 +7,16 @@ from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, common_length
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import PrefixCacheStats
 
-MIN_GAIN = 64
-"""A prefill is not cut, and a request does not wait, to save fewer tokens than this."""
-NUM_TURNS = 2
-"""So many turn ends are saved, counted from the last."""
+MIN_GAIN = 64  # A prefill is not cut, and a request does not wait, to save fewer tokens.
+NUM_TURNS = 2  # So many turn ends are saved, counted from the last.
 
 
 class PrefixReuse:
-    """Looks prompts up, and holds back requests while another computes their prefix, or the disk
-    reads it.
+    """Looks prompts up, and holds back requests while another computes their prefix, or it is read.
 
-    Of requests that arrive together and share a long prefix (the choices of one request, an agent's
-    first two) all but the first wait until it has saved what they share. Each waits only for
-    prompts that were before it in the queue, so none waits for ever.
-
-    One prefix is read at a time, so that one at most has been read and not used yet; the
-    scheduler's queue says which request is next. One that wants the same finds it in memory then.
-    When the disk is late all that wait for it give up.
-
-    `turn_ends` are ids that end a message, `step` is the length of a prefill chunk, and `min_gain`
-    how many tokens are worth a cut in a prefill, or a wait.
+    Each waits only for prompts that were before it in the queue, so none waits for ever. One prefix
+    is read at a time; one that wants the same finds it in memory then. When the disk is late all
+    that wait for it give up.
     """
 
     def __init__(
@@ -47,14 +34,10 @@ class PrefixReuse:
         self._reader: Sequence | None = None
 
     def find(self, sequence: Sequence) -> Node | None:
-        """The longest prefix of its prompt in memory."""
         return self.tree.match(sequence.salt, sequence.prompt)
 
     def must_read(self, sequence: Sequence) -> bool:
-        """Its prefix is on the disk alone and will be read, so that it should wait.
-
-        To be called again until it need not: what has been read is taken into memory here.
-        """
+        """Its prefix is on the disk alone and is read now; to be called until it need not wait."""
         while length := self._on_disk(sequence):
             self._reads.add(sequence)
             if self._reader not in (None, sequence):
@@ -155,13 +138,9 @@ def save_points(
     """Lengths of the prefixes to save while a prompt is computed, ascending.
 
     A recurrent state exists only where it was saved, so it is saved where conversations branch:
-    after the first message, which other conversations often share (system prompt and tools), even
-    if the question behind it is short; after the last messages, for a template may render the end
-    of a prompt, where the answer begins, otherwise in the next turn (reasoning is left out); and at
-    the end. Inside a long text, which may branch anywhere, at doubling distances.
-
-    The prompt has `end` tokens, `start` of which need not be computed; its messages end at `turns`.
-    The prefill's own cuts are at multiples of `step`, and cost nothing.
+    after the first message, which others share (system prompt and tools), after the last messages,
+    as a template may render the end of a prompt otherwise in the next turn, and at the end. Inside
+    a long text, which may branch anywhere, at doubling distances, where the prefill is cut anyway.
     """
     if start == end:
         return []

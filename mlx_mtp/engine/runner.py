@@ -1,13 +1,4 @@
-"""Runs the model over what the scheduler planned: launches now, reads later.
-
-One decode step, on the device from end to end:
-
-    verify    trunk over [last token, drafts]
-    sample    the model's own token after each position
-    accept    the drafts up to the first that differs from it, and one token more
-    commit    every cache keeps that many of its new rows
-    draft     the proposer's drafts for the next window
-"""
+"""Runs the model over what the scheduler planned: launches now, reads later."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -31,10 +22,7 @@ _CLEAR_STEPS = 256
 
 
 class ModelRunner:
-    """Runs planned steps on one model; without a proposer it decodes plainly.
-
-    Token ids at or above `vocab_size`, the tokenizer's, are never sampled.
-    """
+    """Runs steps on one model; tokens from `vocab_size`, the tokenizer's, on are never sampled."""
 
     def __init__(
         self,
@@ -98,12 +86,10 @@ class ModelRunner:
             self._prefixes.settle()
 
     def clear_prefixes(self) -> None:
-        """Drop all cached prefixes from memory."""
         if self._prefixes is not None:
             self._prefixes.clear()
 
     def release(self) -> None:
-        """Drop all rows and return freed buffers: the engine is idle."""
         self.batches.clear()
         mx.clear_cache()
 
@@ -153,10 +139,7 @@ class ModelRunner:
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
     ) -> mx.array:
-        """Draw the token at `end` (int32 [B]) of each prompt that ends in this chunk.
-
-        Returns the token after each of the chunk's, int32 [B, T].
-        """
+        """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [B, T]."""
         following, done = mx.array(arrays.following), mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
@@ -197,7 +180,6 @@ class ModelRunner:
     def _finish(
         self, batch: Batch, step: InFlightStep, window: Computed, num_draft_tokens: int
     ) -> None:
-        """Propose what follows a window, and start the device on all of the step."""
         if self._proposer is not None:
             sampler = DraftSampler(batch.sampler, batch.guide) if batch.guide else batch.sampler
             state = batch.draft_state
@@ -250,10 +232,7 @@ def _draw(
     finished: mx.array,
     num_drafts: mx.array | None = None,
 ) -> Drawn:
-    """Draw the model's own tokens after a window, and accept its drafts as far as they agree.
-
-    Tokens are drawn from logits [B, T, V] at positions int32 [B, T]; for the rest see `accept`.
-    """
+    """Draw the tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
     mask = None
     if batch.guide:
         mx.async_eval(logits)  # The host makes the masks meanwhile.

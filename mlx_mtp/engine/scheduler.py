@@ -1,9 +1,4 @@
-"""Which rows take part in the next step. No arrays, no model: policy alone.
-
-A prompt is cut into chunks at multiples of `prefill_step_size`. Every plan holds at most one chunk
-and one decode step, so a long prompt delays the running streams by one chunk at a time. Groups of
-prompts take turns, so a short prompt need not wait for the end of a long one.
-"""
+"""Which rows take part in the next step. No arrays, no model: policy alone."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,11 +15,10 @@ from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
 
 class Scheduler:
-    """Admits requests, forms prefill groups, plans steps, and updates requests from their results.
+    """Admits requests, plans steps, and updates requests from their results.
 
-    Without `reuse` every prompt is computed. `memory` is asked whether so many rows fit, the
-    longest of which may hold so many tokens; without it any rows may run together. `totals` are
-    counters to continue.
+    A plan holds at most one chunk of a group of prompts, cut at multiples of `prefill_step_size`,
+    and one decode step. `memory` says whether so many rows fit, the longest of so many tokens.
     """
 
     def __init__(
@@ -62,7 +56,6 @@ class Scheduler:
 
     @property
     def seconds_left(self) -> float:
-        """How long a read from the disk is waited for at most."""
         return 0.0 if self._reuse is None else self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
@@ -101,10 +94,7 @@ class Scheduler:
     def update(
         self, steps: Iterable[InFlightStep], seconds: float | None = None
     ) -> list[RequestOutput]:
-        """Update the requests from steps that have been read, and return what each of them gets.
-
-        `seconds` is the cost of the one step; None where it is not known, or there are several.
-        """
+        """Update the requests from steps that were read; `seconds` is the cost of the one step."""
         outputs = []
         for step in steps:
             self._observe(step, seconds)
@@ -113,7 +103,6 @@ class Scheduler:
         return outputs
 
     def _observe(self, step: InFlightStep, seconds: float | None) -> None:
-        """Count a step, and report a decode step to the depth policy."""
         rows = [row for row in range(len(step.sequences)) if step.error_of(row) is None]
         if step.is_prefill:
             self._totals.prompt_tokens += sum(step.num_positions[row] for row in rows)
@@ -191,11 +180,7 @@ class Scheduler:
         self._groups = deque((number, group) for number, group in groups if group)
 
     def _admit(self) -> None:
-        """Form a group of the first waiting prompts, as long as their padded chunk fits the step.
-
-        Only one group forms per step, and short prompts of about one length share a chunk, so that
-        little of it is padding. Those that start after a cached prefix have groups of their own.
-        """
+        """Form a group of the first waiting prompts whose padded chunk fits the step."""
         room = self._config.max_num_seqs - len(self._admitted())
         group: list[Sequence] = []
         step, longest = self._config.prefill_step_size, 0
@@ -244,7 +229,7 @@ class Scheduler:
         return self._memory(len(rows), max(row.most_cached for row in rows))
 
     def _put_back(self) -> None:
-        """Queue those again that need not wait for a prefix any more, for their clients' turns."""
+        """Queue those again that need not wait for a prefix any more."""
         if self._reuse is None:
             return
         held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)

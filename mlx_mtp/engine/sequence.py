@@ -18,11 +18,7 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """A request in the engine; `stop_ids` end it, and it may emit `max_new_tokens`.
-
-    Steps are launched before their predecessors are read, so the host knows the exact length only
-    of what it has read; `max_cached` is an upper bound that includes the steps in flight.
-    """
+    """A request in the engine; `stop_ids` end it, and it may emit `max_new_tokens`."""
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
         self.request = request
@@ -60,7 +56,6 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """It gets no further output."""
         return self.status is Status.FINISHED
 
     @property
@@ -108,7 +103,6 @@ class Sequence:
         return min(next(saves, multiple), multiple, self.num_prompt)
 
     def launched(self, num_positions: int) -> None:
-        """A window of this many positions is in flight."""
         self._steps_in_flight += 1
         self._positions_in_flight += num_positions
 

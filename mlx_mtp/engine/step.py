@@ -39,24 +39,17 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk on the host.
-
-    `before` is 1 if the first token is the last of a cached prefix: its hidden state is known.
-
-    Attributes:
-        tokens: int32 [B, T], padded on the right.
-        following: int32 [B, T], the token after each; 0 where the prompt ends.
-        lengths: int32 [B].
-        num_computed: int32 [B], how many of a row's tokens the trunk has to run.
-        is_last: bool [B], the row's prompt ends in this chunk.
-    """
+    """A prefill chunk on the host, padded on the right; `before` counts cached tokens, 0 or 1."""
 
     def __init__(self, chunk: PrefillChunk, before: int) -> None:
-        self.before = before
+        self.before = before  # the hidden state of that token is known
+        # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
         self.num_computed = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
         self.lengths = self.num_computed + before
+        # int32 [B, T]: the tokens, and the one after each, 0 where the prompt ends.
         self.tokens = np.zeros((len(chunk.rows), int(self.lengths.max())), dtype=np.int32)
         self.following = np.zeros_like(self.tokens)
+        # bool [B], the row's prompt ends in this chunk.
         ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]
         self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
         for row, (sequence, start, length) in enumerate(chunk.rows):

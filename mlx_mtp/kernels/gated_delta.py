@@ -1,16 +1,12 @@
 """The gated delta rule over a window, and the fold of an accepted prefix.
 
-The recurrent state of a GatedDeltaNet layer can't be truncated, so a verify window that is
-rejected in part needs the state before the window plus the accepted prefix. The rule writes one
-rank-one term a position, `state <- g state + delta k^T`, so a window is remembered by its (k,
-delta, g), and the next call folds the accepted prefix in before it runs its own window: no snapshot
-is copied, nothing is restored, and a rejection costs nothing.
+The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one rank-one term a
+position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
+next call folds the accepted prefix in before it runs its own window.
 
-Source of the recurrence: Yang et al., "Gated Delta Networks" (2024), equation 10, in the form of
-mlx-lm's `gated_delta_ops`. On a GPU one kernel runs all of it. A warp holds R rows of one head's
-state, its lanes splitting Dk, so that the two dot products of a position are a five-step shuffle.
-The state is read once and written once, and stays in registers between positions. Elsewhere it is
-matrix products (`portable.py`).
+On a GPU one kernel runs all of it. A warp holds R rows of one head's state, its lanes splitting
+Dk, so that the two dot products of a position are a five-step shuffle. The state is read once and
+written once. Elsewhere it is matrix products (`portable.py`).
 """
 
 import mlx.core as mx
@@ -155,11 +151,9 @@ def run(
 ) -> tuple[mx.array, mx.array, Pending | None]:
     """Fold the previous window's accepted prefix, then run the new window on top of it.
 
-    Returns:
-        Outputs of the new window [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2; those from
-        `lengths[b]` on are finite but mean nothing. The state: without `lengths` that after the
-        fold, to keep until the new window is committed, else that after each row's last position.
-        And without `lengths` the new window, to be folded then.
+    Returns its outputs [B, T, Hv, Dv], scaled by Dk^-1/2, which mean nothing from `lengths[b]` on.
+    Without `lengths` the state after the fold, and the new window, to be folded next time; else
+    the state after each row's last position.
     """
     step = launch if fits(window) else portable.step
     return step(q, window, state, previous, num_kept, lengths)

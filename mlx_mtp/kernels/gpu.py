@@ -1,9 +1,4 @@
-"""What the GPU kernels share: the backend, its shuffle, and the check before first use.
-
-A kernel's body is written once. Each backend's prologue names the lane and the warp's position (a
-warp is a simdgroup on Metal), and its header the shuffle; so the body proven on CUDA is the body
-that Metal compiles.
-"""
+"""What the GPU kernels share: the backend, its shuffle, and the check before first use."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -58,9 +53,8 @@ def backend() -> Backend | None:
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
-    Its body is in what C++ for CUDA and Metal have in common, and may use lane, grid_x, grid_y,
-    grid_z and SHUFFLE_XOR. Inputs are passed as they are: the body must use the strides of those
-    that may not be contiguous.
+    Its body, written once for CUDA and Metal, may use lane, grid_x, grid_y, grid_z and
+    SHUFFLE_XOR; it must use the strides of inputs that may not be contiguous.
     """
 
     name: str

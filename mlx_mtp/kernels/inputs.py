@@ -1,8 +1,7 @@
 """From a GatedDeltaNet layer's projections to the inputs of its recurrence.
 
-On a GPU one kernel replaces some twenty small operations: a warp gathers the convolution's inputs
-of one head at one position, convolves, applies silu and the l2 norm of q and k, and computes the
-gates.
+On a GPU one kernel replaces some twenty operations: a warp gathers the convolution's inputs of one
+head at one position, convolves, applies silu and the l2 norm of q and k, and computes the gates.
 """
 
 import mlx.core as mx
@@ -104,9 +103,8 @@ def prepare(
 ) -> tuple[mx.array, Window, mx.array]:
     """Convolve q, k and v, apply silu, norm q and k, and compute the gates.
 
-    Returns:
-        Queries [B, T, Hk, Dk], the recurrence's other inputs, and the convolution's own input
-        [B, K-1+T, C], which is the history of the next window; its channels are those of q, k, v.
+    Returns queries [B, T, Hk, Dk], the recurrence's other inputs, and the convolution's own input
+    [B, K-1+T, C], which is the history of the next window; its channels are those of q, k, v.
     """
     run = launch if fits(projected, convolution) else portable.prepare
     return run(projected, convolution, history, num_kept)

@@ -53,10 +53,7 @@ def run(
     *,
     advance: bool = True,
 ) -> tuple[mx.array, mx.array, Pending]:
-    """Run a window: outputs [B, T, Hv, Dv] in q's dtype, the state after it, and it for a fold.
-
-    Without `advance` the state is not computed.
-    """
+    """Run a window: outputs [B, T, Hv, Dv], the state after it if that is to advance, its fold."""
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
     size = min(length, CHUNK)
@@ -140,8 +137,7 @@ def _chunks(x: mx.array, key_heads: int, size: int, fill: float) -> mx.array:
 def _decay(g: mx.array) -> mx.array:
     """D_ti, the product of the decays after i up to t, 0 for i > t: [..., C] to [..., C, C].
 
-    Multiplied up from i on: a quotient of products from the start loses digits, and the
-    exponential of a sum of logarithms is slow on a CPU.
+    Multiplied up from i on: a quotient of products from the start loses digits.
     """
     size = g.shape[-1]
     later = mx.where(_lower(size, -1), g[..., None], 1)

@@ -19,11 +19,7 @@ class RaggedAttention(Qwen3NextAttention):
     """Runs a window of all rows on a `RaggedKVCache`. With any other cache it is mlx-lm's own."""
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """The positions of all rows, row after row, [1, B*T, H] to [1, B*T, H].
-
-        One long axis is one matrix product; with a leading batch of B, mlx's CUDA backend reads
-        quantized weights B times.
-        """
+        """All rows as one, [1, B*T, H] to [1, B*T, H], so that a projection is one product."""
         if not isinstance(cache, RaggedKVCache):
             return super().__call__(x, mask, cache)
         queries, gate = self.queries(x, cache.batch_size, cache.offset)
@@ -85,8 +81,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 class Family:
     """One mlx-lm model family: its layers, and how to reach and patch its parts.
 
-    What is defined here is common to Qwen's hybrids of attention and GatedDeltaNet. A family of
-    another kind overrides `layer_specs`, `head_layer` and `patch`.
+    What is defined here is common to Qwen's hybrids of attention and GatedDeltaNet.
     """
 
     # Values of `model_type` in config.json, each also the name of mlx-lm's module.
@@ -133,10 +128,7 @@ class Family:
         return layer
 
     def patch(self, model: nn.Module) -> None:
-        """Put our layers into this instance; mlx-lm's classes stay as they are.
-
-        Raises UnsupportedModelError if mlx-lm's module is not what this was written for.
-        """
+        """Put our layers into this instance; UnsupportedModelError if mlx-lm's are others."""
         causal_lm = self.causal_lm(model)
         layers = zip(causal_lm.model.layers, self.layer_specs(causal_lm.args), strict=True)
         for index, (layer, spec) in enumerate(layers):

@@ -5,9 +5,8 @@ Row p of the head joins the trunk's post-norm hidden state h_p with the next tok
     z = fc(concat[norm(embed(x_{p+1})), norm(h_p)])      # embedding first
     m = norm(layer(z))                                   # lm_head(m) predicts x_{p+2}
 
-As published with Qwen3-Next (the head of DeepSeek-V3's technical report, section 2.2, with a
-gated-attention layer). A second draft feeds m, the drafted token and position p+1 to the same
-layer.
+A second draft feeds m, the drafted token and position p+1 to the same layer. As published with
+Qwen3-Next (the head of DeepSeek-V3's technical report, section 2.2, with gated attention).
 """
 
 import mlx.core as mx
@@ -17,10 +16,7 @@ from mlx_mtp.cache.kv import RaggedKVCache, causal_mask
 
 
 class MTPHead(nn.Module):
-    """The head's weights and its two kinds of pass: write past rows, run one row in full.
-
-    `layer` is a full-attention decoder layer (`Family.head_layer`); `eps` is that of the norms.
-    """
+    """The head's weights and its two kinds of pass: write past rows, run one row in full."""
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -31,10 +27,7 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
-        """The layer's input z, from embeddings of the next tokens; all are [B, T, H].
-
-        `hidden` is the trunk's post-norm hidden state, or the head's own output.
-        """
+        """The layer's input z from embeddings of the next tokens and hidden states: [B, T, H]."""
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         joined = self.fc(_as_one_row(mx.concatenate(parts, axis=-1)))
         return joined.reshape(hidden.shape)
@@ -47,10 +40,7 @@ class MTPHead(nn.Module):
         cache.write(keys, values, start)
 
     def run(self, z: mx.array, cache: RaggedKVCache, position: mx.array) -> mx.array:
-        """The full pass for one row a sequence: m [B, 1, H] from z [B, 1, H].
-
-        The cache must be written up to and including `position` (int32 [B]).
-        """
+        """The full pass for one row a sequence, written up to `position`: m [B, 1, H] from z."""
         layer = self.layers[0]
         z = _as_one_row(z)
         x = layer.input_layernorm(z)

@@ -1,8 +1,7 @@
 """Finds an MTP head's tensors and gives them the names, layout and convention of `MTPHead`.
 
-Whether a file's norms are zero-centred (Hugging Face stores w, MLX 1 + w), and so whether to add
-the 1, can't be read off the values: real weights fool every threshold. Where the file comes from
-decides.
+Whether norms are zero-centred (Hugging Face stores w, MLX 1 + w) can't be read off the values:
+real weights fool every threshold. Where the file comes from decides.
 """
 
 import json
@@ -64,12 +63,7 @@ def trunk_convention(trunk: dict[str, mx.array]) -> Convention:
 
 
 def sidecar_files(model_path: Path) -> list[Path]:
-    """The files of the sidecar beside a model: those its index names, else `mtp.safetensors`.
-
-    Shards that no index names are what an interrupted conversion left, unless they are a plain set
-    (`mtp-00001-of-00002.safetensors`, ..), which must then be complete. Raises CheckpointError for
-    a damaged index or a missing shard.
-    """
+    """The sidecar's files: those its index names, `mtp.safetensors`, or a whole set of shards."""
     index = model_path / SIDECAR_INDEX
     if index.is_file():
         try:
@@ -91,10 +85,7 @@ def sidecar_files(model_path: Path) -> list[Path]:
 
 
 def read_sidecar(model_path: Path) -> HeadTensors | None:
-    """The head in the sidecar beside the model, if there is one.
-
-    Raises CheckpointError if a file is damaged, or does not say its norm convention.
-    """
+    """The head in the sidecar beside the model, if any; CheckpointError if that is damaged."""
     files = sidecar_files(model_path)
     if not files:
         return None
@@ -133,10 +124,7 @@ def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
 
 
 def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Bring experts stored one by one, or stacked as `gate_up_proj`, under `switch_mlp`.
-
-    Other tensors pass through. Raises CheckpointError for a missing expert.
-    """
+    """Bring experts stored one by one, or as `gate_up_proj`, under `switch_mlp`."""
     out: dict[str, mx.array] = {}
     single: dict[str, dict[int, mx.array]] = {}
     for key, value in weights.items():
@@ -162,10 +150,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
-    """Quantize the module where the tensors are, check every shape, and load.
-
-    Raises CheckpointError for the first tensor that is missing, unknown or misshapen.
-    """
+    """Quantize the module where the tensors are, check every shape, and load."""
     fp8 = [k for k in weights if k.endswith(".weight_scale_inv")]
     if fp8:
         raise CheckpointError(

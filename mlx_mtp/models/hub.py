@@ -15,10 +15,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 
 
 def resolve_model(name_or_path: str | None) -> Path:
-    """The directory of a model; None is the bundled one. That of a hub id is downloaded.
-
-    Raises ModelError if there is no such model, or it can't be downloaded.
-    """
+    """The directory of a model, downloaded if it is a hub id; None is the bundled one."""
     if name_or_path is None:
         return BUNDLED_MODEL
     path = Path(name_or_path).expanduser()

@@ -59,7 +59,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The type of the activations."""
         return self.causal_lm.model.norm.weight.dtype
 
     @property
@@ -131,7 +130,6 @@ class LoadedModel:
         mx.eval(self.model.state)
 
     def without_head(self) -> LoadedModel:
-        """The same weights, to be decoded plainly."""
         return replace(self, head_source=None)
 
     def make_cache(self, batch_size: int) -> BatchCache:
@@ -156,10 +154,7 @@ class LoadedModel:
         return -(-_FULL_ROWS // batch_size)
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
-        """[B, T, V] from post-norm hidden states [B, T, H], the trunk's or the head's.
-
-        `layer` replaces lm_head, with other outputs than V (`DraftHead`).
-        """
+        """[B, T, V] from post-norm states [B, T, H]; `layer` replaces lm_head (see `DraftHead`)."""
         if layer is None:
             layer = self.output_layer
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -178,13 +173,8 @@ class LoadedModel:
 class DraftHead:
     """The rows of lm_head for a reduced draft vocabulary, copied as they are stored.
 
-    Most of a draft's cost is lm_head over all tokens, most of which hardly ever come. A draft that
-    is never made is only a draft less to be accepted: the model's own tokens are still drawn from
-    all. (The idea is FR-Spec's, arXiv:2502.14856.)
-
-    Quantization groups run along a row, so its packed weights, scales and biases are exact. `ids`
-    are tokens without duplicates. `layer` maps [..., H] to logits [..., N] in ascending order.
-    Raises ModelError if lm_head is of a kind that has no rows to select.
+    Most of a draft's cost is lm_head over all tokens, most of which hardly ever come (FR-Spec,
+    arXiv:2502.14856). `layer` maps [..., H] to logits [..., N] of the tokens `ids`.
     """
 
     def __init__(self, model: LoadedModel, ids: Sequence[int]) -> None:

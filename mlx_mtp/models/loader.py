@@ -44,22 +44,14 @@ def load_model(
     lazy: bool = False,
     memory: int | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
+    """Load a checkpoint: HF or MLX, quantized or not, with its head (which must be there) or
+    without.
 
-    Args:
-        path: a directory with config.json and model*.safetensors.
-        enable_mtp: load the head, which must then be there.
-        dtype: one of `DTYPES`, or "auto": float32 on the CPU (which has no MoE in any other type),
-            else as the checkpoint is stored.
-        lazy: read no weights until they are used, or until `LoadedModel.read`.
-        memory: bytes there are for it; None: the machine's. On the CPU a quantized model is
-            expanded to float32 if that takes less than half of them.
+    `dtype` is one of `DTYPES`, or "auto": float32 on the CPU (which has no MoE in any other type),
+    else as the checkpoint is stored. `lazy` reads no weights until `LoadedModel.read`. `memory` is
+    the machine's, in bytes; on the CPU a quantized model that fits half of it is expanded.
 
-    Raises:
-        UnsupportedModelError: no family serves it, or it wants code of its own to be run.
-        MissingHeadError: `enable_mtp`, and there is no head.
-        CheckpointError: a tensor or file is missing, misshapen or damaged.
-        UsageError: the type is unknown, or this machine can't compute in it.
+    Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """
     config = _read_config(path)
     generation_config = read_json(path / "generation_config.json", default={})
@@ -103,8 +95,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
 def _read_config(path: Path) -> dict[str, Any]:
     """config.json; a model that names a Python file to be run is rejected.
 
-    mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843). Today's wants a flag for it, but that no
-    model's code is run must not depend on a library's default. (`auto_map` is ignored anyway.)
+    mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843), and no model's code may be run.
     """
     config = read_json(path / "config.json")
     for part in (config, text_config(config)):
@@ -188,7 +179,7 @@ def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
 
 
 def missing_head(model: str, base: str | None = None, note: str = "") -> MissingHeadError:
-    """The error that says how to give a model its head; `base` is the original model, if known."""
+    """The error that says how to give a model its head; `base` is the original, if known."""
     source = base or "<the original Hugging Face model>"
     return MissingHeadError(
         f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "

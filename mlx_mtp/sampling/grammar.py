@@ -1,8 +1,4 @@
-"""Compiles what a request asks for to a matcher that says which tokens may come next.
-
-The matching is llguidance's. Nothing of mlx is imported: a process that only checks grammars needs
-none of it.
-"""
+"""Compiles what a request asks for to a matcher that says which tokens may come next; no mlx."""
 
 from __future__ import annotations
 
@@ -81,8 +77,7 @@ class Grammar:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer.json; ends of sequence are allowed where they accept.
 
-    Building it takes up to a second, during which it holds the GIL; compiling releases the GIL.
-    Raises ValueError if llguidance can't use the tokenizer.
+    Building it takes up to a second with the GIL held; compiling releases the GIL.
     """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
@@ -91,10 +86,9 @@ class GrammarCompiler:
         self._num_words = (self._tokenizer.vocab_size + 31) // 32
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile, and make the first mask, as some limits show only then.
+        """Compile, and make the first mask, as some limits show only then; or raise GrammarError.
 
-        Raises GrammarError in llguidance's own words. Neither the time nor the depth of the stack
-        is bounded: see `server.grammar_check`.
+        Neither the time nor the depth of the stack is bounded: see `server.grammar_check`.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
         budget = Budget()

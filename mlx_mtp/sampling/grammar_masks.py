@@ -1,8 +1,7 @@
 """Which tokens each row's grammar and thinking budget allow, for the windows and drafts of a step.
 
-The host is needed between a row's tokens, as a mask depends on the token before it. So the tokens
-of a step are read before the next step's masks are made, and each draft before the next draft's.
-A mask has a bit for each token, 1 where it is allowed, in 32-bit words, the lowest bit first.
+A mask depends on the token before it: the tokens of a step are read before the next step's masks
+are made, and each draft before the next draft's. It has a bit for each token, the lowest first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,8 +55,8 @@ class Constraint:
     def finish_masks(self, masks: np.ndarray, drafts: Sequence[int]) -> bool:
         """Correct the masks, int32 [T, words], that the matcher made of a window of T-1 drafts.
 
-        They are all ones where the matcher wrote none, which is after a draft that is not allowed.
-        Returns whether some token is forbidden, as far as this row knows.
+        They are all ones after a draft that is not allowed. Returns whether some token is
+        forbidden.
         """
         self._stuck = None
         if self._matcher is not None and self._matcher.is_error():
@@ -136,10 +135,7 @@ class GrammarMasks:
         return bool(self._rows)
 
     def window_mask(self, window: mx.array) -> mx.array | None:
-        """What may follow each position of a window, int32 [B, T], which is read here.
-
-        Returns uint8 [B, T, bytes], a bit for each token; None: every token is allowed.
-        """
+        """What may follow each position of a window: uint8 [B, T, bytes]; None: anything."""
         batch, length = window.shape
         drafts = np.array(window[:, 1:]).tolist()
         masks = self._all_allowed(batch, length)
@@ -183,10 +179,7 @@ class GrammarMasks:
 
 
 class DraftSampler:
-    """Draws a batch's drafts in order, each masked by the grammars so that it can be accepted.
-
-    The masks are those of its step, advanced to the tokens that the drafts follow.
-    """
+    """Draws a batch's drafts in order, each masked by the grammars so that it can be accepted."""
 
     def __init__(self, sampler: Sampler, masks: GrammarMasks) -> None:
         self._sampler, self._masks = sampler, masks

@@ -56,8 +56,7 @@ class Range:
 class SamplingParams:
     """How one sequence is sampled. Neutral values leave the distribution as the model gives it.
 
-    This is the one declaration of each parameter: the fields of the APIs' request bodies, the
-    defaults read from generation_config.json and the checks in `validate` follow from it.
+    The APIs' fields, the defaults of generation_config.json and `validate` follow from it.
     """
 
     max_tokens: Annotated[int, Range(1, _INT31)]

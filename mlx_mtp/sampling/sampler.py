@@ -1,12 +1,9 @@
 """Draws tokens for all rows and positions of a window at once.
 
 The token at absolute position p is a function of the logits at p, the request's parameters, its
-seed and p, whether it is drawn in a verify window, alone or in a batch. So speculation needs no
-residual distribution: a draft is accepted when it equals the token drawn.
-
-The logits are processed in this pinned order: penalties, bias, mask, temperature, top_k, top_p,
-min_p, noise. Each step leaves a row with neutral parameters exactly as it was, so that a row's
-tokens don't depend on its neighbours.
+seed and p: a draft is accepted when it equals the token drawn. The logits are processed in this
+order: penalties, bias, mask, temperature, top_k, top_p, min_p, noise. Each step leaves a row with
+neutral parameters exactly as it was, so that a row's tokens don't depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -34,8 +31,7 @@ class TokenSampler(Protocol):
 class Sampler:
     """The sampling parameters of B rows as arrays, and the token counts that penalties need.
 
-    The repetition penalty counts the rows' `prompts` too. Token ids at or above `vocab_size` (V)
-    are never drawn.
+    Token ids at or above `vocab_size` (V) are never drawn.
     """
 
     def __init__(
@@ -73,22 +69,15 @@ class Sampler:
 
     def draw(
         self,
-        logits: mx.array,
-        positions: mx.array,
-        window: mx.array,
-        ids: mx.array | None = None,
-        mask: mx.array | None = None,
+        logits: mx.array,  # [B, T, V or more], any float type; with `ids` [B, T, N]
+        positions: mx.array,  # int32 [B, T], absolute position of the token to draw
+        window: mx.array,  # int32 [B, W], W >= T, the tokens before; all but the first are drafts
+        ids: mx.array | None = None,  # int32 [N], ascending, below V
+        mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit for each token; None: all
     ) -> mx.array:
         """Draw the token that follows each of the last T positions of a window: int32 [B, T].
 
-        Args:
-            logits: [B, T, V or more], any float type.
-            positions: int32 [B, T], absolute position of the token to draw.
-            window: int32 [B, W], W >= T, the tokens before; the first is in the counts already, the
-                others are drafts and are added for penalties.
-            ids: int32 [N], ascending, below V: the tokens that the logits, then [B, T, N], are of.
-                The draw equals that from all V tokens with minus infinity for the others.
-            mask: uint8 [B, T, bytes], a bit for each of the V tokens that may be drawn; None: all.
+        With `ids` the draw equals that from all V tokens with minus infinity for the others.
         """
         scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).astype(mx.int32)
@@ -145,9 +134,7 @@ class Sampler:
     ) -> tuple[mx.array, mx.array, mx.array] | None:
         """Log-probabilities of the model's own distribution; None if no row asked for them.
 
-        From the unprocessed logits [B, T, V or more] and the tokens drawn, int32 [B, T]: each
-        token's logprob float32 [B, T]; ids int32 [B, T, N] and logprobs float32 [B, T, N] of the N
-        most probable tokens, best first, equal ones by id.
+        Of the tokens drawn, float32 [B, T], and ids and values of the N most probable, [B, T, N].
         """
         if self.num_logprobs is None:
             return None
@@ -187,18 +174,17 @@ class Sampler:
         return self.counts or (mx.zeros(shape, dtype=mx.int32), mx.zeros(shape, dtype=mx.bool_))
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
         return list(self.counts or ())
 
 
 def keyed_gumbel(
     seeds: mx.array, positions: mx.array, vocab_size: int, ids: mx.array | None = None
 ) -> mx.array:
-    """Gumbel noise, float32 [B, T, V], of seeds uint32 [B] at absolute positions int32 [B, T].
+    """Gumbel noise, float32 [B, T, V or N], of seeds uint32 [B] at absolute positions int32 [B,
+    T].
 
     It depends on nothing else, so `argmax(logits + noise)` draws from softmax(logits) (the
     Gumbel-max trick), and draws the same token wherever and however often a position is computed.
-    With `ids`, int32 [N], it is that of these tokens alone, [B, T, N].
     """
     batch, length = positions.shape
     seeds = mx.broadcast_to(seeds[:, None], (batch, length))
@@ -210,11 +196,7 @@ def keyed_gumbel(
 
 
 def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> mx.array:
-    """Set the tokens that a mask forbids to minus infinity.
-
-    The logits are float32 [B, T, V], or [B, T, N] of the tokens `ids` alone; the mask is uint8
-    [B, T, bytes], a bit for each token, the lowest first, at least V bits.
-    """
+    """Set the tokens that a mask, uint8 [B, T, bytes], forbids to minus infinity."""
     bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
     assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"

@@ -1,10 +1,9 @@
 """The cuts top_k, top_p and min_p of a batch's rows, each exact and as cheap as possible.
 
-A row keeps its top_k largest logits, of these the smallest set of most probable tokens that reaches
-top_p, and of these the tokens with at least the share min_p of the best one's probability. Each cut
-keeps all tokens that tie with the last one it keeps. A sort of the vocabulary gives all three, but
-costs more than all else that is done to the logits. A row with a small top_k needs only its largest
-values in order, a row with nothing but min_p only the largest; top_p alone needs the sort.
+A row keeps its top_k largest logits, of these the smallest set of most probable tokens that
+reaches top_p, and of these the tokens with at least the share min_p of the best one's probability.
+Each cut keeps all tokens that tie with the last one it keeps. Only top_p alone needs the
+vocabulary sorted.
 """
 
 import math
@@ -31,9 +30,8 @@ class _Group(NamedTuple):
     def threshold(self, logits: mx.array) -> mx.array:
         """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1].
 
-        It is that from all of them in order, bit for bit where the sums behind top_p are made one
-        after the other. More ties with the top_k-th than there is room for are added to these sums
-        as one product, which may round differently.
+        More ties with the top_k-th than there is room for are added to the sums behind top_p as
+        one product, which may round differently.
         """
         if self.num_ordered == 1:
             return self._by_min_p(mx.max(logits, axis=-1, keepdims=True))
@@ -112,10 +110,7 @@ def column(values: Sequence[float]) -> mx.array:
 
 
 def largest(values: mx.array, count: int) -> mx.array:
-    """The head of a full sort of values [..., V], without sorting them all.
-
-    Returns float32 [..., min(count, V)] in descending order; NaN comes first.
-    """
+    """The head of a full sort of values [..., V]: float32 [..., min(count, V)], NaN first."""
     count = min(count, values.shape[-1])
     blocks = _blocks(values, count)
     others = blocks.shape[-2] - count
@@ -129,11 +124,7 @@ def largest(values: mx.array, count: int) -> mx.array:
 
 
 def largest_ids(values: mx.array, count: int) -> mx.array:
-    """Where the largest of values [..., V] are, exactly as a stable sort gives them.
-
-    Returns int32 [..., min(count, V)], the largest value's id first, among equal ones the lowest.
-    The ids of NaN are in range, but not in order.
-    """
+    """Where the largest of values [..., V] are, as a stable sort has them: int32 [..., N]."""
     size = values.shape[-1]
     count = min(count, size)
     if count == 0:

@@ -6,13 +6,9 @@ import mlx.core as mx
 
 
 class AcceptResult(NamedTuple):
-    """What each row keeps of a window.
+    """What each row keeps of a window: the accepted drafts and one token more, cut at its end."""
 
-    `num_kept` tokens are emitted: the accepted drafts and one recovered or bonus token, cut at a
-    stop id or at the row's limit; none by a row that had finished before.
-    """
-
-    num_kept: mx.array  # int32 [B]
+    num_kept: mx.array  # int32 [B], tokens that are emitted
     num_accepted: mx.array  # int32 [B], how many of the emitted tokens were drafts
     finished: mx.array  # bool [B], the row emits nothing from here on
     remaining: mx.array  # int32 [B], tokens each row may still emit
@@ -20,25 +16,17 @@ class AcceptResult(NamedTuple):
 
 
 def accept(
-    targets: mx.array,
-    window: mx.array,
+    targets: mx.array,  # int32 [B, T], the token drawn after each position of the window
+    window: mx.array,  # int32 [B, T], the last emitted token and T-1 drafts
     *,
-    stop_ids: mx.array,
-    remaining: mx.array,
-    finished: mx.array,
-    num_drafts: mx.array | None = None,
+    stop_ids: mx.array,  # int32 [B, S], padded with -1
+    remaining: mx.array,  # int32 [B], before the window, as is
+    finished: mx.array,  # bool [B]
+    num_drafts: mx.array | None = None,  # int32 [B], how many of a row's count; None: all
 ) -> AcceptResult:
-    """Compare drafts with the tokens that the model drew itself.
+    """Keep the drafts up to the first that differs from the model's own token, and that token.
 
-    Token j of a row is valid only if every draft before it is accepted, so a row keeps the drafts
-    up to the first that differs, and the model's own token there.
-
-    Args:
-        targets: int32 [B, T], the token drawn after each position of the window.
-        window: int32 [B, T], the last emitted token and T-1 drafts.
-        stop_ids: int32 [B, S], padded with -1.
-        remaining, finished: int32 and bool [B], as an `AcceptResult` has them, before the window.
-        num_drafts: int32 [B], how many of a row's drafts count; None: all of them.
+    Token j of a row is valid only if every draft before it is accepted.
     """
     agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
     if num_drafts is not None:

@@ -1,17 +1,12 @@
 """The depth that brings the most tokens per second, from measured cost and acceptance.
 
 For B rows and depth k a step is expected to bring the sum over rows of 1 + p1 + p1 p2 + .. (k terms
-of p) tokens, and takes cost[B][k]. The depth with the largest quotient is used; where that is 0,
-speculation is parked.
+of p) tokens, and takes cost[B][k]. The depth with the largest quotient is used. Only the ratios
+between the costs of one batch size matter, so a depth is compared with the one that ran just before
+it, and a change during a long stay at one depth is applied to all of them.
 
-Only the ratios between the costs of one batch size matter. A machine that becomes slow or hot, and
-a context that grows, change all depths together. So a depth is compared with the one that ran just
-before it, and a change during a long stay at one depth is applied to all of them.
-
-Probes are a few steps at another depth, to measure its cost and acceptance. One is made where a
-depth could be better than the one in use, by the upper end of its estimate; what was probed is
-known better, so that probes become rare by themselves. They are paid for from a share of the time,
-and what a probe really lost is what it is charged for.
+Probes are a few steps at another depth, made where that could be better by the upper end of its
+estimate. They are paid for from a share of the time, by what they really lost.
 """
 
 import logging
@@ -87,7 +82,6 @@ class StepCosts:
         self._inferred: dict[int, list[float]] = {}
 
     def observe(self, batch_size: int, depth: int, seconds: float | None) -> None:
-        """Count a step that verified and proposed `depth` drafts a row; its cost may be unknown."""
         self._num_steps += 1
         if seconds is None:
             return
@@ -136,7 +130,6 @@ class StepCosts:
         }
 
     def load(self, table: Mapping[int, Mapping[int, float]]) -> None:
-        """Start with a `table` of an earlier run; too large depths are left out."""
         for size, row in table.items():
             depths = [depth for depth in row if depth <= self.max_depth]
             if depths:
@@ -250,10 +243,7 @@ class DepthController:
         costs: Sequence[float],
         speeds: dict[int, float],
     ) -> None:
-        """Start a probe of the most promising depth, if its time has been saved up.
-
-        `costs` are relative to a plain step, `speeds` expected tokens per plain step's time.
-        """
+        """Start a probe of the most promising depth, if its time has been saved up."""
         size = len(rows)
         most = _expected_tokens(rows, self._pool.expected(_HOPE), _HOPE)
         doubts = {k: self._costs.doubt(size, k) for k in speeds if k != choice}
@@ -321,7 +311,6 @@ def _expected_tokens(
 
 
 def _shift(row: dict[int, _Cell], depth: int, log: float) -> None:
-    """Change all depths of a size by what this one has changed by."""
     cell = row.setdefault(depth, _Cell(log))
     change = log - cell.log
     for each in row.values():

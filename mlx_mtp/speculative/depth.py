@@ -1,7 +1,6 @@
 """How many drafts a step proposes: what a policy knows, its interface, and the fixed one.
 
-How often drafts are accepted is counted by position in the window, of one row and of all rows. A
-position counts only where the drafts before it were accepted, so the rates are conditional, and
+A position counts only where the drafts before it were accepted, so the rates are conditional, and
 their running product is the chance that a window is accepted up to there.
 """
 
@@ -21,11 +20,7 @@ _FORGOTTEN = 1e-3  # fewer trials are not decayed any more
 
 
 class Rates:
-    """Decaying counts of trials and successes at each of the K positions of a window.
-
-    A position's counts fade by the factor `memory` for each trial of it, and by `forgetting` for
-    each step in which it isn't tried.
-    """
+    """Counts at each position of a window, which fade by `memory` a trial, or `forgetting`."""
 
     def __init__(self, num_positions: int, *, memory: float, forgetting: float) -> None:
         self._memory = memory
@@ -77,10 +72,7 @@ class RowRates(Rates):
         super().__init__(num_positions, memory=0.95, forgetting=0.995)
 
     def expected_tokens(self, pool: Sequence[float], hope: float = 0.0) -> list[float]:
-        """Tokens of a step with 0, 1, .. K drafts: [1, 1 + p1, 1 + p1 + p1 p2, ..].
-
-        `pool` is `PooledRates.expected`, the prior; `hope` as there.
-        """
+        """Tokens of a step with 0 to K drafts, 1 + p1 + p1 p2 + ..; `pool` is the prior."""
         tokens, reached = [1.0], 1.0
         for position, prior in enumerate(pool):
             reached *= self._rate(position, prior, _POOL_TRIALS, hope)
@@ -96,11 +88,7 @@ class DraftRow:
     rates: RowRates = field(default_factory=lambda: RowRates(MAX_DRAFT_TOKENS))
 
     def num_drafts(self, depth: int) -> int:
-        """How many of a window's drafts count for this row.
-
-        A window is one rectangle, so a row's drafts up to the depth of the deepest row cost nothing
-        more: a row uses them all unless its request wants fewer.
-        """
+        """How many of a window's drafts count: all, unless its request wants fewer."""
         return depth if self.fixed is None else min(self.fixed, depth)
 
 
@@ -125,18 +113,12 @@ class DecodeStep:
 
 
 class DepthPolicy(Protocol):
-    """Chooses the depth of each step.
-
-    `choices` has the depth chosen last for each batch size that has run, probes left out.
-    """
+    """Chooses the depth of each step; `choices` has the last by batch size, probes left out."""
 
     choices: dict[int, int]
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
-        """How many drafts to propose for the next window of these rows, 0 or more.
-
-        Steady: the step only decodes, so that its cost can be measured.
-        """
+        """Drafts to propose for the next window of these rows; steady: the step only decodes."""
 
     def observe(self, step: DecodeStep) -> None:
         """Learn from a step, one or two steps after it was planned."""

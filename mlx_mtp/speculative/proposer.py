@@ -41,11 +41,7 @@ class DraftState(Protocol):
         """Append the other's rows."""
 
     def prefix_kv(self) -> RaggedKVCache | None:
-        """KV that a cached prefix must hold besides the trunk's; None if there is none.
-
-        Its row p belongs to the hidden state at p and the token at p+1 (`cache/prefix_state.py`).
-        That of a new state is empty and may be loaded.
-        """
+        """KV, empty in a new state, that a cached prefix must hold besides the trunk's, if any."""
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated with a step."""
@@ -54,26 +50,23 @@ class DraftState(Protocol):
 class DraftProposer(Protocol):
     """A source of drafts. Nothing in it may wait for the device.
 
-    A draft changes no token: it is only accepted if it equals the token that the model draws. So a
-    source may propose anything, and is as good as the share of its drafts that are accepted.
+    A draft changes no token: it is only accepted if it equals the token that the model draws.
     """
 
     def make_state(
         self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]]
     ) -> DraftState:
-        """State for B new rows, given the id and the prompt's token ids of each."""
+        """State for B new rows."""
 
     def propose(
         self, state: Any, window: Computed, num_draft_tokens: int, sampler: TokenSampler
     ) -> mx.array:
-        """Update a state of `make_state` from a window of its rows, and draft what follows.
+        """Update a state from a window of its rows, and draft the k next tokens: int32 [B, k], k
+        >= 0.
 
         Called after every prefill chunk and every verify window, in order. With a prefix from the
         cache, the first window begins at the prefix's last position. `sampler` draws drafts from
         logits with the noise that will draw the tokens themselves.
-
-        Returns int32 [B, k], drafts for the k tokens after each row's last; k = `num_draft_tokens`
-        may be 0, to update the state only.
         """
 
 
@@ -84,8 +77,7 @@ Write = Callable[[RaggedKVCache, mx.array, mx.array, mx.array], object]
 class HeadState:
     """The head's own KV of the rows of a batch, and the positions that are not written yet.
 
-    While nothing is drafted a step adds one position a row, and the head's KV is not read. These
-    positions are deferred and written together, so that a parked head costs almost nothing.
+    While nothing is drafted these are deferred, so that a parked head costs almost nothing.
     """
 
     def __init__(self, cache: RaggedKVCache, write: Write) -> None:
@@ -95,7 +87,6 @@ class HeadState:
         self._start: mx.array | None = None
 
     def defer(self, window: Computed) -> None:
-        """Keep a window of one position for later."""
         if self._start is None:
             self._start = window.start
         self._deferred.append((window.hidden, window.targets))
