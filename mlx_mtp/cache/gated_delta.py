@@ -35,8 +35,7 @@ class GatedDeltaCache:
         self.coming: mx.array | None = None
 
     def make_mask(self, length: int) -> None:
-        """None: mlx-lm asks for a mask of padding, which the cache handles itself."""
-        return
+        return  # mlx-lm asks for a mask of padding, which the cache handles itself.
 
     def run(self, projected: Projected, convolution: Convolution) -> mx.array:
         """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""

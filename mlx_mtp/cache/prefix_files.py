@@ -135,7 +135,6 @@ class PrefixDirectory:
         return content
 
     def write(self, file: StoredFile, content: bytes, wanted: Callable[[], bool]) -> bool:
-        """Write a file through to the disk and rename it; False: it is not `wanted` any more."""
         name = self._name(file)
         temporary = f"{_PREFIX}{self._mark}-{file.key}.{secrets.token_hex(4)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE

@@ -46,7 +46,6 @@ class Segment:
         return sum(a.nbytes for a in self.arrays.values())
 
     def cut(self, start: int, end: int) -> Segment:
-        """The tokens from `start` to `end`, in arrays of their own."""
         arrays = Arrays()
         for name, array in self.arrays.items():
             first = _row(name, self.start)

@@ -132,7 +132,6 @@ class PrefixStore:
 
     @property
     def seconds_left(self) -> float:
-        """How much longer a read is waited for."""
         began, now = self._began, time.monotonic()
         return READ_SECONDS if began is None else began + READ_SECONDS - now
 
@@ -204,7 +203,6 @@ class PrefixStore:
         return list(prefix_keys(salt, tokens, sorted({*ends, len(tokens)})))
 
     def _lineage(self, key: str) -> Iterator[StoredFile]:
-        """A file, if it is here, and its ancestors."""
         while (file := self._files.get(key)) is not None:
             yield file
             key = file.parent
@@ -230,7 +228,6 @@ class PrefixStore:
         return len(lost)
 
     def _evict(self) -> None:
-        """Remove the least recently used files until the others fit."""
         while sum(file.nbytes for file in self._files.values()) > self.max_bytes:
             self._remove(min(self._files.values(), key=lambda file: file.used).key)
 
@@ -307,7 +304,6 @@ class PrefixStore:
             self._directory.remove(file)
 
     def _complain(self, error: OSError, what: str) -> None:
-        """Log an error of the disk, once for each kind."""
         if error.errno not in self._complaints:
             self._complaints.add(error.errno)
             why = "%s. The cache goes on in memory; this is said once."

@@ -59,11 +59,9 @@ class Node:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Its key among its parent's children."""
         return self.salt, self.tokens[0]
 
     def path(self) -> list[Node]:
-        """The segments from the first one to this."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -75,7 +73,6 @@ class Node:
         return tuple(chain.from_iterable(node.tokens for node in self.path()))
 
     def entry(self) -> tuple[list[Segment], Segment]:
-        """The KV of its path, and its snapshot, which it must have."""
         assert self.snapshot is not None
         return [node.kv for node in self.path() if node.kv is not None], self.snapshot
 
@@ -154,7 +151,6 @@ class PrefixTree:
         return True
 
     def remove(self, node: Node) -> None:
-        """Drop an entry, on the disk too."""
         if self.disk is not None:
             self.disk.drop_snapshot(node.salt, node.prefix())
         if node.snapshot is not None:
@@ -226,7 +222,6 @@ class PrefixTree:
         return True
 
     def _evict(self, node: Node, anchor: Node | None = None) -> None:
-        """Drop an entry's snapshot, and the KV that no other needs."""
         assert node.snapshot is not None
         self.nbytes -= node.snapshot.nbytes
         node.snapshot = None
@@ -234,7 +229,6 @@ class PrefixTree:
         self._prune(node, anchor)
 
     def _prune(self, node: Node, anchor: Node | None = None) -> None:
-        """Drop the KV that no entry needs any more, from a node upwards."""
         needed = {*self._pins, anchor}
         while node.parent and not (node.snapshot or node.children or node in needed):
             assert node.kv is not None

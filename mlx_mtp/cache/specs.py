@@ -45,7 +45,6 @@ class LayerSpec:
         raise NotImplementedError
 
     def token_nbytes(self, itemsize: int) -> int:
-        """What each token of a row takes in the cache."""
         return 0
 
     def state_nbytes(self, itemsize: int) -> dict[str, int]:
@@ -120,7 +119,6 @@ class CacheMemory:
 
     @cached_property
     def states(self) -> dict[str, int]:
-        """What a row takes whatever its length, by what it is."""
         total: Counter[str] = Counter()
         for layer in self.layers:
             total.update(layer.state_nbytes(self.itemsize))
@@ -130,7 +128,6 @@ class CacheMemory:
 
     @property
     def row(self) -> int:
-        """What a row takes whatever its length, when its prompt has been computed."""
         return sum(self.states.values())
 
     def window(self, depth: int) -> int:

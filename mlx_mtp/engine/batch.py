@@ -113,7 +113,6 @@ class Batch:
             setattr(self, name, mx.concatenate([array, theirs[name]]))
 
     def arrays(self) -> Iterator[mx.array]:
-        """All arrays that must be evaluated with a step."""
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()

@@ -175,7 +175,6 @@ class CostKeeper:
             self._warned = True
 
     def load(self) -> Seconds:
-        """What an earlier run saved; empty if there is nothing that can be used."""
         if self.path is None:
             return {}
         try:

@@ -63,7 +63,6 @@ class EngineCore:
         return self._update(steps, seconds)
 
     def rest(self) -> None:
-        """The engine is idle: free what the last rows left on the device."""
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)

@@ -162,7 +162,6 @@ class Engine:
         return threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
 
     def _main(self) -> None:
-        """One thread, from its start to its end or death."""
         reason = "the engine is stopping"
         try:
             if not self._stopping:

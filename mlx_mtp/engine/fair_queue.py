@@ -83,7 +83,6 @@ class FairQueue:
             lane.items.append(item)
 
     def peek(self) -> Sequence:
-        """The next request; there must be one."""
         return self._next_path()[-1].items[0]
 
     def pop(self, *, free: bool = False) -> Sequence:

@@ -83,7 +83,6 @@ class Heartbeat:
         self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
 
     def begin(self, kind: Kind, name: str) -> None:
-        """A planned step of a kind begins; its name is for people."""
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:

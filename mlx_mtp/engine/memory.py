@@ -119,7 +119,6 @@ class MemoryPlan:
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
-        """How many rows fit, full ones and short ones, in words."""
         counts = dict.fromkeys((self.max_model_len, min(_SHORT_ROW, self.max_model_len)))
         return " or ".join(f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts)
 

@@ -55,7 +55,6 @@ class PrefixCache:
         return True
 
     def save_prompts(self, batch: Batch) -> list[Save]:
-        """Copy what is to be saved of rows whose prompt has just been computed up to there."""
         saves = []
         for row, sequence in enumerate(batch.sequences):
             if (end := sequence.num_computed) in sequence.save_points:
@@ -101,7 +100,6 @@ class PrefixCache:
                 )
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
-        """One copy, or none if that fails."""
         sequence, segments = batch.sequences[row], []
         try:
             # What was copied a step ago will be in the tree when this is inserted.

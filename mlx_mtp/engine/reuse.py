@@ -56,7 +56,6 @@ class PrefixReuse:
 
     @property
     def seconds_left(self) -> float:
-        """How much longer a read is waited for."""
         disk = None if self._reader is None else self.tree.disk
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
@@ -120,7 +119,6 @@ class PrefixReuse:
         return length if node is None or length > node.end else 0
 
     def _end_read(self, sequence: Sequence) -> None:
-        """It has what it waited for, or waits for the disk no longer."""
         self._reads.discard(sequence)
         if self._reader is sequence and self.tree.disk is not None:
             self._reader = None

@@ -94,7 +94,6 @@ class ModelRunner:
         mx.clear_cache()
 
     def _prefill(self, chunk: PrefillChunk, num_draft_tokens: int) -> InFlightStep:
-        """One chunk of prompts; rows with a prompt that ends in it get a first token and drafts."""
         sequences = tuple(s for s, _, _ in chunk.rows)
         batch = self.batches.prefilling.pop(chunk.group, None)
         # The rows of a group all begin with a prefix, or none does.

@@ -73,7 +73,6 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def cancel(self, request_id: str | None = None) -> None:
-        """Drop a request; None: all of them."""
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if request_id in (None, sequence.request_id):
                 sequence.status = Status.FINISHED
@@ -229,7 +228,6 @@ class Scheduler:
         return self._memory(len(rows), max(row.most_cached for row in rows))
 
     def _put_back(self) -> None:
-        """Queue those again that need not wait for a prefix any more."""
         if self._reuse is None:
             return
         held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)

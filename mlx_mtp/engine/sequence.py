@@ -86,7 +86,6 @@ class Sequence:
         self.save_points = save_points
 
     def restart(self) -> None:
-        """Its prefix could not be restored: compute the prompt from the beginning."""
         self.num_reused = self.num_computed = self.num_cached = 0
 
     def saved(self, length: int) -> None:

@@ -56,7 +56,6 @@ class EngineStats:
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
     def count_window(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a verify window of one row."""
         assert 0 <= num_accepted <= num_drafts
         self.num_drafts += num_drafts > 0
         self.num_draft_tokens += num_drafts

@@ -118,7 +118,6 @@ class InFlightStep:
         self.drawn = None
 
     def fail(self, error: MlxMtpError) -> None:
-        """The step failed on the device: nothing of it is valid."""
         self.error = error
         self.num_cached = [0] * len(self.sequences)
 

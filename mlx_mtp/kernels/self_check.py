@@ -33,7 +33,6 @@ class Cases:
         return mx.where(row == 0, most, mx.where(row == 1, 0, drawn)).astype(mx.int32)
 
     def state(self, rows: int) -> mx.array:
-        """A recurrent state, float32 [B, Hv, Dv, Dk]."""
         return self.normal(rows, self.shape.value_heads, self.shape.value_dim, self.shape.key_dim)
 
     def window(self, rows: int, length: int) -> tuple[mx.array, Window]:
@@ -64,7 +63,6 @@ class Cases:
         return Convolution(weight, self.normal(shape.value_heads), self.normal(shape.value_heads))
 
     def history(self, rows: int, previous: int) -> mx.array:
-        """The convolution's inputs so far, [B, K-1+P, C]."""
         length = self.shape.conv_size - 1 + previous
         return self.normal(rows, length, self.shape.channels).astype(self.dtype)
 

@@ -21,7 +21,6 @@ class Shape(NamedTuple):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def sizes(self) -> list[tuple[str, int]]:
-        """A kernel's constants."""
         return list(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
 
 

@@ -49,7 +49,6 @@ class RaggedAttention(Qwen3NextAttention):
         values: mx.array,
         mask: mx.array | None,  # bool, broadcast to [B, heads, T, S]
     ) -> mx.array:
-        """Gated attention and the output projection: [1, B*T, H]."""
         attended = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=self.scale, mask=mask
         )
@@ -91,7 +90,6 @@ class Family:
     gated_delta_net: type[WindowedGatedDeltaNet]
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
-        """The trunk's layers in their order, from mlx-lm's arguments of the language model."""
         mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
         if getattr(args, "num_experts", 0):
             used = args.num_experts_per_tok
@@ -106,7 +104,6 @@ class Family:
         return [linear if n % args.full_attention_interval else attention for n in numbers]
 
     def classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        """mlx-lm's model and arguments classes for this config."""
         module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
         return module.Model, module.ModelArgs
 

@@ -49,7 +49,6 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Most positions the model was made for."""
         return int(text_config(self.config).get("max_position_embeddings", 4096))
 
     @property
@@ -77,7 +76,6 @@ class LoadedModel:
 
     @property
     def output_layer(self) -> nn.Module:
-        """The trunk's lm_head, or the embedding that it is tied to."""
         tied = self.causal_lm.args.tie_word_embeddings
         return self.causal_lm.model.embed_tokens if tied else self.causal_lm.lm_head
 
@@ -102,7 +100,6 @@ class LoadedModel:
         return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
     def check(self) -> None:
-        """Raise ModelError for a length or a token id in the configs that can't be."""
         longest = text_config(self.config).get("max_position_embeddings", 4096)
         if not isinstance(longest, int) or longest < 2:
             raise ModelError(
@@ -166,7 +163,6 @@ class LoadedModel:
         return logits[:count].reshape(*hidden.shape[:2], -1)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """The trunk's embedding of token ids: [..., H]."""
         return self.causal_lm.model.embed_tokens(tokens)
 
 

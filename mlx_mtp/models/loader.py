@@ -145,7 +145,6 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
 
 
 def _others(path: Path) -> str:
-    """What there is in place of safetensors; none of it is opened."""
     found = sorted(each.name for each in path.iterdir() if each.suffix in _UNSAFE_SUFFIXES)
     if not found:
         return ""

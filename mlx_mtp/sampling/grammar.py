@@ -119,7 +119,6 @@ class GrammarCompiler:
         return matcher
 
     def _free(self, until: str) -> str:
-        """A rule for any text up to the end of `until`."""
         ids = self._tokenizer.tokenize_str(until, parse_special=True)
         if len(ids) == 1 and self._tokenizer.is_special_token(ids[0]):
             others = ",".join(map(str, (ids[0], *self._eos)))
@@ -128,7 +127,6 @@ class GrammarCompiler:
 
 
 def _answer(spec: GrammarSpec) -> dict[str, Any]:
-    """The answer's grammar in llguidance's own form."""
     if spec.kind == "lark":
         try:
             return {"lark_grammar": any_to_lark(spec.value)}

@@ -93,7 +93,6 @@ class Constraint:
         return _force(mask, self._draft_budget) or restricted
 
     def drafted(self, token: int) -> None:
-        """Consume a draft that has been drawn."""
         self._draft_budget = self._draft_budget.after(token)
         if self._matcher is None or not self._drafting:
             return
@@ -109,7 +108,6 @@ class Constraint:
             self._matcher.consume_token(token)
 
     def _fill_singly(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Find out at which position of a window the matcher fails."""
         self._rebuild()
         assert self._matcher is not None
         for position in range(len(masks)):
@@ -159,17 +157,14 @@ class GrammarMasks:
             constraint.advance(drawn[row][: kept[row]])
 
     def errors(self) -> dict[int, GrammarError]:
-        """Why rows can't go on, by row."""
         return {row: c.error for row, c in self._rows.items() if c.error is not None}
 
     def draft_mask(self, batch: int) -> mx.array | None:
-        """What the next draft of each row may be: uint8 [B, 1, bytes]; None: anything."""
         masks = self._all_allowed(batch, 1)
         restricted = [c.draft_mask(masks[row, 0]) for row, c in self._rows.items()]
         return mx.array(masks.view(np.uint8)) if any(restricted) else None
 
     def drafted(self, tokens: mx.array) -> None:
-        """Read the drafts int32 [B, 1] that were drawn."""
         drawn = np.array(tokens)[:, 0].tolist()
         for row, constraint in self._rows.items():
             constraint.drafted(drawn[row])
@@ -201,7 +196,6 @@ def _failure(matcher: LLMatcher) -> GrammarError:
 
 
 def _force(mask: np.ndarray, budget: Budget) -> bool:
-    """Allow only the token that a budget forces, if it forces one."""
     token = budget.forced
     if token is None:
         return False

@@ -109,7 +109,6 @@ class Sampler:
         return mx.where(self.greedy, scores, noisy)
 
     def _penalize(self, logits: mx.array, window: mx.array, ids: mx.array | None) -> mx.array:
-        """Repetition, presence and frequency penalties, by the output before each position."""
         tokens = mx.arange(self.vocab_size) if ids is None else ids
         drafted = mx.cumsum((window[:, 1:, None] == tokens).astype(mx.int32), axis=1)
         drafted = mx.pad(drafted, [(0, 0), (1, 0), (0, 0)])[:, -logits.shape[1] :]
@@ -145,7 +144,6 @@ class Sampler:
         return chosen, ids, mx.take_along_axis(scores, ids, axis=-1)
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        """A sampler of these rows alone, in the order given."""
         selected = copy.copy(self)
         selected._set_params([self.params[i] for i in rows])
         selected.counts = None
@@ -156,7 +154,6 @@ class Sampler:
         return selected
 
     def extend(self, other: Sampler) -> None:
-        """Append the other's rows."""
         if self.counts is not None or other.counts is not None:
             (output, in_prompt), (more_output, more_prompts) = self._counts(), other._counts()
             self.counts = (

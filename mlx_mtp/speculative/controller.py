@@ -56,8 +56,6 @@ Seconds = dict[int, dict[int, float]]  # by batch size and depth
 
 @dataclass(slots=True)
 class _Cell:
-    """One batch size at one depth."""
-
     log: float  # of its seconds
     trust: float = 1.0  # the number of comparisons behind it
 
@@ -98,7 +96,6 @@ class StepCosts:
             self._read()
 
     def settle(self) -> None:
-        """Make a reading of the steps since the last one, if they are enough."""
         if len(self._samples) >= _LEAST:
             self._read()
         self._samples.clear()
@@ -220,7 +217,6 @@ class DepthController:
         self._account(step)
 
     def _review(self, rows: Sequence[DraftRow], least: int, *, steady: bool) -> None:
-        """Choose the depth for so many rows, and start a probe if one is due."""
         size = len(rows)
         costs = self._costs.relative(size)
         self._until_review = _STEPS_PER_REVIEW
@@ -243,7 +239,6 @@ class DepthController:
         costs: Sequence[float],
         speeds: dict[int, float],
     ) -> None:
-        """Start a probe of the most promising depth, if its time has been saved up."""
         size = len(rows)
         most = _expected_tokens(rows, self._pool.expected(_HOPE), _HOPE)
         doubts = {k: self._costs.doubt(size, k) for k in speeds if k != choice}
@@ -301,7 +296,6 @@ class DepthController:
 def _expected_tokens(
     rows: Sequence[DraftRow], pool: Sequence[float], hope: float = 0.0
 ) -> list[float]:
-    """Tokens of a step of these rows at each depth from 0 to K."""
     total = [0.0] * (len(pool) + 1)
     for row in rows:
         tokens = row.rates.expected_tokens(pool, hope)

@@ -29,7 +29,6 @@ class Rates:
         self._passed = [0.0] * num_positions
 
     def observe(self, num_drafts: int, num_accepted: int, *, cut: bool) -> int:
-        """Count one window (see `Outcome`); returns how many positions were tried."""
         num_tried = min(num_accepted + (not cut), num_drafts)
         for i in range(num_tried):
             self._tried[i] = self._tried[i] * self._memory + 1.0
@@ -45,7 +44,6 @@ class Rates:
             self._passed[i] *= self._forgetting
 
     def _rate(self, position: int, prior: float, weight: float, hope: float) -> float:
-        """The share of successes, with `weight` trials of the prior and `hope` more successes."""
         passed = self._passed[position] + weight * prior + hope
         return passed / (self._tried[position] + weight + hope)
 
