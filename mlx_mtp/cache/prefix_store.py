@@ -16,9 +16,8 @@ from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
 
 logger = logging.getLogger(__name__)
 
+# How long a read is waited for: 4 GB at 150 MB/s. A slower disk is taken to hang until it answers.
 READ_SECONDS = 30.0
-"""How long a read is waited for: 4 GB from a disk that gives 150 MB a second. A disk that takes
-longer is taken to hang, and nothing is read from it until it has answered."""
 _RETRY_SECONDS = 60.0  # For so long nothing is written after the disk refused a write.
 _ABANDON_SECONDS = 5.0  # What has begun may take so much longer than the time for closing.
 # More than an array's entry in a file's header takes, and more than the rest of the header.

@@ -25,10 +25,10 @@ from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.controller import DepthController, StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
 from mlx_mtp.speculative.draft_sources import make_proposer
-from mlx_mtp.speculative.draft_vocab import check_ids
 from mlx_mtp.speculative.proposer import DraftProposer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def build_engine(
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None
     if draft_ids is not None:
-        ids = check_ids(draft_ids, vocab_size, "draft_ids")
+        ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
         is_all = len(ids) == vocab_size
         number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
         logger.info("Drafts come from %s tokens.", number)

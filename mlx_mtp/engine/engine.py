@@ -111,7 +111,7 @@ class Engine:
         return not thread.is_alive()
 
     def submit(self, request: Request) -> None:
-        """Queue a request, or raise InvalidRequest-, ContextLength- or EngineStoppedError."""
+        """Queue a request; raises InvalidRequestError, ContextLengthError or EngineStoppedError."""
         self._check(request)
         sampling = request.sampling
         own = () if sampling.ignore_eos else self.info.eos_token_ids

@@ -37,7 +37,6 @@ class PrefixCache:
         self.tree = PrefixTree(limit, store)
         self._bits = bits
         self._ends: list[Save] = []
-        self._measured = False
 
     def restore(self, batch: Batch, limit: int) -> bool:
         """Fill a new batch with its rows' prefixes, with room for `limit` tokens; False: failed."""
@@ -89,15 +88,6 @@ class PrefixCache:
                 self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting)
             except Exception:
                 logger.exception("A prefix of %d tokens could not be kept", len(tokens))
-                continue
-            if segments and not self._measured:
-                self._measured = True
-                per_token = segments[0].nbytes / (segments[0].end - segments[0].start)
-                logger.info(
-                    f"Measured: a prefix takes {per_token / 1e3:.2f} kB a token, and "
-                    f"{snapshot.nbytes / 1e6:.2f} MB at each place where it was saved; there is "
-                    f"room for {self.tree.limit / 1e6:.0f} MB."
-                )
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
         sequence, segments = batch.sequences[row], []

@@ -37,7 +37,7 @@ class PrefixReuse:
         return self.tree.match(sequence.salt, sequence.prompt)
 
     def must_read(self, sequence: Sequence) -> bool:
-        """Its prefix is on the disk alone and is read now; to be called until it need not wait."""
+        """It should wait: its prefix is read from the disk. Call it again until it need not."""
         while length := self._on_disk(sequence):
             self._reads.add(sequence)
             if self._reader not in (None, sequence):

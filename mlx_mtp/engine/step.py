@@ -39,10 +39,10 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk on the host, padded on the right; `before` counts cached tokens, 0 or 1."""
+    """A prefill chunk on the host, padded on the right, after `before` cached tokens (0 or 1)."""
 
     def __init__(self, chunk: PrefillChunk, before: int) -> None:
-        self.before = before  # the hidden state of that token is known
+        self.before = before  # its hidden state is known
         # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
         self.num_computed = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
         self.lengths = self.num_computed + before

@@ -44,12 +44,12 @@ def load_model(
     lazy: bool = False,
     memory: int | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint: HF or MLX, quantized or not, with its head (which must be there) or
-    without.
+    """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
-    `dtype` is one of `DTYPES`, or "auto": float32 on the CPU (which has no MoE in any other type),
-    else as the checkpoint is stored. `lazy` reads no weights until `LoadedModel.read`. `memory` is
-    the machine's, in bytes; on the CPU a quantized model that fits half of it is expanded.
+    `enable_mtp` loads the head, which must be there. `dtype` is one of `DTYPES`, or "auto":
+    float32 on the CPU (which has no MoE in any other type), else as stored. `lazy` reads no
+    weights until `LoadedModel.read`. `memory` is the machine's, in bytes: on the CPU a quantized
+    model that fits half of it in float32 is expanded.
 
     Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """

@@ -15,13 +15,10 @@ from llguidance.numpy import fill_next_token_bitmask
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.sampling.params import GrammarSpec
 
-MAX_GRAMMAR_CHARACTERS = 256 << 10
-"""Longest schema, expression, list or grammar. All of 2,500 real schemas are shorter."""
+MAX_GRAMMAR_CHARACTERS = 256 << 10  # All of 2,500 real schemas are shorter.
 MAX_CHOICES = 4096
-"""Most strings of a "choice"."""
+# White space in JSON, as usual printers write it. Without a bound, small models never stop it.
 JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
-"""White space between the parts of a JSON text: a space, or a new line and its indentation, as
-usual printers write it. Without a bound, small models never stop it."""
 
 _MAX_WORDS = 400
 _UNFULFILLABLE = "No text of this model's tokens fulfils it."

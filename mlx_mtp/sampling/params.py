@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_type_hints
 
-from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.errors import InvalidRequestError, UsageError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
@@ -88,11 +88,8 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0)
 
     @property
     def truncates(self) -> bool:
@@ -129,7 +126,6 @@ RANGES = {
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
     for extra in getattr(hint, "__metadata__", ())
 }
-"""The range of each number among the parameters, by the parameter's name."""
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -140,6 +136,23 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
             f"{name} names token {wrong}, but this model's token ids are 0 to {vocab_size - 1}.",
             param=name,
         )
+
+
+def check_draft_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
+    """Ids in ascending order; UsageError, which names `source`, if they are not a vocabulary."""
+    found: set[int] = set()
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise UsageError(
+                f"{source} names token {token!r}, but this model's token ids are 0 to "
+                f"{vocab_size - 1}."
+            )
+        if token in found:
+            raise UsageError(f"{source} names token {token} twice; each may occur once.")
+        found.add(token)
+    if not found:
+        raise UsageError(f"{source} names no token; it must name at least one.")
+    return tuple(sorted(found))
 
 
 def _at_most(name: str, count: int, limit: int) -> None:

@@ -177,8 +177,7 @@ class Sampler:
 def keyed_gumbel(
     seeds: mx.array, positions: mx.array, vocab_size: int, ids: mx.array | None = None
 ) -> mx.array:
-    """Gumbel noise, float32 [B, T, V or N], of seeds uint32 [B] at absolute positions int32 [B,
-    T].
+    """Gumbel noise, float32 [B, T, V or N], of seeds uint32 [B] at positions int32 [B, T].
 
     It depends on nothing else, so `argmax(logits + noise)` draws from softmax(logits) (the
     Gumbel-max trick), and draws the same token wherever and however often a position is computed.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import UsageError
+from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.draft_vocab import check_ids
 
 FLAG = "--mtp-draft-vocab"
 _MOST_DIGITS = 18
@@ -57,7 +57,7 @@ def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> t
     added = [int(token["id"]) for token in definition["added_tokens"]]
     added = [token for token in added if token < vocab_size]
     if not isinstance(wanted, int):
-        return tuple(sorted({*check_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
+        return tuple(sorted({*check_draft_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
     if wanted <= len(added):
         raise UsageError(
             f"{FLAG} is {wanted}, but the tokenizer's {len(added)} added tokens, such as those "

@@ -22,17 +22,18 @@ _FORGOTTEN = 1e-3  # fewer trials are not decayed any more
 class Rates:
     """Counts at each position of a window, which fade by `memory` a trial, or `forgetting`."""
 
-    def __init__(self, num_positions: int, *, memory: float, forgetting: float) -> None:
-        self._memory = memory
-        self._forgetting = forgetting
+    memory: float
+    forgetting: float
+
+    def __init__(self, num_positions: int) -> None:
         self._tried = [0.0] * num_positions
         self._passed = [0.0] * num_positions
 
     def observe(self, num_drafts: int, num_accepted: int, *, cut: bool) -> int:
         num_tried = min(num_accepted + (not cut), num_drafts)
         for i in range(num_tried):
-            self._tried[i] = self._tried[i] * self._memory + 1.0
-            self._passed[i] = self._passed[i] * self._memory + (i < num_accepted)
+            self._tried[i] = self._tried[i] * self.memory + 1.0
+            self._passed[i] = self._passed[i] * self.memory + (i < num_accepted)
         return num_tried
 
     def forget(self, start: int) -> None:
@@ -40,8 +41,8 @@ class Rates:
         for i in range(start, len(self._tried)):
             if self._tried[i] < _FORGOTTEN:
                 return  # And so are deeper ones: they are tried only where this one is.
-            self._tried[i] *= self._forgetting
-            self._passed[i] *= self._forgetting
+            self._tried[i] *= self.forgetting
+            self._passed[i] *= self.forgetting
 
     def _rate(self, position: int, prior: float, weight: float, hope: float) -> float:
         passed = self._passed[position] + weight * prior + hope
@@ -51,8 +52,10 @@ class Rates:
 class PooledRates(Rates):
     """Rates of all rows together, the prior of each row."""
 
+    memory, forgetting = 0.98, 0.999
+
     def __init__(self, num_positions: int) -> None:
-        super().__init__(num_positions, memory=0.98, forgetting=0.999)
+        super().__init__(num_positions)
         self._tried[0], self._passed[0] = _FIRST_TRIALS, _FIRST_TRIALS * _FIRST_RATE
 
     def expected(self, hope: float = 0.0) -> list[float]:
@@ -66,8 +69,7 @@ class PooledRates(Rates):
 class RowRates(Rates):
     """Rates of one row."""
 
-    def __init__(self, num_positions: int) -> None:
-        super().__init__(num_positions, memory=0.95, forgetting=0.995)
+    memory, forgetting = 0.95, 0.995
 
     def expected_tokens(self, pool: Sequence[float], hope: float = 0.0) -> list[float]:
         """Tokens of a step with 0 to K drafts, 1 + p1 + p1 p2 + ..; `pool` is the prior."""

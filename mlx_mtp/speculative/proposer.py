@@ -61,17 +61,16 @@ class DraftProposer(Protocol):
     def propose(
         self, state: Any, window: Computed, num_draft_tokens: int, sampler: TokenSampler
     ) -> mx.array:
-        """Update a state from a window of its rows, and draft the k next tokens: int32 [B, k], k
-        >= 0.
+        """Update a state from a window of its rows, and draft the k next tokens: int32 [B, k].
 
-        Called after every prefill chunk and every verify window, in order. With a prefix from the
-        cache, the first window begins at the prefix's last position. `sampler` draws drafts from
-        logits with the noise that will draw the tokens themselves.
+        Called after every prefill chunk and every verify window, in order; k may be 0. With a
+        prefix from the cache, the first window begins at the prefix's last position. `sampler`
+        draws drafts from logits with the noise that will draw the tokens themselves.
         """
 
 
+# Writes positions: (cache, hidden [B, T, H], targets int32 [B, T], start int32 [B]).
 Write = Callable[[RaggedKVCache, mx.array, mx.array, mx.array], object]
-"""Writes positions: (cache, hidden [B, T, H], targets int32 [B, T], start int32 [B])."""
 
 
 class HeadState:
