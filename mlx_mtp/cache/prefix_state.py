@@ -77,7 +77,7 @@ def join(segments: Sequence[Segment], start: int) -> Segment:
 def take_segment(
     trunk: BatchCache, head: RaggedKVCache | None, row: int, start: int, end: int, bits: int | None
 ) -> Segment:
-    """Copy the KV of a row's tokens `start` to `end`, stored in `bits`; the head's lies one before."""
+    """Copy the KV of a row's tokens `start` to `end`, in `bits`; the head's is one row behind."""
     arrays = Arrays()
     for name, cache in _caches(RaggedKVCache, trunk, head):
         assert cache.keys is not None and cache.values is not None

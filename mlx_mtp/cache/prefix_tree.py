@@ -105,6 +105,7 @@ class PrefixTree:
         return self._walk(salt, tokens)[1]
 
     def touch(self, node: Node) -> None:
+        """Mark an entry as used."""
         self._entries.move_to_end(node)
         if self.disk is not None:
             self.disk.touch(node.salt, node.prefix())
