@@ -22,14 +22,10 @@ class GatedDeltaCache:
     def __init__(self, batch_size: int, kernel_size: int) -> None:
         self.batch_size = batch_size
         self.kernel_size = kernel_size
-        # float32 [B, Hv, Dv, Dk], before the pending window; None until the first window.
-        self.state: mx.array | None = None
-        # Inputs of a window that has not been folded.
-        self.pending: Pending | None = None
-        # The convolution's last inputs, K-1 and the P of the last window, [B, K-1+P, C].
-        self.history: mx.array | None = None
-        # How much of the last window each row keeps, int32 [B]; None when P is 0.
-        self.num_kept: mx.array | None = None
+        self.state: mx.array | None = None  # float32 [B, Hv, Dv, Dk], before the pending window
+        self.pending: Pending | None = None  # a window that has not been folded
+        self.history: mx.array | None = None  # last inputs, [B, K-1+P, C], P of the last window
+        self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
         # The same of the next window, if it is known (a prefill, or one token a row): the state
         # then advances at once and nothing is left pending.
         self.coming: mx.array | None = None

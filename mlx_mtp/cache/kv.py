@@ -7,8 +7,7 @@ import copy
 import mlx.core as mx
 
 GROWTH = 256  # capacities are multiples of this
-# Attention reads up to a multiple of this, so that buffers of one size serve many steps.
-STRIDE = 64
+STRIDE = 64  # attention reads up to a multiple of this: buffers serve many steps
 
 
 class RaggedKVCache:
@@ -19,12 +18,10 @@ class RaggedKVCache:
     """
 
     def __init__(self, batch_size: int) -> None:
-        # [B, heads, capacity, dim], None until the first write.
-        self.keys: mx.array | None = None
+        self.keys: mx.array | None = None  # [B, heads, capacity, dim], None until a write
         self.values: mx.array | None = None
         self.offset = mx.zeros(batch_size, dtype=mx.int32)  # shared by all layers of a batch
-        # Entries that attention reads: the host must know a bound of every row's length.
-        self.limit = 0
+        self.limit = 0  # entries that attention reads, a bound of every row's length
 
     @property
     def batch_size(self) -> int:

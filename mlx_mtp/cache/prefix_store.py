@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 READ_SECONDS = 30.0
 _RETRY_SECONDS = 60.0  # For so long nothing is written after the disk refused a write.
 _ABANDON_SECONDS = 5.0  # What has begun may take so much longer than the time for closing.
-# More than an array's entry in a file's header takes, and more than the rest of the header.
-_HEADER_BYTES = 256
+_HEADER_BYTES = 256  # more than an array's entry in a header takes, and than the rest of it
 _MANY_TASKS = 10_000
 
 
@@ -48,15 +47,13 @@ class PrefixStore:
     ) -> None:
         self.path = path
         self.max_bytes = max_bytes
-        # Called on the store's thread when a prefix has been read.
-        self.on_read: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], None] = lambda: None  # on the store's thread
         # The files that are being read, or have been and were not taken, and their content then.
         self.reading: list[StoredFile] = []
         self._contents: deque[bytes] | None = None
         self._max_queued_bytes = max_queued_bytes
         self._directory = PrefixDirectory(path, fingerprint)
-        # Guards what follows, and is never held while the disk works.
-        self._lock = threading.Condition()
+        self._lock = threading.Condition()  # guards what follows; never held while the disk works
         self._files: dict[str, StoredFile] = {}  # A file comes behind those that it builds on.
         self._tasks: deque[Callable[[], None]] = deque()  # of the thread
         self._began: float | None = None  # when it began the task before these

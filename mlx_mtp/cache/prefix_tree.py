@@ -86,8 +86,7 @@ class PrefixTree:
         self.disk = disk
         self._root = Node("", None, (), None)
         self._pins: Counter[Node] = Counter()
-        # Nodes with a snapshot, the least recently used first.
-        self._entries: OrderedDict[Node, None] = OrderedDict()
+        self._entries: OrderedDict[Node, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -122,8 +122,7 @@ class CacheMemory:
         total: Counter[str] = Counter()
         for layer in self.layers:
             total.update(layer.state_nbytes(self.itemsize))
-        # Lengths, shared by all layers.
-        total["counters"] = _INT32 * (1 if self.head is None else 2)
+        total["counters"] = _INT32 * (1 if self.head is None else 2)  # lengths
         return dict(total)
 
     @property

@@ -33,21 +33,16 @@ class Batch:
         self.sampler = Sampler(
             [s.request.sampling for s in sequences], [s.prompt for s in sequences], vocab_size
         )
-        # int32 [B], the last token each row emitted, which is not in the caches yet.
-        self.last = mx.zeros(count, dtype=mx.int32)
+        self.last = mx.zeros(count, dtype=mx.int32)  # emitted last, not in the caches yet
         # int32 [B, k], proposed to follow it, and how many of them count for each row, at most k.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
         # int32 [B], tokens each row may still emit.
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
-        # bool [B], rows that emit nothing any more; their caches stand still.
-        self.ended = mx.zeros(count, dtype=mx.bool_)
-        # [B, 1, H], the trunk's post-norm hidden state of the last position in the caches.
-        self.last_hidden = mx.zeros((count, 1, 0))
-        # int32 [B, S], padded with -1.
-        self.stop_ids = _padded([s.stop_ids for s in sequences])
-        # Grammar masks of the step that is being launched; false if there are none.
-        self.guide = GrammarMasks(())
+        self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing any more
+        self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
+        self.stop_ids = _padded([s.stop_ids for s in sequences])  # int32 [B, S], padded with -1
+        self.guide = GrammarMasks(())  # of the step that is being launched; false if there are none
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -38,15 +38,13 @@ _CELLS = (
     *((1, depth) for depth in (4, 6, 8)),
     *((4, depth) for depth in (2, 5, 8)),
 )
-# Measured at every start, even if they are known: an earlier run's machine may have been busy.
-_CHECKED = frozenset(_CELLS[:4])
+_CHECKED = frozenset(_CELLS[:4])  # measured at every start: an earlier machine may have been busy
 _PROMPT_TOKENS = 8
 _TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
 _MOST_STEPS = 40  # of a cell, timed or not
 _SAVE_SECONDS = 300.0
 _FORMAT = 1
-# Older tables are measured again: drivers and systems change without a new fingerprint.
-_FRESH_SECONDS = 30 * 24 * 3600.0
+_FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
 
 
 class _Recorder(FixedDepth):

@@ -54,11 +54,9 @@ class Engine:
         self._store = store
         self._core: EngineCore | None = None
         self._restarts: deque[float] = deque()
-        # New requests, ids to cancel, and None, which only wakes the thread.
-        self._inbox: list[Sequence | str | None] = []
+        self._inbox: list[Sequence | str | None] = []  # to add, to cancel; None only wakes
         self._wake = threading.Condition()
-        # Ids of the accepted requests that have not been delivered an end, in their order.
-        self._open: dict[str, None] = {}
+        self._open: dict[str, None] = {}  # ids that have not been delivered an end, in order
         if store is not None:
             store.on_read = lambda: self._post(None)
         self._stopping = False

@@ -72,8 +72,7 @@ class Heartbeat:
         self._clock = clock
         self._slowest: dict[Kind, float] = {}
         self._seen = Counter[object]()
-        # One reference, replaced as a whole: readers need no lock.
-        self._beat: _Beat | None = None
+        self._beat: _Beat | None = None  # replaced as a whole: readers need no lock
 
     def begin_start(self) -> None:
         """The runner is being built, and step costs are measured."""

@@ -10,16 +10,11 @@ from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.units import size_text
 
-# While rows join, leave or grow, the old arrays and the new ones are there together.
-_COPIES = 2
-# Windows launched and not read, and positions run beside them or by the head's recursion.
-_WINDOWS = 3
-# How much too long a rectangle may stay (cache/kv.py), and the stride that attention reads in.
-_ROUNDING = 256 + 64
-# Logits, their processed form, noise, and what sorting them for top-p takes (float32).
-_LOGITS = 6
-# Measured: a chunk takes up to this much more than the arrays of one layer of each kind.
-_MARGIN = 1.5
+_COPIES = 2  # old arrays and new ones, while rows join, leave or grow
+_WINDOWS = 3  # launched and not read, or run beside them or by the head's recursion
+_ROUNDING = 256 + 64  # how much too long a rectangle may stay (cache/kv.py), and attention's stride
+_LOGITS = 6  # logits, their processed form, noise, and what sorting them takes (float32)
+_MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of each kind
 
 MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
 _LEAST_TOKENS = 512  # a server with a shorter context is of no use; it is not started

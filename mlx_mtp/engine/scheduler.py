@@ -35,8 +35,7 @@ class Scheduler:
         self._memory = memory
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        # Set aside when their turn came: another request computes their prefix, or it is read.
-        self._held: list[Sequence] = []
+        self._held: list[Sequence] = []  # another request computes their prefix, or it is read
         self._groups: deque[tuple[int, list[Sequence]]] = deque()
         self._running: list[Sequence] = []
         self._next_group = 0

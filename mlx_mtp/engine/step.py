@@ -49,8 +49,7 @@ class ChunkArrays:
         # int32 [B, T]: the tokens, and the one after each, 0 where the prompt ends.
         self.tokens = np.zeros((len(chunk.rows), int(self.lengths.max())), dtype=np.int32)
         self.following = np.zeros_like(self.tokens)
-        # bool [B], the row's prompt ends in this chunk.
-        ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]
+        ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]  # in this chunk
         self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
         for row, (sequence, start, length) in enumerate(chunk.rows):
             piece = sequence.prompt[start - before : start + length + 1]

@@ -23,8 +23,7 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 from mlx_mtp.kernels.window import Convolution, Pending, Projected, Window
 
 CHUNK = 64
-# Of the l2 norm of q and k, added to their sum of squares.
-EPS = 1e-6
+EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
 
 
 def step(

@@ -83,11 +83,9 @@ class Family:
     What is defined here is common to Qwen's hybrids of attention and GatedDeltaNet.
     """
 
-    # Values of `model_type` in config.json, each also the name of mlx-lm's module.
-    model_types: tuple[str, ...]
+    model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
     decoder_layer: type[nn.Module]  # mlx-lm's
-    # Put in the place of mlx-lm's layers, of which it is a direct subclass.
-    gated_delta_net: type[WindowedGatedDeltaNet]
+    gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
         mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))

@@ -18,8 +18,7 @@ from mlx_lm.utils import infer_quant_config
 from mlx_mtp.errors import CheckpointError
 
 SIDECAR = "mtp.safetensors"
-# Written last, so that a sharded sidecar is there as a whole or not at all.
-SIDECAR_INDEX = "mtp.safetensors.index.json"
+SIDECAR_INDEX = "mtp.safetensors.index.json"  # written last, when all shards are there
 SIDECAR_PATTERN = "mtp*.safetensors"
 NORM_CONVENTION_KEY = "norm_convention"
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")

@@ -186,8 +186,7 @@ class DraftHead:
                     f"{vocab_size} rows. Draft without --mtp-draft-vocab."
                 )
             self.layer[name] = value[self.ids]
-        # Else every step would copy them anew.
-        mx.eval(self.ids, self.layer.parameters())
+        mx.eval(self.ids, self.layer.parameters())  # else every step would copy them anew
 
     @property
     def nbytes(self) -> int:

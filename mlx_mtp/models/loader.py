@@ -30,8 +30,7 @@ FAMILIES: dict[str, Family] = {
     model_type: family for family in (Qwen3Next(), Qwen35()) for model_type in family.model_types
 }
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
-# A quantized model is expanded to float32 on the CPU only if it takes less of the memory.
-_DEQUANTIZED_SHARE = 0.5
+_DEQUANTIZED_SHARE = 0.5  # of the memory, that a model expanded to float32 may take
 _FINAL_NORMS = ("model.norm.weight", "language_model.norm.weight")
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
 
@@ -69,8 +68,7 @@ def load_model(
         head_weights.load_into(model.mtp, weights, head.source)
         head_source = head.source
         del weights
-    # Else the head as it was stored would be kept while the model is read.
-    del head
+    del head  # else the stored head would be kept while the model is read
     _cast(model, dtype, stored_dtype, machine_memory().nbytes if memory is None else memory)
     slow = few_rows_are_slow(config)
     loaded = LoadedModel(path, config, generation_config, model, family, head_source, slow)

@@ -182,8 +182,7 @@ class DepthController:
         self._last_size = 0
         self._until_review = 0
         self._probe: _Probe | None = None
-        # Windows of probes that have not been read, by (batch size, depth).
-        self._unread_probes: Counter[tuple[int, int]] = Counter()
+        self._unread_probes: Counter[tuple[int, int]] = Counter()  # windows, by size and depth
         self._saved = 0.0
         self._share = _PROMISING_SHARE
         self._rest = 0
