@@ -151,9 +151,9 @@ def run(
 ) -> tuple[mx.array, mx.array, Pending | None]:
     """Fold the previous window's accepted prefix, then run the new window on top of it.
 
-    Returns its outputs [B, T, Hv, Dv], scaled by Dk^-1/2, which mean nothing from `lengths[b]` on.
-    Without `lengths` the state after the fold, and the new window, to be folded next time; else
-    the state after each row's last position.
+    Returns its outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2; those from `lengths[b]` on
+    are finite but mean nothing. Without `lengths` also the state after the fold, and the new
+    window, to be folded next time; else the state after each row's last position.
     """
     step = launch if fits(window) else portable.step
     return step(q, window, state, previous, num_kept, lengths)
