@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from mlx_mtp import __version__
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, SafetensorsFile, StoredTensor
 from mlx_mtp.convert.source import Source, norm_convention
 from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
+from mlx_mtp.convert.tied import compare_tied
 from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models.head_weights import (
     EXPERT_KEY,
@@ -49,7 +52,7 @@ class Plan:
         """
         self._files = [SafetensorsFile(path) for path in paths]
         tensors = self._source.tensors(self._files)
-        self._copies = [name for name in TIED if tensors.pop(name, None)]
+        copies = {name: tensors.pop(name) for name in TIED if name in tensors}
         self.groups = _groups(tensors)
         self._convention = norm_convention(self._files, self._source, asked_norms)
         num_parameters = sum(value.size for _, value in tree_flatten(self._head.parameters()))
@@ -70,6 +73,12 @@ class Plan:
         self.like = self._encoded(stored)
         self.nbytes = sum(array.nbytes for array in self.like.values())
         self._report(num_parameters)
+        for name, copy in copies.items():
+            equal, text = compare_tied(name, copy, self._target, self._source)
+            line = f"mtp.{name} is left out, as the trunk's own is used: {text}."
+            print(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
+        for file in self._files:
+            file.digest = sha256()  # Of what the head takes over, which copies are no part of.
 
     def _check_experts(self, tensors: Mapping[str, mx.array]) -> None:
         """An expert's place in the stack is computed, so all experts have to be alike."""
@@ -106,8 +115,6 @@ class Plan:
         norms = {"hf": "zero-centred in the source, 1 is added", "mlx": "as MLX has them already"}
         print(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
         print(f"Norms: {norms[self._convention]}.", flush=True)
-        for name in self._copies:
-            print(f"mtp.{name} is left out, as the trunk's own is used.")
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
@@ -163,10 +170,9 @@ class Plan:
             for name in names:
                 encoded.pop(name, None)
             if packing:
-                scales: dict[str, Any] = dict(zip(("scales", "biases"), parts[1:]))
-                parts = [mx.dequantize(parts[0], **scales, **packing._asdict())]
+                parts = [packing.dequantize(parts)]
             if setting:
-                parts = list(mx.quantize(parts[0], **setting._asdict()))
+                parts = setting.quantize(parts[0])
             encoded |= zip(names, parts)
         return encoded
 

@@ -2,10 +2,11 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.specs import AttentionSpec
@@ -30,6 +31,13 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.bits} bits, groups of {self.group_size}, {self.mode}"
+
+    def quantize(self, matrix: mx.array) -> list[mx.array]:
+        return list(mx.quantize(matrix, **self._asdict()))
+
+    def dequantize(self, parts: Sequence[mx.array]) -> mx.array:
+        scales: dict[str, Any] = dict(zip(("scales", "biases"), parts[1:]))
+        return mx.dequantize(parts[0], **scales, **self._asdict())
 
 
 # What each mode takes when nothing is said; only affine has a choice.
@@ -88,7 +96,7 @@ class Target:
             if not hasattr(module, "to_quantized"):
                 continue
             choice = twins[path] if path in twins else self._predicate(f"mtp.{path}", module)
-            setting = _of_config(choice) if isinstance(choice, dict) else default
+            setting = setting_of(choice) if isinstance(choice, dict) else default
             # As mlx-lm does: a matrix that the groups don't divide stays as it is.
             if choice and module.weight.shape[-1] % setting.group_size == 0:
                 settings[path] = setting
@@ -127,7 +135,7 @@ def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | No
         if len(flags) > 1:
             raise UsageError(f"--bits {UNQUANTIZED} leaves the head unquantized: give no other.")
         return None
-    of_target = _of_config(table) if table else None
+    of_target = setting_of(table) if table else None
     if not flags:
         return of_target
     base = of_target or MODES["affine"]
@@ -136,7 +144,8 @@ def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | No
     return _checked(base._replace(**flags), "--bits, --group-size and --mode", UsageError)
 
 
-def _of_config(table: Mapping[str, Any]) -> Setting:
+def setting_of(table: Mapping[str, Any]) -> Setting:
+    """What an entry of config.json asks for; ConvertError for what MLX can't do."""
     mode = table.get("mode", "affine")
     if mode not in MODES:
         raise ConvertError(
