@@ -1,7 +1,7 @@
 """The command line.
 
-Everything heavy (mlx, transformers, FastAPI) is imported inside the commands, so that --help and
-command-line errors answer at once, and mlx finds its backend prepared.
+Commands import what is heavy (mlx, transformers, FastAPI) when they run: --help answers at once,
+and mlx finds its backend prepared.
 """
 
 import argparse

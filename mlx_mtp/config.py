@@ -1,9 +1,4 @@
-"""Settings of the engine and the server: default, flag, help text and docs in one declaration.
-
-A field made by `setting` is also a flag of the command line; `flags_of` lists them, and
-`from_options` makes the settings from a parsed command line. Fields without a flag are for
-programs and tests.
-"""
+"""Settings of the engine and the server: default, flag, help text and docs in one declaration."""
 
 import argparse
 from dataclasses import dataclass, field, fields
@@ -26,10 +21,7 @@ C = TypeVar("C")
 
 
 def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
-    """A dataclass field that is also a `Flag` of these arguments.
-
-    `program_default` is the field's default, where it differs from the flag's.
-    """
+    """A dataclass field that is also a `Flag` of these arguments, but for `program_default`."""
     made = Flag(*flag, **more)
     default = made.default if program_default is ... else program_default
     return field(default=default, metadata={"flag": made})
@@ -41,15 +33,11 @@ def flags_of(settings: type) -> list[Flag]:
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
-    """Settings from a command line as `flags.resolve` returns it, which may lack some flags.
-
-    `given` are values of fields that the command line doesn't decide.
-    """
-    flags = {f.name: f.metadata.get("flag") for f in fields(settings)}  # type: ignore[arg-type]
+    """Settings from a resolved command line, which may lack some flags, and from `given`."""
     values = {
-        name: getattr(options, flag.key)
-        for name, flag in flags.items()
-        if flag is not None and hasattr(options, flag.key)
+        each.name: getattr(options, flag.key)
+        for each in fields(settings)  # type: ignore[arg-type]
+        if (flag := each.metadata.get("flag")) and hasattr(options, flag.key)
     }
     return settings(**values | given)
 

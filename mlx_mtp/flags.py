@@ -29,10 +29,7 @@ Parse = Callable[[str], Any]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse with one-line errors and exit status 2; its subparsers are of this class too.
-
-    argparse prints the usage first, which for `serve` is a screen of flags.
-    """
+    """argparse with one-line errors, without the usage, which for `serve` is a screen of flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
@@ -76,10 +73,8 @@ class Flag:
     @property
     def shown_default(self) -> str:
         """The default as the help shows it; empty if there is none."""
-        if self.default_text is not None:
-            return self.default_text
-        if self.default is None or self.default is False or self.default == ():
-            return ""
+        if self.default_text is not None or self.default in (None, ()) or self.default is False:
+            return self.default_text or ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
@@ -111,9 +106,9 @@ class Flag:
 def add_flags(
     parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
 ) -> None:
-    """Add flags; those of a command that reads the environment are in groups.
+    """Add flags; of a command that reads the environment in groups, and with no defaults.
 
-    They have no defaults then: so `resolve` sees which of them were given.
+    So `resolve` sees which of them were given.
     """
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
@@ -141,23 +136,16 @@ def resolve(
 ) -> argparse.Namespace:
     """Add what the command line left open, from the environment or the defaults.
 
-    Returns a namespace with a value for every flag, and in `given` the keys of those that are not
-    defaults. Raises UsageError for a wrong variable, which is named.
+    In `given` are the keys of the flags that aren't defaults. UsageError names a wrong variable.
     """
-    values = vars(given).copy()
-    keys = set()
+    found = {flag.key: getattr(given, flag.key) for flag in flags if flag.key in given}
     for flag in flags:
-        text = environ.get(flag.variable)
-        if flag.key in values:
-            if flag.repeated:
-                values[flag.key] = tuple(values[flag.key])
-        elif text is None:
-            values[flag.key] = flag.default
-            continue
-        else:
-            values[flag.key] = flag.from_text(text)
-        keys.add(flag.key)
-    return argparse.Namespace(**values, given=frozenset(keys))
+        if flag.key in found and flag.repeated:
+            found[flag.key] = tuple(found[flag.key])
+        elif flag.key not in found and (text := environ.get(flag.variable)) is not None:
+            found[flag.key] = flag.from_text(text)
+    values = {flag.key: flag.default for flag in flags} | vars(given) | found
+    return argparse.Namespace(**values, given=frozenset(found))
 
 
 # Parsers of values. Each raises ArgumentTypeError with what is wrong.
@@ -165,10 +153,7 @@ def resolve(
 
 def boolean(text: str) -> bool:
     """1, 0, true or false."""
-    value = _BOOLEANS.get(text.lower())
-    if value is None:
-        raise ArgumentTypeError(f"{text!r} is not one of {', '.join(_BOOLEANS)}")
-    return value
+    return _BOOLEANS[one_of(*_BOOLEANS)(text.lower())]
 
 
 def whole(low: int, high: int) -> Parse:

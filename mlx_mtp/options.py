@@ -1,7 +1,4 @@
-"""The flags of `serve` and `generate`, and which of them have no effect beside others.
-
-Most flags are the settings of `config`; here are those of loading, and of a single answer.
-"""
+"""The flags of `serve` and `generate`, most from `config`, and which exclude each other."""
 
 import argparse
 from dataclasses import replace
@@ -102,8 +99,9 @@ SERVE_FLAGS = _in_order(
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 _OF_MODEL = "the model's generation_config.json"
+RANDOMNESS = "randomness; 0 always takes the most probable token"
 _SAMPLING = (
-    ("--temperature", "randomness; 0 always takes the most probable token", real),
+    ("--temperature", RANDOMNESS, real),
     ("--top-p", "keep the most probable tokens that add up to this probability", real),
     (
         "--top-k",
@@ -152,10 +150,9 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Raise UsageError for flags of `serve` that would have no effect, before anything is loaded.
+    """Raise UsageError for flags of `serve` that would have no effect.
 
-    A variable of the environment counts as given; a default does not, nor does a value that asks
-    for what happens anyway, such as 0 drafts without MTP.
+    A value that asks for what happens anyway, such as 0 drafts without MTP, is accepted.
     """
     check_generate(options, "--calibration-seconds")
     depth = options.mtp_num_draft_tokens

@@ -42,10 +42,7 @@ def stream_answer(
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> int:
-    """Print an answer as it comes, and its speed on standard error; returns the exit status.
-
-    The engine is not yet started.
-    """
+    """Print an answer as it comes, and its speed on standard error; the engine is not started."""
     room = engine.info.max_model_len
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
@@ -91,10 +88,7 @@ def summary(
     times: list[tuple[float, int]],
     depth: str | None,
 ) -> str:
-    """Speed and acceptance in one line; `depth` is None without MTP.
-
-    `times` say when each output came, and how many tokens there were by then.
-    """
+    """Speed and acceptance in one line; `times`: of each output, and how many tokens by then."""
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0

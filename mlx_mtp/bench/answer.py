@@ -20,8 +20,7 @@ from typing import Any
 
 from mlx_mtp.errors import BenchError
 
-Read = tuple[float, bytes]
-"""When bytes were read, in seconds of the client's clock, and the bytes."""
+Read = tuple[float, bytes]  # When bytes were read, by the client's clock, and the bytes.
 _COUNTS = (
     ("usage", "completion_tokens"),
     ("usage", "prompt_tokens"),
@@ -72,24 +71,22 @@ class Answer:
 
 def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
     """Parse the stream of an answer; raises BenchError for an error in it, and if it was cut."""
-    ended, done, last = sent, False, dict[str, Any]()
+    ended, data, last = sent, "", dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
     for ended, data in timed_events(reads):
-        done = data == "[DONE]"
-        if done:
+        if data == "[DONE]":
             break
         found = _parse_chunk(data)
         last |= found
         if found["text"]:
             events.append((ended, found))
-    if not done and "finish_reason" not in last:
+    if data != "[DONE]" and "finish_reason" not in last:
         raise BenchError(
             f"an answer was cut off after {len(events)} chunks: the server died or closed the "
             "connection."
         )
     total = last.get("completion_tokens")
-    if events and total == 0:
-        total = None  # There is text, so this is no count.
+    total = None if events and total == 0 else total  # There is text, so 0 is no count.
     tokens, split = _token_counts([event for _, event in events], total, last)
     chunks: dict[float, float] = {}  # The events of one read are one chunk.
     for (at, _), count in zip(events, tokens, strict=True):
@@ -112,8 +109,7 @@ def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer
 
 def timed_events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
     """The data of each server-sent event, with the time of the read that completed it."""
-    rest = b""
-    data: list[bytes] = []
+    rest, data = b"", list[bytes]()
     # The stream's end completes its last event.
     for at, received in [*reads, *((at, b"\n\n") for at, _ in reads[-1:])]:
         *lines, rest = (rest + received).split(b"\n")

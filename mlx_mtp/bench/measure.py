@@ -16,10 +16,9 @@ from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.errors import BenchError
 
+# The figures of a subject in one cell: a row of the CSV. Rates are tokens per second, times s.
 Summary = dict[str, Any]
-"""The figures of a subject in one cell: a row of the CSV. Rates are tokens per second, times s."""
-Cell = tuple[str, int]
-"""The kind of the prompts, and how many are asked at once."""
+Cell = tuple[str, int]  # The kind of the prompts, and how many are asked at once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,10 @@ def measure(
 ) -> list[Wave]:
     """Ask every subject the same, in turns, so that a machine that slows down slows them all.
 
-    Warm-ups come first and don't count. The subject that is asked first in a cell changes from
-    round to round. A round that would not end before `deadline` (of `perf_counter`) is not begun.
-    Raises BenchError if a subject gives not one token of text.
+    Another subject begins in each round. A round that would not end before `deadline` (of
+    `perf_counter`) is not begun. Raises BenchError if a subject gives not one token of text.
     """
-    source = PromptSource(seed)
-    waves: list[Wave] = []
-    took = 0.0
+    source, waves, took = PromptSource(seed), list[Wave](), 0.0
     for number in range(-warmups, rounds):
         began = perf_counter()
         if began + took > deadline:
@@ -121,15 +117,15 @@ def summarize(
     waves: Sequence[Wave], subjects: Sequence[str], reference: str | None = None
 ) -> list[Summary]:
     """A summary for each subject and cell, with ratios to the reference round by round."""
-    summaries = []
-    cells = dict.fromkeys(wave.cell for wave in waves)
-    for subject, cell in itertools.product(subjects, cells):
-        own, theirs = (
-            [wave for wave in waves if (wave.subject, wave.cell) == (name, cell)]
-            for name in (subject, reference)
-        )
-        summaries.append(_figures(own) | _ratios(own, theirs))
-    return summaries
+    by_cell: dict[tuple[str | None, Cell], list[Wave]] = {}
+    for wave in waves:
+        by_cell.setdefault((wave.subject, wave.cell), []).append(wave)
+    cells = itertools.product(subjects, dict.fromkeys(wave.cell for wave in waves))
+    return [
+        _figures(by_cell[name, cell])
+        | _ratios(by_cell[name, cell], by_cell.get((reference, cell), ()))
+        for name, cell in cells
+    ]
 
 
 def _figures(waves: Sequence[Wave]) -> Summary:
@@ -176,14 +172,12 @@ def percentiles(
 ) -> dict[str, float | None]:
     """Percentiles of values [N] by name, such as "ttft_p50"; None for each of no values.
 
-    With weights [N], how often each value counts, a percentile is one of the values; without,
-    numpy interpolates between two.
+    Weights [N] say how often each value counts; a percentile is then one of the values.
     """
     found: Sequence[float | None] = [None] * len(wanted)
-    if len(values) and weights is None:
-        found = np.percentile(values, wanted).tolist()
-    elif len(values):
-        found = np.percentile(values, wanted, weights=weights, method="inverted_cdf").tolist()
+    if len(values):
+        method = "linear" if weights is None else "inverted_cdf"
+        found = np.percentile(values, wanted, weights=weights, method=method).tolist()
     return {f"{name}_p{p}": value for p, value in zip(wanted, found)}
 
 

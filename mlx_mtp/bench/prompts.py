@@ -1,17 +1,15 @@
 """What is asked: prompts of a few lengths, none of them twice.
 
-A server may keep the state of a prompt's beginning. So no two prompts of a run are the same, two of
-one kind differ within a sentence, and a run's seed makes them differ from those of other runs.
+A server may keep a prompt's beginning: two of one kind differ within a sentence, and between runs.
 """
 
 import random
 from typing import NamedTuple
 
+# A line, always of one task; a line, of varied tasks; a text of so many words and a task about it.
 KINDS = ("story", "short", "medium", "long")
-"""short: a line, of varied tasks; story: a line, always that one; medium and long: a text of
-about 400 or 3,000 words and a task about it."""
-_ATTEMPTS = 16
 _WORDS = {"medium": 400, "long": 3000}
+_ATTEMPTS = 16
 
 _NAMES = ("Anna", "Ben", "Clara", "Dora", "Emil", "Greta", "Ivan", "Leo", "Mina", "Otto", "Vera")
 _ANIMALS = ("fox", "owl", "bear", "otter", "badger", "heron", "hare", "lynx", "mole", "raven")
@@ -60,8 +58,7 @@ class PromptSource:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._given: set[str] = set()
-        self._turns = 0
+        self._given, self._turns = set[str](), 0
 
     def next(self, kind: str, count: int) -> list[Prompt]:
         """So many prompts of one of `KINDS`, to be asked at once; the tasks take turns."""
@@ -75,7 +72,7 @@ class PromptSource:
             if text not in self._given:
                 break
         else:
-            text = f"{text} (Number {len(self._given)})"
+            text += f" (Number {len(self._given)})"
         self._given.add(text)
         return Prompt(text, self._random.getrandbits(31))
 

@@ -87,8 +87,7 @@ def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
 def table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
     """The table of `bench latency`, `concurrency` or `compare`, which has A's summaries first.
 
-    With `contenders`, which says what the subjects are: a row for each subject, a column for each
-    number of streams.
+    With `contenders`, a word for the subjects: a row for each, a column for each number of streams.
     """
     if contenders is not None:
         levels = dict.fromkeys(f"{s['concurrency']} at once" for s in summaries)
@@ -128,9 +127,7 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
 
 def check_writable(*paths: Path | None) -> None:
     """Before the measurement: raise UsageError for a file that can't be written."""
-    for path in paths:
-        if path is None:
-            continue
+    for path in filter(None, paths):
         if path.is_dir():
             raise UsageError(f"{path} is a directory; give a file.")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -155,8 +152,7 @@ def wave_fields(wave: Wave) -> dict[str, Any]:
     """A wave for JSON; the times of its answers are counted from its first request."""
     fields = dataclasses.asdict(wave)
     for answer in fields["answers"]:
-        answer["sent"] -= wave.began
-        answer["ended"] -= wave.began
+        answer |= {key: answer[key] - wave.began for key in ("sent", "ended")}
         answer["times"] = [at - wave.began for at in answer["times"]]
     return fields | {"rate": wave.rate}
 

@@ -1,7 +1,4 @@
-"""A running server, and each client's configuration for it: its file, and what goes into it.
-
-A key is never written down: the files name the environment variable that has it.
-"""
+"""A running server, and each client's configuration for it, which names the key's variable."""
 
 import shlex
 from collections.abc import Callable
@@ -17,21 +14,24 @@ NAME = "mlx-mtp"
 KEY_VARIABLE = "MLX_MTP_API_KEY"
 _MOST_ANSWER_TOKENS = 32_000
 _PATIENCE_SECONDS = 5.0
-_TIMEOUT_MS = 600_000
-"""As long as the SDKs wait by themselves: local models may think for minutes."""
+_TIMEOUT_MS = 600_000  # As long as the SDKs wait by themselves.
 
 
 class Served(NamedTuple):
-    """A server: its address without a path, its model, and the most tokens of the context."""
+    """A server."""
 
-    url: str
+    url: str  # Without a path.
     model: str
-    context: int
+    context: int  # Most tokens.
     wants_key: bool
 
     @property
     def openai_url(self) -> str:
         return f"{self.url}/v1"
+
+    @property
+    def answer_tokens(self) -> int:
+        return min(_MOST_ANSWER_TOKENS, max(1, self.context // 2))
 
 
 class Client(NamedTuple):
@@ -55,22 +55,20 @@ def ask(url: str, api_key: str | None) -> Served:
     base = f"{parts.scheme}://{parts.netloc}"
     headers = {b"Authorization": f"Bearer {api_key}".encode()}
     try:
-        with httpx.Client(base_url=base, timeout=_PATIENCE_SECONDS) as client:
-            response = client.get("/v1/models")
-            wants_key = response.status_code == 401
-            if wants_key and api_key is not None:
-                response = client.get("/v1/models", headers=headers)
+        response = httpx.get(f"{base}/v1/models", timeout=_PATIENCE_SECONDS)
+        wants_key = response.status_code == 401
+        if wants_key and api_key is not None:
+            response = httpx.get(str(response.url), headers=headers, timeout=_PATIENCE_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UsageError(
             f"No server answers at {base} ({error}). Start one with `mlx-mtp serve`, or pass its "
             "address with --url."
         ) from None
-    if response.status_code == 401 and api_key is None:
-        raise UsageError(
-            f"The server at {base} requires its API key: pass --api-key or set MLX_MTP_API_KEY."
-        )
     if response.status_code == 401:
-        raise UsageError(f"The server at {base} refuses this API key.")
+        fault = "requires its API key: pass --api-key or set MLX_MTP_API_KEY."
+        raise UsageError(
+            f"The server at {base} {fault if api_key is None else 'refuses this API key.'}"
+        )
     try:
         (card,) = response.json()["data"]
         return Served(base, card["id"], card["max_model_len"], wants_key)
@@ -80,15 +78,11 @@ def ask(url: str, api_key: str | None) -> Served:
         ) from None
 
 
-def _answer_tokens(served: Served) -> int:
-    return min(_MOST_ANSWER_TOKENS, max(1, served.context // 2))
-
-
 def _opencode(served: Served) -> Config:
     options = {"baseURL": served.openai_url}
     if served.wants_key:
         options["apiKey"] = f"{{env:{KEY_VARIABLE}}}"
-    limit = {"context": served.context, "output": _answer_tokens(served)}
+    limit = {"context": served.context, "output": served.answer_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": NAME,
@@ -108,7 +102,7 @@ def _claude(served: Served) -> Config:
         **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
         # It believes in a million tokens of a model that it doesn't know.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(_answer_tokens(served)),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer_tokens),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "API_TIMEOUT_MS": str(_TIMEOUT_MS),
     }
@@ -138,7 +132,6 @@ def _codex(served: Served) -> Config:
 
 
 def _continue(served: Served) -> Config:
-    options = {"contextLength": served.context, "maxTokens": _answer_tokens(served)}
     model = {
         "name": f"{NAME}: {served.model}",
         "provider": "openai",
@@ -147,7 +140,10 @@ def _continue(served: Served) -> Config:
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}" if served.wants_key else "none",
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
-        "defaultCompletionOptions": options,
+        "defaultCompletionOptions": {
+            "contextLength": served.context,
+            "maxTokens": served.answer_tokens,
+        },
     }
     return {"models": [model]}
 

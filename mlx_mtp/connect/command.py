@@ -18,7 +18,7 @@ _API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
 
 
 def add_connect(commands: Any) -> None:
-    """Register `connect`; its parsed namespace has a `run` that takes it and returns a status."""
+    """Register `connect`."""
     parser = commands.add_parser(
         "connect", help="print or write a client's configuration for a running server"
     )

@@ -34,10 +34,7 @@ class Found(NamedTuple):
 
 
 def find(name: str | None) -> Found:
-    """Look at a directory, a hub id or the bundled model; raises ModelError if there is none.
-
-    No weight is read or downloaded.
-    """
+    """Look at a directory, a hub id or the bundled model (None); ModelError if there is none."""
     if name is None or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
         return _local(resolve_model(name))
     return _remote(HubRepo(name, None))
@@ -92,10 +89,8 @@ def _local(path: Path) -> Found:
         head_bytes = _total(existing.files)
         head = _sidecar(existing, head_bytes)
     elif tensors := head_of(weight_map_of(LocalRepo(path))):
-        size = 0
-        for file_name in set(tensors.values()):
-            file = SafetensorsFile(path / file_name)
-            size += sum(t.nbytes for key, t in file.tensors.items() if key in tensors)
+        found = [SafetensorsFile(path / name).tensors for name in set(tensors.values())]
+        size = sum(t.nbytes for file in found for key, t in file.items() if key in tensors)
         head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
     base = base_model(path / "README.md")
     return Found(str(path), target, trunk, head, head_bytes, base, path)
@@ -108,8 +103,8 @@ def _sidecar(existing: Existing, size: int) -> str:
     found = f"in {_names(file.name for file in existing.files)}: {size_text(size)}"
     if FORMAT_VERSION_KEY not in metadata:
         return f"{found}, not made by this program"
-    unquantized = metadata["mode"] == "none"
-    bits = "unquantized" if unquantized else f"{metadata['bits']} bits, {metadata['mode']}"
+    bits = f"{metadata['bits']} bits, {metadata['mode']}"
+    bits = "unquantized" if metadata["mode"] == "none" else bits
     revision = f" at {metadata['source_revision'][:12]}" if metadata["source_revision"] else ""
     return f"{found}, {bits}; from {metadata['source']}{revision}, by {metadata['created_by']}"
 

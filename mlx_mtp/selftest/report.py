@@ -19,8 +19,6 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import KernelCheck, name_of
 
 _SHOWN_PARTINGS = 3
-Row = tuple[str, str, str]
-"""What was checked, the result, and the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Report:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _verdict(not self.failures))
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model
         yield "versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), ""
         yield "system", machine["os"], ""
@@ -95,9 +93,9 @@ class Report:
         for found in self.equality:
             # Where differences are no failure there is nothing to judge, only a rate.
             see = found.ok and found.partings and not self.strict
-            verdict = "see" if see else _verdict(found.ok)
             name = f"same tokens as plain, one by one: {found.name}"
-            yield name, found.problem or _tokens_text(found), verdict
+            text = found.problem or _tokens_text(found)
+            yield name, text, "see" if see else _verdict(found.ok)
         for found in self.equality:
             if found.accepted:
                 shares = ", ".join(f"{share:.1%}" for share in found.accepted)
@@ -132,10 +130,8 @@ def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> 
 
 
 def computes_exactly(dtype: mx.Dtype) -> bool:
-    """Whether products are float32 with all their digits, so that only ties may part two runs.
-
-    GPUs round their inputs to TF32 unless MLX_ENABLE_TF32 is 0.
-    """
+    """Whether products are float32 with all their digits, so that only ties may part two runs."""
+    # GPUs round their inputs to TF32 unless MLX_ENABLE_TF32 is 0.
     rounded = gpu.backend() is not None and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
     return dtype == mx.float32 and not rounded
 
