@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_mtp.errors import BackendError
 
@@ -160,7 +160,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def _describe(library: ctypes.CDLL) -> str:
-    config = getattr(library, "openblas_get_config", lambda: None)
+    config: Any = getattr(library, "openblas_get_config", lambda: None)
     config.restype = ctypes.c_char_p
     text = config() or b""
     return " ".join(text.decode(errors="replace").split()[:2]) or "OpenBLAS"

@@ -1,8 +1,4 @@
-"""The command line.
-
-Commands import what is heavy (mlx, transformers, FastAPI) when they run: --help answers at once,
-and mlx finds its backend prepared.
-"""
+"""The command line. Heavy imports are inside the commands, after mlx's backend is prepared."""
 
 import argparse
 import os

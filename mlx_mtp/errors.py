@@ -1,11 +1,6 @@
 """The one tree of errors, and what each becomes in HTTP; a class without a value has its parent's.
 
-    MlxMtpError
-    |-- UsageError, BenchError, BackendError, ModelError...    of commands: exit status 1 or 2
-    |-- RequestError...                                        the client's fault: 4xx
-    `-- EngineError...                                         the server's fault: 5xx
-
-Every message says what was wrong and what would be right.
+`RequestError` is the client's fault (4xx), `EngineError` the server's (5xx); others end commands.
 """
 
 

@@ -1,7 +1,4 @@
-"""Command-line flags that may also come from the environment: --port is MLX_MTP_PORT.
-
-The flag takes precedence over the variable, and the variable over the default.
-"""
+"""Command-line flags, which precede environment variables (MLX_MTP_PORT for --port)."""
 
 import argparse
 import math
@@ -106,10 +103,7 @@ class Flag:
 def add_flags(
     parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
 ) -> None:
-    """Add flags; of a command that reads the environment in groups, and with no defaults.
-
-    So `resolve` sees which of them were given.
-    """
+    """Add flags; with `reads_environment` in groups, and without the defaults for `resolve`."""
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
         group = flag.group if reads_environment else None

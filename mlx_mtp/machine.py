@@ -67,7 +67,9 @@ def _host_memory() -> MemoryLimit:
     available = _meminfo("MemAvailable")
     if available is not None:
         # What this process has already is its own to use.
-        found = MemoryLimit(min(total, available + _resident()), "available on the machine")
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        available += pages * os.sysconf("SC_PAGE_SIZE")
+        found = MemoryLimit(min(total, available), "available on the machine")
     capped = _cgroup_limit()
     return MemoryLimit(capped, "of this container") if capped < found.nbytes else found
 
@@ -85,7 +87,3 @@ def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
         return int(path.read_text())
     except (OSError, ValueError):  # "max" is no number.
         return sys.maxsize
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -150,10 +150,7 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Raise UsageError for flags of `serve` that would have no effect.
-
-    A value that asks for what happens anyway, such as 0 drafts without MTP, is accepted.
-    """
+    """Raise UsageError for flags of `serve` that would have no effect."""
     check_generate(options, "--calibration-seconds")
     depth = options.mtp_num_draft_tokens
     if _asks(options, "--calibration-seconds") and depth != "auto":

@@ -65,7 +65,7 @@ def stream_answer(
     try:
         began = time.perf_counter()
         engine.submit(request)
-        times: list[tuple[float, int]] = []
+        times = list[tuple[float, int]]()
         for at, output in read_outputs(engine, arrived, 1):
             for event in stream.push(output).events:
                 assert isinstance(event, Text), "plain text has no other events"

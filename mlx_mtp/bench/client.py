@@ -31,10 +31,7 @@ class _RefusedError(BenchError):
 
 
 class HttpServer:
-    """A server to measure, as a context manager, which connects; BenchError where it can't be.
-
-    By default `model` is the first that the server lists, and `name`, for tables, the URL.
-    """
+    """A server to measure, by default the first model that it lists; a context manager."""
 
     def __init__(
         self,
@@ -202,6 +199,7 @@ def _reason(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             # asyncio words it anew, and resolvers have error numbers of their own.
-            text = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+            code = error.errno or 0
+            text = os.strerror(code) if code > 0 else error.strerror
         error = error.__cause__ or error.__context__
     return text if text.endswith(".") else f"{text}."

@@ -88,10 +88,7 @@ def measure_and_report(
     caption: str = "",
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    """Measure, print a table and notes, and write the files asked for.
-
-    `contenders` as `report.table` has it; `labels` describe the subjects.
-    """
+    """Measure, print `report.table` and notes, and write the files asked for."""
     if options.what == "latency":
         cells = [(kind, 1) for kind in options.prompts]
     else:

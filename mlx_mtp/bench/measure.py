@@ -129,16 +129,16 @@ def summarize(
 
 
 def _figures(waves: Sequence[Wave]) -> Summary:
-    answers = [answer for wave in waves for answer in wave.answers]
+    answers, first = [answer for wave in waves for answer in wave.answers], waves[0]
     num_tokens = sum(answer.num_tokens for answer in answers)
     ttfts = np.array([a.ttft for a in answers if a.ttft is not None])
     drafts, accepted = sum(a.num_drafts for a in answers), sum(a.num_accepted for a in answers)
     gaps = np.array([gap for a in answers for gap in a.gaps])
     tokens = np.array([count for a in answers for count in a.tokens[1:]])
     return {
-        "subject": waves[0].subject,
-        "prompts": waves[0].prompts,
-        "concurrency": waves[0].concurrency,
+        "subject": first.subject,
+        "prompts": first.prompts,
+        "concurrency": first.concurrency,
         "rounds": len(waves),
         "answers": len(answers),
         "prompt_tokens": median(a.prompt_tokens for a in answers),
@@ -176,8 +176,8 @@ def percentiles(
     """
     found: Sequence[float | None] = [None] * len(wanted)
     if len(values):
-        method = "linear" if weights is None else "inverted_cdf"
-        found = np.percentile(values, wanted, weights=weights, method=method).tolist()
+        how: dict[str, Any] = {} if weights is None else {"method": "inverted_cdf"}
+        found = np.percentile(values, wanted, weights=weights, **how).tolist()
     return {f"{name}_p{p}": value for p, value in zip(wanted, found)}
 
 

@@ -81,10 +81,7 @@ def engine_subject(
     calibration_seconds: float = 2.0,
     draft_ids: Sequence[int] | None = None,
 ) -> EngineSubject:
-    """A new engine, which knows nothing from other runs, over weights that others may share.
-
-    Depth 0 is MTP off, without the head's work on the prompt.
-    """
+    """A new engine over weights that others may share; depth 0 is MTP off."""
     name = f"MTP, k = {depth}"
     if depth == 0:
         name, model, draft_ids = OFF, model.without_head(), None
@@ -97,17 +94,10 @@ def engine_subject(
 
 
 def _answer(request: Request, sent: float, timed: Sequence[Timed]) -> Answer:
-    chunks = [(at, float(len(output.token_ids))) for at, output in timed if output.token_ids]
-    tokens = tuple(count for _, count in chunks)
+    chunks = {at: len(output.token_ids) for at, output in timed if output.token_ids}
     return Answer(
-        sent=sent,
-        ended=timed[-1][0],
-        times=tuple(at for at, _ in chunks),
-        tokens=tokens,
-        num_tokens=int(sum(tokens)),
-        split=Split.TOLD,
-        num_events=len(chunks),
-        prompt_tokens=len(request.prompt_token_ids),
+        *(sent, timed[-1][0], tuple(chunks), tuple(map(float, chunks.values()))),
+        *(sum(chunks.values()), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
         num_drafts=sum(output.num_draft_tokens for _, output in timed),
         num_accepted=sum(output.num_accepted_tokens for _, output in timed),
     )

@@ -1,7 +1,4 @@
-"""What is asked: prompts of a few lengths, none of them twice.
-
-A server may keep a prompt's beginning: two of one kind differ within a sentence, and between runs.
-"""
+"""Prompts of a few lengths, different within a sentence: a server may keep a prompt's beginning."""
 
 import random
 from typing import NamedTuple
@@ -92,15 +89,7 @@ class PromptSource:
 
     def _words(self) -> dict[str, str]:
         chance = self._random
-        name, friend = chance.sample(_NAMES, 2)
-        thing, other = chance.sample(_THINGS, 2)
-        return {
-            "name": name,
-            "friend": friend,
-            "animal": chance.choice(_ANIMALS),
-            "thing": thing,
-            "other": other,
-            "place": chance.choice(_PLACES),
-            "count": str(chance.randint(3, 12)),
-            "small": str(chance.randint(40, 400)),
-        }
+        words = dict(zip(("name", "friend"), chance.sample(_NAMES, 2)))
+        words |= zip(("thing", "other"), chance.sample(_THINGS, 2))
+        words |= {"animal": chance.choice(_ANIMALS), "place": chance.choice(_PLACES)}
+        return words | {"count": f"{chance.randint(3, 12)}", "small": f"{chance.randint(40, 400)}"}

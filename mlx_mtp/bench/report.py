@@ -94,8 +94,7 @@ def table(summaries: Sequence[Summary], what: str, contenders: str | None = None
         rows = []
         for subject in dict.fromkeys(s["subject"] for s in summaries):
             own = [s for s in summaries if s["subject"] == subject]
-            drafts = sum(s["num_drafts"] for s in own)
-            accepted = sum(s["num_accepted"] for s in own)
+            drafts, accepted = (sum(s[key] for s in own) for key in ("num_drafts", "num_accepted"))
             share = f"{accepted / drafts:.1%}" if drafts else NOTHING
             rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
         return render([contenders, *levels, "drafts accepted"], rows)
@@ -144,7 +143,7 @@ def write_csv(path: Path, summaries: Sequence[Summary]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON, indented; paths and the like become text."""
+    """JSON; paths and the like become text."""
     _write(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
 
 

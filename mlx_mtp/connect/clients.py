@@ -1,8 +1,8 @@
 """A running server, and each client's configuration for it, which names the key's variable."""
 
 import shlex
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -37,13 +37,12 @@ class Served(NamedTuple):
 class Client(NamedTuple):
     """A client that is configured by a file."""
 
-    variable: str  # Of the environment: names the directory, if set.
-    directory: str  # Else the one below the user's home.
-    file: str
+    # A variable that names the directory, else the one below the user's home, and the file.
+    where: tuple[str, str, str]
     config: Callable[[Served], Config]  # The part of the file that is this server's.
-    run: str  # How to start it then.
     changes: str  # What else of the client's the file changes.
-    needed: Config  # What has to be there too when the file is new.
+    needed: Mapping[str, Any] = {}  # What has to be there too when the file is new.
+    run: str | None = None  # How to start it, if not by its name.
     once: Callable[[Served], str] | None = None  # A command for one session that changes no file.
 
 
@@ -123,15 +122,12 @@ def _codex(served: Served) -> Config:
     provider: Config = {"name": NAME, "base_url": served.openai_url, "wire_api": "responses"}
     if served.wants_key:
         provider["env_key"] = KEY_VARIABLE
-    return {
-        "model": served.model,
-        "model_provider": NAME,
-        "model_context_window": served.context,
-        "model_providers": {NAME: provider},
-    }
+    model = {"model": served.model, "model_provider": NAME}
+    return {**model, "model_context_window": served.context, "model_providers": {NAME: provider}}
 
 
 def _continue(served: Served) -> Config:
+    limits = {"contextLength": served.context, "maxTokens": served.answer_tokens}
     model = {
         "name": f"{NAME}: {served.model}",
         "provider": "openai",
@@ -140,51 +136,35 @@ def _continue(served: Served) -> Config:
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}" if served.wants_key else "none",
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
-        "defaultCompletionOptions": {
-            "contextLength": served.context,
-            "maxTokens": served.answer_tokens,
-        },
+        "defaultCompletionOptions": limits,
     }
     return {"models": [model]}
 
 
 CLIENTS = {
     "opencode": Client(
-        "XDG_CONFIG_HOME",
-        ".config",
-        "opencode/opencode.json",
+        ("XDG_CONFIG_HOME", ".config", "opencode/opencode.json"),
         _opencode,
-        "opencode",
         "The default model of every opencode session is then this server's.",
         {"$schema": "https://opencode.ai/config.json"},
     ),
     "claude": Client(
-        "CLAUDE_CONFIG_DIR",
-        ".claude",
-        "settings.json",
+        ("CLAUDE_CONFIG_DIR", ".claude", "settings.json"),
         _claude,
-        "claude",
         "Every Claude Code session then uses this server, also if you pay for Anthropic's.",
-        {},
-        _claude_once,
+        once=_claude_once,
     ),
     "codex": Client(
-        "CODEX_HOME",
-        ".codex",
-        "config.toml",
+        ("CODEX_HOME", ".codex", "config.toml"),
         _codex,
-        "codex",
         "The default model of every Codex session is then this server's.",
-        {},
     ),
     "continue": Client(
-        "CONTINUE_GLOBAL_DIR",
-        ".continue",
-        "config.yaml",
+        ("CONTINUE_GLOBAL_DIR", ".continue", "config.yaml"),
         _continue,
-        "cn",
         "The server's model is added to those that are there.",
         {"name": "Local", "version": "1.0.0", "schema": "v1"},
+        run="cn",
     ),
 }
 

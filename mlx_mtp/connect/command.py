@@ -54,14 +54,15 @@ def run_connect(given: argparse.Namespace) -> int:
         print(open_webui(served) + key)
         return 0
     client = CLIENTS[given.client]
-    directory = given.environ.get(client.variable) or Path.home() / client.directory
-    path, config = Path(directory, client.file), client.config(served)
+    variable, below_home, name = client.where
+    path = Path(given.environ.get(variable) or Path.home() / below_home, name)
+    config = client.config(served)
     if given.write:
         backup = files.write(path, files.merged(path, config, client.needed))
         undo = ["rm", path] if backup is None else ["mv", backup, path]
         print(
             f"Wrote {path}. {client.changes}\nTo undo this: {shlex.join(map(str, undo))}\n"
-            f"Start it with: {client.run}\n{key}"
+            f"Start it with: {client.run or given.client}\n{key}"
         )
         return 0
     if client.once is not None:

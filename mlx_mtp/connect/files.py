@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def shown(path: Path, config: Config) -> str:
     return _FORMATS[path.suffix][1](config)
 
 
-def merged(path: Path, config: Config, needed: Config) -> str:
+def merged(path: Path, config: Config, needed: Mapping[str, Any]) -> str:
     """The text of a file with a configuration put in; UsageError if it can't be read.
 
     In a list, entries of the same name are replaced. Of `needed` what the file lacks is put in.

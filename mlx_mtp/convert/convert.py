@@ -32,10 +32,7 @@ def add_head(
     verify: bool = False,
     mtp_norms: Convention | None = None,
 ) -> None:
-    """Convert a head, or print that it is there already; after an error the model is as it was.
-
-    The arguments are the command's; `flags` has those given of `bits`, `group_size` and `mode`.
-    """
+    """Convert a head, or print that it is there already; after an error the model is as it was."""
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model
     target = Target(model)
@@ -83,10 +80,7 @@ def convert_model(
     revision: str | None,
     verify: bool,
 ) -> None:
-    """Convert trunk and head into a new directory, which is there as a whole or not at all.
-
-    The arguments are those of `add_head`. ModelError also if mlx-lm can't convert the trunk.
-    """
+    """Convert trunk and head into a new directory, which is there as a whole or not at all."""
     from mlx_lm.convert import convert as mlx_lm_convert
 
     if output.exists():
@@ -130,14 +124,10 @@ def _locate(name: str, *, whole: bool) -> Path:
     """The model's directory; of a hub id that isn't downloaded only config.json unless `whole`."""
     if whole or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
         return resolve_model(name)
-    config = HubRepo(name, None).file("config.json")
-    if config is None:
-        raise ConvertError(f"{name} has no config.json, so it is not a model.")
-    return config.parent
+    return HubRepo(name, None).directory
 
 
 def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
-    """Refuse to replace a head that is not the one which the plan would write."""
     # The contents of the source count, not where it is.
     differences = existing.differences(plan.header, ["created_by", "source", "source_revision"])
     if not differences:

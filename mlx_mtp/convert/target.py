@@ -40,14 +40,9 @@ class Setting(NamedTuple):
         return mx.dequantize(parts[0], **scales, **self._asdict())
 
 
-# What each mode takes when nothing is said; only affine has a choice.
-MODES = {
-    "affine": Setting(4, 64, "affine"),
-    "mxfp4": Setting(4, 32, "mxfp4"),
-    "nvfp4": Setting(4, 16, "nvfp4"),
-    "mxfp8": Setting(8, 32, "mxfp8"),
-}
-_AFFINE = ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128))
+# Each mode's bits and group sizes, the default first.
+_AFFINE = ((4, 1, 2, 3, 5, 6, 8), (64, 32, 128))
+MODES = {"affine": _AFFINE, "mxfp4": ((4,), (32,)), "nvfp4": ((4,), (16,)), "mxfp8": ((8,), (32,))}
 
 
 class Target:
@@ -79,12 +74,7 @@ class Target:
     def quantization(
         self, head: nn.Module, flags: Mapping[str, Any]
     ) -> tuple[Setting | None, dict[str, Setting]]:
-        """The setting of most matrices (None: unquantized), and the settings by path of the module.
-
-        A flag counts before config.json. Without one, a matrix is quantized as its twin in the
-        trunk's last attention layer where config.json names that. Routers follow mlx-lm's choice.
-        UsageError or ConvertError for what MLX can't do.
-        """
+        """The setting of most matrices (None: unquantized), and those by path of the module."""
         table = self.config.get("quantization")
         table = table if isinstance(table, dict) else {}
         default = _default(table, flags)
@@ -138,9 +128,9 @@ def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | No
     of_target = setting_of(table) if table else None
     if not flags:
         return of_target
-    base = of_target or MODES["affine"]
+    base = of_target or _of_mode("affine")
     if flags.get("mode", base.mode) != base.mode:
-        base = MODES[flags["mode"]]
+        base = _of_mode(flags["mode"])
     return _checked(base._replace(**flags), "--bits, --group-size and --mode", UsageError)
 
 
@@ -152,14 +142,18 @@ def setting_of(table: Mapping[str, Any]) -> Setting:
             f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
         )
     given: dict[str, Any] = {k: int(table[k]) for k in ("bits", "group_size") if k in table}
-    return _checked(MODES[mode]._replace(**given), "config.json", ConvertError)
+    return _checked(_of_mode(mode)._replace(**given), "config.json", ConvertError)
+
+
+def _of_mode(mode: str) -> Setting:
+    bits, sizes = MODES[mode]
+    return Setting(bits[0], sizes[0], mode)
 
 
 def _checked(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:
     # Here and not by mlx, where a group size of 0 ends the process.
-    fixed = MODES[setting.mode]
-    bits, sizes = _AFFINE if setting.mode == "affine" else ((fixed.bits,), (fixed.group_size,))
+    bits, sizes = MODES[setting.mode]
     if setting.bits not in bits or setting.group_size not in sizes:
-        can = f"{', '.join(map(str, bits))} bits and groups of {', '.join(map(str, sizes))}"
+        can = " bits and groups of ".join(", ".join(map(str, sorted(n))) for n in (bits, sizes))
         raise error(f"{where} ask for {setting}, which can't be: {setting.mode} has {can}.")
     return setting

@@ -33,11 +33,7 @@ class Demand(NamedTuple):
 
 
 def demand(found: Found, dtype: str) -> Demand:
-    """As `serve` would load the model: cast, and perhaps dequantized. No weight is read.
-
-    Of weights that are elsewhere, or can't be loaded, the files' sizes are used: the model may be
-    meant for another machine.
-    """
+    """As `serve` would load the model; by the files' sizes where that can't be done here."""
     has_head = found.head is not None
     with contextlib.suppress(ModelError):
         if found.directory is not None:
@@ -69,7 +65,10 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
 
 def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
     """How `serve` would share the memory out with --enable-mtp alone; UsageError if it can't."""
-    given = {"prefill_step_size": EngineConfig().prefill_step_size, "prefix_cache": None}
+    given: dict[str, Any] = {
+        "prefill_step_size": EngineConfig().prefill_step_size,
+        "prefix_cache": None,
+    }
     return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, wanted=None, **given)
 
 

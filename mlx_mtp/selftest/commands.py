@@ -104,10 +104,7 @@ def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltIn]:
 def references(
     plain: EngineSubject, prompts: Sequence[BuiltIn], deadline: float
 ) -> tuple[list[Reference], float]:
-    """Decode prompts one by one, as many as a share of the time allows, three at least.
-
-    Returns the answers, and tokens per second.
-    """
+    """Decode prompts one by one, at least three: the answers, and tokens per second."""
     began = perf_counter()
     until = began + _REFERENCE_SHARE * max(0.0, deadline - began)
     found: list[Reference] = []
@@ -124,10 +121,7 @@ def references(
 def compare(
     subject: EngineSubject, prompts: Sequence[BuiltIn], expected: Sequence[Reference], strict: bool
 ) -> Equality:
-    """Submit the prompts at once and compare their answers with the references that there are.
-
-    With `strict` only ties excuse a difference; else it is measured and not judged.
-    """
+    """Submit prompts at once and compare; with `strict` only ties excuse a difference."""
     asked, identical = prompts[: len(expected)], 0
     partings, windows = list[Parting](), list[RequestOutput]()
     answers = subject.run([(ids, _sampling()) for ids, _ in asked])
@@ -157,10 +151,7 @@ def compare(
 def measure_speed(
     report: Report, subjects: Sequence[EngineSubject], plain_rate: float, deadline: float
 ) -> None:
-    """Ask all of them the same in turns, in as many rounds and rows as the time allows.
-
-    `plain_rate` are the tokens per second of MTP off, as seen so far.
-    """
+    """Ask all the same in turns, as far as the time allows; `plain_rate` is that of MTP off."""
     left = deadline - perf_counter()
     cost = len(subjects) / plain_rate  # Seconds of a token in each, one row.
     rows, tokens = list(_ROWS), int(left / (cost * (1 + _ROW_COST)))
