@@ -86,15 +86,14 @@ def _fast_blas() -> str:
     process = ctypes.CDLL(None)
     if hasattr(process, "openblas_get_config"):
         return f"{_describe(process)} (already loaded)"
-    if "mlx.core" in sys.modules:
-        # Symbols are bound when a library is loaded: a BLAS that comes now replaces nothing.
+    if "mlx.core" in sys.modules:  # Its symbols are bound: a BLAS that comes now replaces nothing.
         logger.warning("mlx was imported before backend.prepare(): its slow reference BLAS stays.")
         return _REFERENCE_BLAS
     sources: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (_system, _ngsolve, _cmeel)
     for source in sources:
         try:
             library, where = source()
-        except (OSError, LookupError) as error:
+        except (OSError, LookupError, ValueError) as error:
             logger.debug("no OpenBLAS from %s: %s", source.__name__.strip("_"), error)
             continue
         _leave_a_core(library)
@@ -115,12 +114,12 @@ def _ngsolve() -> tuple[ctypes.CDLL, str]:
     # Its run path is its own folder, and it needs a libgfortran that mlx-cpu brings: both are found
     # in a folder of links, which may go once the library is loaded.
     package = _package_folder("ngsolve_openblas")
-    blas = _only(package, "libopenblas*.so*")
+    blas = min(package.glob("libopenblas*.so*"))
     bundled = _package_folder("mlx").parent / "mlx_cpu.libs"
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-blas-") as folder:
         links = Path(folder)
         (links / "libopenblas.so.0").symlink_to(blas)
-        (links / "libgfortran.so.5").symlink_to(_only(bundled, "libgfortran-*.so.5*"))
+        (links / "libgfortran.so.5").symlink_to(min(bundled.glob("libgfortran-*.so.5*")))
         for quadmath in bundled.glob("libquadmath-*"):
             (links / quadmath.name).symlink_to(quadmath)
         return _load(str(links / "libopenblas.so.0")), "ngsolve-openblas"
@@ -150,13 +149,6 @@ def _package_folder(name: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"the package {name} is not installed")
     return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if not found:
-        raise LookupError(f"{folder} has no {pattern}")
-    return found[0]
 
 
 def _describe(library: ctypes.CDLL) -> str:

@@ -51,19 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
     generating = commands.add_parser("generate", help="stream one answer to the terminal")
-    generating.set_defaults(run=generate)
+    generating.set_defaults(run=_generate)
     generating.add_argument("prompt", help="what to ask", type=characters)
     add_flags(generating, *GENERATE_FLAGS, reads_environment=True)
-    add_connect(commands)
-    add_bench(commands)
-    add_selftest(commands)
-    add_inspect(commands)
-    add_subcommands(commands)
+    for add in (add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
+        add(commands)
     return parser
 
 
-def generate(options: argparse.Namespace) -> int:
-    """Stream one answer to the terminal."""
+def _generate(options: argparse.Namespace) -> int:
     check_generate(options)
     factories.prepare(options, options.log_level)
     from mlx_mtp.terminal import generate

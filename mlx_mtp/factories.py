@@ -61,8 +61,8 @@ def draft_ids(
 
     if options.mtp_draft_vocab is None:
         return None
-    vocab_size = min(tokenizer.vocab_size, loaded.vocab_size)
-    return draft_vocabulary(options.mtp_draft_vocab, tokenizer, vocab_size)
+    size = min(tokenizer.vocab_size, loaded.vocab_size)
+    return draft_vocabulary(options.mtp_draft_vocab, tokenizer, size)
 
 
 def engine(

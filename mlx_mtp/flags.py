@@ -95,9 +95,8 @@ class Flag:
                 return tuple(parse(each.strip()) for each in text.split(","))
             return parse(text)
         except ArgumentTypeError as error:
-            raise UsageError(
-                f"The environment variable {self.variable} is wrong: {error}"
-            ) from None
+            fault = f"The environment variable {self.variable} is wrong: {error}"
+            raise UsageError(fault) from None
 
 
 def add_flags(
@@ -115,9 +114,8 @@ def add_flags(
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            words = flag.parse if isinstance(flag.parse, tuple) else ()
-            placeholder = f"{{{','.join(words)}}}" if words else flag.metavar
-            options |= {"type": flag.convert, "metavar": placeholder}
+            words = f"{{{','.join(flag.parse)}}}" if isinstance(flag.parse, tuple) else None
+            options |= {"type": flag.convert, "metavar": words or flag.metavar}
         if flag.repeated:
             options["action"] = "append"
         if not flag.name.startswith("-"):
@@ -238,8 +236,7 @@ def text(value: str) -> str:
 
 def secret(value: str) -> str:
     """An API key that a header can carry. No error repeats any of it."""
-    fault = key_fault(value)
-    if fault is not None:
+    if (fault := key_fault(value)) is not None:
         raise ArgumentTypeError(f"the key {fault}")
     return value
 

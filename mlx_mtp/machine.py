@@ -65,8 +65,7 @@ def _host_memory() -> MemoryLimit:
     total = physical_memory()
     found = MemoryLimit(total, "of the machine")
     available = _meminfo("MemAvailable")
-    if available is not None:
-        # What this process has already is its own to use.
+    if available is not None:  # With what this process has already.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         available += pages * os.sysconf("SC_PAGE_SIZE")
         found = MemoryLimit(min(total, available), "available on the machine")

@@ -13,7 +13,6 @@ PREFIX_CACHE_DIR_SIZE = 16 * 10**9
 ANSWER_TOKENS = 512
 """Most tokens of an answer of `generate` without --max-tokens."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Of the help and of docs/flags.md, in their order.
 _HEADINGS = (
     *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
     *("security", "formats", None, "sampling"),

@@ -30,7 +30,7 @@ _SAMPLING = (
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model and print its answer; returns the exit status. The backend is prepared."""
-    enable_mtp = True if needs_head(options) else options.enable_mtp
+    enable_mtp = needs_head(options) or options.enable_mtp
     loaded, tokenizer = factories.load(options, enable_mtp=enable_mtp)
     engine = factories.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
@@ -49,7 +49,6 @@ def stream_answer(
         messages.insert(0, {"role": "system", "content": options.system})
     sampling = {name: getattr(options, name) for name in _SAMPLING}
     try:
-        # The prompt is not used: the chat is what the model gets.
         body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None

@@ -129,9 +129,8 @@ def _parse_chunk(data: str) -> dict[str, Any]:
             if (chunk.get(section) or {}).get(key) is not None:
                 found[name] = int(chunk[section][key])
     except (ValueError, TypeError, AttributeError):
-        raise BenchError(
-            f"the stream has {data[:60]!r}, which is not a chat completion chunk."
-        ) from None
+        fault = f"the stream has {data[:60]!r}, which is not a chat completion chunk."
+        raise BenchError(fault) from None
     if error is not None:
         message = error.get("message", error) if isinstance(error, dict) else error
         raise BenchError(f"an answer ended with the error: {str(message)[:300]}")

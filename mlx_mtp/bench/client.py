@@ -44,8 +44,7 @@ class HttpServer:
     ) -> None:
         self.url, self.model, self._asking = base_url(url), model, asking
         self.name = name or self.url
-        self._stream_options = _STREAM_OPTIONS[0]
-        self._connected = False
+        self._stream_options, self._connected = _STREAM_OPTIONS[0], False
         self._runner = asyncio.Runner()
         # Compressed, several chunks would wait for each other.
         headers = {b"Accept-Encoding": b"identity"}
@@ -120,14 +119,12 @@ class HttpServer:
                 await self._stream(body, reads)
                 break
             except httpx.ReadTimeout:
-                raise BenchError(
-                    f"{self.name} was silent for {asking.timeout:g} seconds (--timeout)."
-                ) from None
+                fault = f"{self.name} was silent for {asking.timeout:g} seconds (--timeout)."
+                raise BenchError(fault) from None
             except (httpx.TransportError, ssl.SSLError) as error:
                 if reads:
-                    raise BenchError(
-                        f"{self.name} ended an answer in the middle: {_reason(error)}"
-                    ) from None
+                    fault = f"{self.name} ended an answer in the middle: {_reason(error)}"
+                    raise BenchError(fault) from None
                 if not self._connected or retries == _RETRIES:
                     raise self._unreachable(error) from None
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -73,8 +73,8 @@ def run_offline(options: argparse.Namespace) -> int:
             )
             for depth in (0, *options.depths)
         ]
-        caption = "\n\nTokens per second of all streams together; in brackets the ratio to "
-        caption += f"{OFF}.\n{model.path}, {model.model_type}; {info}"
+        caption = f"\n\nTokens per second of all streams together; in brackets the ratio to {OFF}."
+        caption += f"\n{model.path}, {model.model_type}; {info}"
         measure_and_report(options, subjects, contenders="engine", reference=OFF, caption=caption)
     return 0
 

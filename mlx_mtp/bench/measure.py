@@ -64,10 +64,6 @@ class Wave:
         seconds = max(answer.ended for answer in self.answers) - self.began
         return sum(answer.num_tokens for answer in self.answers) / seconds
 
-    @property
-    def ttft(self) -> float | None:
-        return median(answer.ttft for answer in self.answers)
-
 
 def measure(
     subjects: Sequence[Subject],
@@ -160,7 +156,7 @@ def _figures(waves: Sequence[Wave]) -> Summary:
 def _ratios(own: Sequence[Wave], theirs: Sequence[Wave]) -> Summary:
     """Of one subject's waves to another's of the same round."""
     pairs = [(a, b) for a in own for b in theirs if a.round == b.round]
-    ttfts = [(a.ttft, b.ttft) for a, b in pairs]
+    ttfts = [[median(x.ttft for x in wave.answers) for wave in pair] for pair in pairs]
     return {
         **_with_range("rate_ratio", [a.rate / b.rate for a, b in pairs]),
         **_with_range("ttft_ratio", [a / b for a, b in ttfts if a is not None and b]),

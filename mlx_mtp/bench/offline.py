@@ -46,7 +46,6 @@ class EngineSubject:
         sampling = SamplingParams(
             asking.max_tokens, temperature=asking.temperature, ignore_eos=asking.ignore_eos
         )
-        # Encoded beforehand: text is not measured here.
         encode = self._tokenizer.encode_chat
         asked = [
             (encode([{"role": "user", "content": text}]), replace(sampling, seed=seed))

@@ -63,13 +63,10 @@ class PromptSource:
         return [self._unused(kind, self._turns + index) for index in range(count)]
 
     def _unused(self, kind: str, number: int) -> Prompt:
-        for attempt in range(_ATTEMPTS):
-            # Where a task's variants are used up, the next task is tried.
-            text = self._text(kind, number + attempt)
-            if text not in self._given:
-                break
-        else:
-            text += f" (Number {len(self._given)})"
+        # Where a task's variants are used up, the next task is tried.
+        texts = (self._text(kind, number + attempt) for attempt in range(_ATTEMPTS))
+        text = next((text for text in texts if text not in self._given), None)
+        text = text or f"{self._text(kind, number)} (Number {len(self._given)})"
         self._given.add(text)
         return Prompt(text, self._random.getrandbits(31))
 
@@ -77,7 +74,6 @@ class PromptSource:
         words = self._words()
         if kind not in _WORDS:
             return _SHORT[0 if kind == "story" else number % len(_SHORT)].format(**words)
-        # The first sentence names the hero and the thing.
         sentences = [_SENTENCES[0].format(**words)]
         length = len(sentences[0].split())
         while length < _WORDS[kind]:

@@ -17,7 +17,6 @@ from mlx_mtp.bench.measure import Summary, Wave
 from mlx_mtp.errors import UsageError
 
 NOTHING = "-"
-# The header and the row of each table.
 _TABLES = {
     "latency": (
         "prompts | prompt tokens | answers | TTFT p50 | p95 | per token p50 | p95 | p99 | "
@@ -161,11 +160,9 @@ def write_plot(
 ) -> None:
     """A PNG: all streams together on the left, one stream on the right, a line per subject."""
     # Without pyplot there is no window, no global state and no display to look for.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.6), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     together, each = figure.subplots(1, 2)
     together.set_title("all streams together (bars: range of the rounds)", fontsize="medium")
@@ -179,7 +176,6 @@ def write_plot(
         rates = np.array([(s["rate"], s["rate_min"], s["rate_max"]) for s in own]).T
         bars, label = abs(rates[1:] - rates[0]), labels.get(subject, subject)
         together.errorbar(where, rates[0], yerr=bars, marker="o", capsize=3, label=label)
-        # matplotlib leaves out what is NaN.
         each.plot(where, [s["request_rate"] or float("nan") for s in own], marker="o")
     levels = sorted({s["concurrency"] for s in summaries})
     for axes in (together, each):
@@ -187,8 +183,7 @@ def write_plot(
         axes.set_xticks(levels, map(str, levels))
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("streams at once")
-        axes.set_ylabel("tokens per second")
+        axes.set(xlabel="streams at once", ylabel="tokens per second")
         axes.grid(alpha=0.3)
     together.legend()
     image = io.BytesIO()

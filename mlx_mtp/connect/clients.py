@@ -93,7 +93,6 @@ def _opencode(served: Served) -> Config:
 
 
 def _claude(served: Served) -> Config:
-    # Every name that it may choose by itself, for helpers and titles too.
     names = [f"ANTHROPIC_DEFAULT_{each}_MODEL" for each in ("OPUS", "SONNET", "HAIKU")]
     env = {
         "ANTHROPIC_BASE_URL": served.url,

@@ -37,7 +37,6 @@ def add_connect(commands: Any) -> None:
 
 def run_connect(given: argparse.Namespace) -> int:
     """Print what a client needs, or write it; returns the exit status."""
-    # Imported here, so that other commands need not wait for the formats of files.
     from mlx_mtp.connect import files
     from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, ask, open_webui
 

@@ -48,10 +48,8 @@ def add_head(
         missing = source.repo.missing(source.files)
         size = size_text(sum(missing.values()))
         if missing and dry_run:
-            print(
-                f"Would download {size} from {source.name}: {', '.join(source.files)}. "
-                f"Quantization: {plan.default or 'none'}. Did nothing."
-            )
+            print(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
+            print(f"Quantization: {plan.default or 'none'}. Did nothing.")
             return
         if missing:
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
@@ -85,7 +83,6 @@ def convert_model(
 
     if output.exists():
         raise ConvertError(f"{output} already exists: give --output a new directory.")
-    # A source without a head is refused before the trunk's long conversion.
     source = open_source(source_name, revision)
     method = source.config.get("quantization_config", {}).get("quant_method")
     if method is not None:
@@ -114,7 +111,6 @@ def convert_model(
     except OSError as error:
         raise ConvertError(f"{output} can't be written: {error}. Nothing was changed.") from error
     except Exception as error:
-        # mlx-lm raises many kinds; whichever it is, it does not convert this checkpoint.
         raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

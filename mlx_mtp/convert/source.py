@@ -1,5 +1,6 @@
 """Checkpoints in a directory or on the hub: which file holds which tensor, and which the head."""
 
+import contextlib
 import fnmatch
 import json
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub as hub
+from huggingface_hub import get_hf_file_metadata
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import HfFileMetadata
 
@@ -52,10 +54,8 @@ class LocalRepo:
     def missing(self, names: Sequence[str]) -> dict[str, int]:
         for name in names:
             if not self.file(name):
-                raise CheckpointError(
-                    f"{self.path / name} is missing, though {INDEX} names it: is the download "
-                    "complete?"
-                )
+                fault = f"is missing, though {INDEX} names it: is the download complete?"
+                raise CheckpointError(f"{self.path / name} {fault}")
         return {}
 
 
@@ -85,11 +85,9 @@ class HubRepo:
     def file(self, name: str) -> Path | None:
         """A file, from the cache or downloaded to it; None if there is no such file."""
         revision = self._revision if name == "config.json" else self.commit
-        with self._explained(name):
-            try:
-                return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
-            except RemoteEntryNotFoundError:
-                return None
+        with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
+            return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
+        return None
 
     def names(self) -> list[str]:
         with self._explained("the list of files"):
@@ -103,26 +101,23 @@ class HubRepo:
 
     def remote(self, name: str) -> HfFileMetadata | None:
         """What the hub says of a file without sending it; None if there is no such file."""
-        with self._explained(name):
-            try:
-                url = hub.hf_hub_url(self.repo_id, name, revision=self.commit)
-                found = hub.get_hf_file_metadata(url)
-            except RemoteEntryNotFoundError:
-                return None
-        # huggingface_hub makes paths of these two.
-        _checked(found.etag, name)
-        _checked(found.commit_hash, name)
-        if found.size is None:
-            raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
-        return found
+        with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
+            url = hub.hf_hub_url(self.repo_id, name, revision=self.commit)
+            found = get_hf_file_metadata(url)
+            # huggingface_hub makes paths of these two.
+            _checked(found.etag, name)
+            _checked(found.commit_hash, name)
+            if found.size is None:
+                raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
+            return found
+        return None
 
     def missing(self, names: Sequence[str]) -> dict[str, int]:
         """The size of each file that is not in the cache; ConvertError for one not on the hub."""
         sizes = {}
         for name in names:
-            if isinstance(
-                hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit), str
-            ):
+            cached = hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit)
+            if isinstance(cached, str):
                 continue
             found = self.remote(name)
             if found is None:

@@ -58,7 +58,6 @@ class Target:
             self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
-        # mlx-lm's choice of what to quantize, by path and module.
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def head(self, *, moe: bool) -> MTPHead:

@@ -1,7 +1,5 @@
 """Copies of the trunk's matrices that some heads carry: are they what the trunk has?"""
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from mlx_mtp.convert.files import FP8, TYPES, SafetensorsFile, StoredTensor
@@ -41,7 +39,7 @@ def _trunk_matrix(repo: LocalRepo, ending: str) -> list[StoredTensor]:
 
 
 def _compare(
-    copy: StoredTensor, parts: Sequence[StoredTensor], setting: Setting | None
+    copy: StoredTensor, parts: list[StoredTensor], setting: Setting | None
 ) -> tuple[bool, str]:
     copy.like()  # CheckpointError for a type that can't be read.
     rows, columns = copy.shape[0], copy.shape[-1]

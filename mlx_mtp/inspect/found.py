@@ -39,11 +39,8 @@ def quantization(config: Mapping[str, Any]) -> str:
     if "quant_method" in table and "bits" not in table:
         return str(table["quant_method"])
     others = sum(isinstance(value, (dict, bool)) for value in table.values())
-    own = f"; {others} matrices differ" if others else ""
-    return (
-        f"{table.get('bits')} bits, groups of {table.get('group_size')}, "
-        f"{table.get('mode', 'affine')}{own}"
-    )
+    mode = table.get("mode", "affine") + (f"; {others} matrices differ" if others else "")
+    return f"{table.get('bits')} bits, groups of {table.get('group_size')}, {mode}"
 
 
 def family(found: Found) -> str:
@@ -52,10 +49,10 @@ def family(found: Found) -> str:
     layers = found.target.family.layer_specs(args)
     attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
     experts = layers[0].mlp.num_experts
+    mlp = f"{experts} experts" if experts else "dense"
     return (
-        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of "
-        f"them with attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, "
-        + (f"{experts} experts" if experts else "dense")
+        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of them with "
+        f"attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, {mlp}"
     )
 
 

@@ -97,7 +97,6 @@ def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltIn]:
     ]
     size = tokenizer.vocab_size
     raw = [(tuple(step * i % size for i in range(1, 24)), False) for step in (7919, 104729)]
-    # One of each kind first, for when time is short.
     return [chats[0], raw[0], *chats[1:], raw[1]]
 
 
@@ -125,8 +124,8 @@ def compare(
     asked, identical = prompts[: len(expected)], 0
     partings, windows = list[Parting](), list[RequestOutput]()
     answers = subject.run([(ids, _sampling()) for ids, _ in asked])
-    for number, (_, outputs) in enumerate(answers):
-        tokens, reference = _tokens(outputs), expected[number]
+    for number, ((_, outputs), reference) in enumerate(zip(answers, expected, strict=True)):
+        tokens = _tokens(outputs)
         same = [*map(eq, tokens, reference.tokens), False].index(False)
         identical += same
         if tokens != reference.tokens:

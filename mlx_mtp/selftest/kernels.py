@@ -63,7 +63,6 @@ def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
     try:
         difference = compare()
     except Exception as error:
-        # A compiler's complaint may be pages long.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return KernelCheck(*what, ok=False, problem=lines[0][:200])
     return KernelCheck(*what, ok=difference < TOLERANCE, difference=difference)  # NaN is wrong.
