@@ -95,7 +95,7 @@ def main() -> int:
 
 def measure(source: Path, options: argparse.Namespace) -> None:
     """Print one row of the table per repeat, and the medians."""
-    group_size = options.group_size or MODES[options.mode].group_size
+    group_size = options.group_size or MODES[options.mode][1][0]
     setting = {"bits": options.bits, "group_size": group_size, "mode": options.mode}
     print(f"{options.bits} bits, groups of {group_size}, {options.mode}; load {os.getloadavg()[0]}")
     print("| read | write | quantize | sum | converter | ratio | peak RSS |")

@@ -1,8 +1,7 @@
-"""Get the machine ready for mlx, before anything imports it.
+"""Prepares mlx before anything imports it: checks that there is one backend, loads a fast BLAS.
 
-On Linux mlx's own wheel has no backend: an extra brings one, and two of them would overwrite each
-other's library. The CPU's is linked to the slow reference BLAS, which an OpenBLAS loaded earlier
-with global symbols replaces.
+mlx's CPU library is linked to the slow reference BLAS, which an OpenBLAS loaded earlier with global
+symbols replaces.
 """
 
 import contextlib
@@ -15,9 +14,9 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from mlx_mtp.errors import BackendError
 
@@ -28,8 +27,7 @@ _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _REFERENCE_BLAS = "reference BLAS (slow)"
 
 
-@dataclass(frozen=True, slots=True)
-class BackendInfo:
+class BackendInfo(NamedTuple):
     """What mlx computes on."""
 
     device: str  # Metal, CUDA or CPU.
@@ -43,13 +41,10 @@ class BackendInfo:
 
 @functools.lru_cache(maxsize=1)
 def prepare() -> BackendInfo:
-    """Check that mlx has one backend, and give the CPU's a fast BLAS. Later calls do nothing.
-
-    Raises BackendError if there is no backend, or two; the message says what to install.
-    """
+    """Prepare once; BackendError, which says what to install, if there is no backend, or two."""
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
-    return BackendInfo(device=device, blas=blas, mlx_version=_version("mlx") or "unknown")
+    return BackendInfo(device, blas, _version("mlx") or "unknown")
 
 
 def _device() -> str:
@@ -91,15 +86,14 @@ def _fast_blas() -> str:
     process = ctypes.CDLL(None)
     if hasattr(process, "openblas_get_config"):
         return f"{_describe(process)} (already loaded)"
-    if "mlx.core" in sys.modules:
-        # Symbols are bound when a library is loaded: a BLAS that comes now replaces nothing.
+    if "mlx.core" in sys.modules:  # Its symbols are bound: a BLAS that comes now replaces nothing.
         logger.warning("mlx was imported before backend.prepare(): its slow reference BLAS stays.")
         return _REFERENCE_BLAS
     sources: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (_system, _ngsolve, _cmeel)
     for source in sources:
         try:
             library, where = source()
-        except (OSError, LookupError) as error:
+        except (OSError, LookupError, ValueError) as error:
             logger.debug("no OpenBLAS from %s: %s", source.__name__.strip("_"), error)
             continue
         _leave_a_core(library)
@@ -117,25 +111,23 @@ def _system() -> tuple[ctypes.CDLL, str]:
 
 
 def _ngsolve() -> tuple[ctypes.CDLL, str]:
-    # This library needs a libgfortran that mlx-cpu brings. Its run path is its own folder, so a
-    # folder of links gives it both; the links may go once the library is loaded.
+    # Its run path is its own folder, and it needs a libgfortran that mlx-cpu brings: both are found
+    # in a folder of links, which may go once the library is loaded.
     package = _package_folder("ngsolve_openblas")
-    blas = _only(package, "libopenblas*.so*")
+    blas = min(package.glob("libopenblas*.so*"))
     bundled = _package_folder("mlx").parent / "mlx_cpu.libs"
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-blas-") as folder:
         links = Path(folder)
         (links / "libopenblas.so.0").symlink_to(blas)
-        (links / "libgfortran.so.5").symlink_to(_only(bundled, "libgfortran-*.so.5*"))
-        quadmath = next(bundled.glob("libquadmath-*"), None)
-        if quadmath is not None:
+        (links / "libgfortran.so.5").symlink_to(min(bundled.glob("libgfortran-*.so.5*")))
+        for quadmath in bundled.glob("libquadmath-*"):
             (links / quadmath.name).symlink_to(quadmath)
         return _load(str(links / "libopenblas.so.0")), "ngsolve-openblas"
 
 
 def _cmeel() -> tuple[ctypes.CDLL, str]:
-    # This package installs into a prefix inside site-packages.
-    site = _package_folder("mlx").parent
-    return _load(str(site / "cmeel.prefix" / "lib" / "libopenblas.so.0")), "cmeel-openblas"
+    prefix = _package_folder("mlx").parent / "cmeel.prefix"
+    return _load(str(prefix / "lib" / "libopenblas.so.0")), "cmeel-openblas"
 
 
 def _load(path: str) -> ctypes.CDLL:
@@ -147,9 +139,8 @@ def _leave_a_core(library: ctypes.CDLL) -> None:
     # OpenBLAS starts a thread for each core, and between two products these spin for milliseconds.
     if any(os.environ.get(name) for name in _BLAS_THREADS):
         return
-    with contextlib.suppress(AttributeError):  # As in `_describe`: not every build has them.
-        count = int(library.openblas_get_num_threads())
-        library.openblas_set_num_threads(max(count - 1, 1))
+    with contextlib.suppress(AttributeError):  # Not every build has these functions.
+        library.openblas_set_num_threads(max(library.openblas_get_num_threads() - 1, 1))
 
 
 def _package_folder(name: str) -> Path:
@@ -160,18 +151,8 @@ def _package_folder(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if not found:
-        raise LookupError(f"{folder} has no {pattern}")
-    return found[0]
-
-
 def _describe(library: ctypes.CDLL) -> str:
-    try:
-        config = library.openblas_get_config
-    except AttributeError:
-        return "OpenBLAS"
+    config: Any = getattr(library, "openblas_get_config", lambda: None)
     config.restype = ctypes.c_char_p
     text = config() or b""
     return " ".join(text.decode(errors="replace").split()[:2]) or "OpenBLAS"

@@ -1,8 +1,4 @@
-"""The command line.
-
-Everything heavy (mlx, transformers, FastAPI) is imported inside the commands, so that --help and
-command-line errors answer at once, and mlx finds its backend prepared.
-"""
+"""The command line. Heavy imports are inside the commands, after mlx's backend is prepared."""
 
 import argparse
 import os
@@ -55,19 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
     generating = commands.add_parser("generate", help="stream one answer to the terminal")
-    generating.set_defaults(run=generate)
+    generating.set_defaults(run=_generate)
     generating.add_argument("prompt", help="what to ask", type=characters)
     add_flags(generating, *GENERATE_FLAGS, reads_environment=True)
-    add_connect(commands)
-    add_bench(commands)
-    add_selftest(commands)
-    add_inspect(commands)
-    add_subcommands(commands)
+    for add in (add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
+        add(commands)
     return parser
 
 
-def generate(options: argparse.Namespace) -> int:
-    """Stream one answer to the terminal."""
+def _generate(options: argparse.Namespace) -> int:
     check_generate(options)
     factories.prepare(options, options.log_level)
     from mlx_mtp.terminal import generate

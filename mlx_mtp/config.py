@@ -1,9 +1,4 @@
-"""Settings of the engine and the server: default, flag, help text and docs in one declaration.
-
-A field made by `setting` is also a flag of the command line; `flags_of` lists them, and
-`from_options` makes the settings from a parsed command line. Fields without a flag are for
-programs and tests.
-"""
+"""Settings of the engine and the server: default, flag, help text and docs in one declaration."""
 
 import argparse
 from dataclasses import dataclass, field, fields
@@ -26,10 +21,7 @@ C = TypeVar("C")
 
 
 def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
-    """A dataclass field that is also a `Flag` of these arguments.
-
-    `program_default` is the field's default, where it differs from the flag's.
-    """
+    """A dataclass field that is also a `Flag` of these arguments, but for `program_default`."""
     made = Flag(*flag, **more)
     default = made.default if program_default is ... else program_default
     return field(default=default, metadata={"flag": made})
@@ -41,15 +33,11 @@ def flags_of(settings: type) -> list[Flag]:
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
-    """Settings from a command line as `flags.resolve` returns it, which may lack some flags.
-
-    `given` are values of fields that the command line doesn't decide.
-    """
-    flags = {f.name: f.metadata.get("flag") for f in fields(settings)}  # type: ignore[arg-type]
+    """Settings from a resolved command line, which may lack some flags, and from `given`."""
     values = {
-        name: getattr(options, flag.key)
-        for name, flag in flags.items()
-        if flag is not None and hasattr(options, flag.key)
+        each.name: getattr(options, flag.key)
+        for each in fields(settings)  # type: ignore[arg-type]
+        if (flag := each.metadata.get("flag")) and hasattr(options, flag.key)
     }
     return settings(**values | given)
 
@@ -84,9 +72,7 @@ class EngineConfig:
         whole(1, 1 << 20),
         default=512,
     )
-    # Launch step i+1 before the tokens of step i are read.
-    overlap: bool = True
-    # 0 leaves costs to be learned in use, or to what an earlier run measured.
+    overlap: bool = True  # Launch step i+1 before the tokens of step i are read.
     calibration_seconds: float = setting(
         "multi-token prediction: --calibration-seconds SECONDS",
         "most time to measure step costs before the first request; 0 measures nothing then",
@@ -109,16 +95,14 @@ class EngineConfig:
         _bits,
         default_text="none",
     )
-    # A name in `speculative/draft_sources.py`.
-    draft_source: str = "mtp"
+    draft_source: str = "mtp"  # A name in `speculative/draft_sources.py`.
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the HTTP server answers."""
 
-    # The id that clients see and may ask for.
-    model_name: str
+    model_name: str  # The id that clients see and may ask for.
     host: str = setting(
         "server: --host ADDRESS",
         "address to listen on; 0.0.0.0 for other machines too",
@@ -154,12 +138,10 @@ class ServerConfig:
         SEED,
         default_text="random",
     )
-    # A stream that is silent for longer gets an SSE comment.
-    keep_alive_seconds: float = 10.0
+    keep_alive_seconds: float = 10.0  # A stream that is silent for longer gets an SSE comment.
     max_choices: int = setting(
         "limits: --max-choices N", "largest n of a request", whole(1, 128), default=16
     )
-    # A million tokens are some 4 MB of text.
     max_body_bytes: int = setting(
         "limits: --max-body-size N",
         "longest request body, in bytes",
@@ -172,8 +154,7 @@ class ServerConfig:
         whole(0, 1 << 20),
         default=100,
     )
-    # Most time that the chat template may take for one request.
-    template_seconds: float = 10.0
+    template_seconds: float = 10.0  # Most that the chat template may take for one request.
     reasoning_parser: str = setting(
         "formats: --reasoning-parser",
         "how the model writes its reasoning; auto goes by the model's template",
@@ -210,8 +191,6 @@ class ServerConfig:
         at_least(0.1),
         default=60.0,
     )
-    # Seconds from a connection's begin, or the end of its last answer, to the end of a head.
-    head_timeout: float = 20.0
-    # Seconds in which a client must read what waits for it, 64 KiB at most.
-    stall_timeout: float = 60.0
+    head_timeout: float = 20.0  # Seconds from a connection's begin, or its last answer's end.
+    stall_timeout: float = 60.0  # In which a client must read what waits for it, 64 KiB at most.
     max_connections: int = 512

@@ -1,21 +1,11 @@
 """The one tree of errors, and what each becomes in HTTP; a class without a value has its parent's.
 
-    MlxMtpError
-    |-- UsageError, BenchError, BackendError, ModelError...    of commands: exit status 1 or 2
-    |-- RequestError...                                        the client's fault: 4xx
-    `-- EngineError...                                         the server's fault: 5xx
-
-Every message says what was wrong and what would be right. `server/http_errors.py` is the one place
-that turns these into HTTP responses.
+`RequestError` is the client's fault (4xx), `EngineError` the server's (5xx); others end commands.
 """
 
 
 class MlxMtpError(Exception):
-    """Base of all errors raised on purpose by this package.
-
-    `param` is the request's field at fault, `retry_after` the seconds after which another try makes
-    sense, if it is only a matter of time.
-    """
+    """An error raised on purpose; `param` is the field at fault, `retry_after` are seconds."""
 
     # Of the HTTP response.
     status: int = 500
@@ -26,13 +16,10 @@ class MlxMtpError(Exception):
         self, message: str = "", *, param: str | None = None, retry_after: int | None = None
     ) -> None:
         super().__init__(message)
-        self.param = param
-        self.retry_after = retry_after
+        self.param, self.retry_after = param, retry_after
 
     def __init_subclass__(cls, **values: int | str | None) -> None:
-        super().__init_subclass__()
         for name, value in values.items():
-            assert name in ("status", "type", "code")
             setattr(cls, name, value)
 
 

@@ -1,7 +1,4 @@
-"""What several commands need first (backend, model, tokenizer, engine), from a command line.
-
-Everything heavy is imported inside the functions: see `cli`.
-"""
+"""What several commands need first (backend, model, tokenizer, engine), from a command line."""
 
 from __future__ import annotations
 
@@ -35,21 +32,17 @@ def prepare(options: argparse.Namespace, log_level: str = "warning") -> backend.
 def load(
     options: argparse.Namespace, *, enable_mtp: bool | None, lazy: bool = False
 ) -> tuple[LoadedModel, Tokenizer]:
-    """Load model and tokenizer; `lazy` as `load_model` has it.
-
-    With `enable_mtp` None the model has its head if there is one.
-    """
+    """Load model and tokenizer; with `enable_mtp` None the model has its head if there is one."""
     from mlx_mtp.convert.source import check_head_on_hub
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
 
-    memory = getattr(options, "memory_limit", None)
+    memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
     try:
-        if enable_mtp is not False and options.model is not None:
+        if with_head:
             check_head_on_hub(options.model)
         path = resolve_model(options.model)
-        with_head = enable_mtp is not False
         model = load_model(
             path, enable_mtp=with_head, dtype=options.dtype, memory=memory, lazy=lazy
         )
@@ -68,8 +61,8 @@ def draft_ids(
 
     if options.mtp_draft_vocab is None:
         return None
-    vocab_size = min(tokenizer.vocab_size, loaded.vocab_size)
-    return draft_vocabulary(options.mtp_draft_vocab, tokenizer, vocab_size)
+    size = min(tokenizer.vocab_size, loaded.vocab_size)
+    return draft_vocabulary(options.mtp_draft_vocab, tokenizer, size)
 
 
 def engine(
@@ -79,10 +72,7 @@ def engine(
     config: EngineConfig | None = None,
     **more: Any,
 ) -> Engine:
-    """Build an engine that is not started yet, by default for one sequence at a time.
-
-    `more` as `build_engine` has it.
-    """
+    """Build an engine that is not started yet, by default for one sequence at a time."""
     import platformdirs
 
     from mlx_mtp.engine.build import build_engine

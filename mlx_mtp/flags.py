@@ -1,7 +1,4 @@
-"""Command-line flags that may also come from the environment: --port is MLX_MTP_PORT.
-
-The flag takes precedence over the variable, and the variable over the default.
-"""
+"""Command-line flags, which precede environment variables (MLX_MTP_PORT for --port)."""
 
 import argparse
 import math
@@ -29,10 +26,7 @@ Parse = Callable[[str], Any]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse with one-line errors and exit status 2; its subparsers are of this class too.
-
-    argparse prints the usage first, which for `serve` is a screen of flags.
-    """
+    """argparse with one-line errors, without the usage, which for `serve` is a screen of flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
@@ -76,10 +70,8 @@ class Flag:
     @property
     def shown_default(self) -> str:
         """The default as the help shows it; empty if there is none."""
-        if self.default_text is not None:
-            return self.default_text
-        if self.default is None or self.default is False or self.default == ():
-            return ""
+        if self.default_text is not None or self.default in (None, ()) or self.default is False:
+            return self.default_text or ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
@@ -103,18 +95,14 @@ class Flag:
                 return tuple(parse(each.strip()) for each in text.split(","))
             return parse(text)
         except ArgumentTypeError as error:
-            raise UsageError(
-                f"The environment variable {self.variable} is wrong: {error}"
-            ) from None
+            fault = f"The environment variable {self.variable} is wrong: {error}"
+            raise UsageError(fault) from None
 
 
 def add_flags(
     parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
 ) -> None:
-    """Add flags; those of a command that reads the environment are in groups.
-
-    They have no defaults then: so `resolve` sees which of them were given.
-    """
+    """Add flags; with `reads_environment` in groups, and without the defaults for `resolve`."""
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
         group = flag.group if reads_environment else None
@@ -126,9 +114,8 @@ def add_flags(
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            words = flag.parse if isinstance(flag.parse, tuple) else ()
-            placeholder = f"{{{','.join(words)}}}" if words else flag.metavar
-            options |= {"type": flag.convert, "metavar": placeholder}
+            words = f"{{{','.join(flag.parse)}}}" if isinstance(flag.parse, tuple) else None
+            options |= {"type": flag.convert, "metavar": words or flag.metavar}
         if flag.repeated:
             options["action"] = "append"
         if not flag.name.startswith("-"):
@@ -141,23 +128,16 @@ def resolve(
 ) -> argparse.Namespace:
     """Add what the command line left open, from the environment or the defaults.
 
-    Returns a namespace with a value for every flag, and in `given` the keys of those that are not
-    defaults. Raises UsageError for a wrong variable, which is named.
+    In `given` are the keys of the flags that aren't defaults. UsageError names a wrong variable.
     """
-    values = vars(given).copy()
-    keys = set()
+    found = {flag.key: getattr(given, flag.key) for flag in flags if flag.key in given}
     for flag in flags:
-        text = environ.get(flag.variable)
-        if flag.key in values:
-            if flag.repeated:
-                values[flag.key] = tuple(values[flag.key])
-        elif text is None:
-            values[flag.key] = flag.default
-            continue
-        else:
-            values[flag.key] = flag.from_text(text)
-        keys.add(flag.key)
-    return argparse.Namespace(**values, given=frozenset(keys))
+        if flag.key in found and flag.repeated:
+            found[flag.key] = tuple(found[flag.key])
+        elif flag.key not in found and (text := environ.get(flag.variable)) is not None:
+            found[flag.key] = flag.from_text(text)
+    values = {flag.key: flag.default for flag in flags} | vars(given) | found
+    return argparse.Namespace(**values, given=frozenset(found))
 
 
 # Parsers of values. Each raises ArgumentTypeError with what is wrong.
@@ -165,10 +145,7 @@ def resolve(
 
 def boolean(text: str) -> bool:
     """1, 0, true or false."""
-    value = _BOOLEANS.get(text.lower())
-    if value is None:
-        raise ArgumentTypeError(f"{text!r} is not one of {', '.join(_BOOLEANS)}")
-    return value
+    return _BOOLEANS[one_of(*_BOOLEANS)(text.lower())]
 
 
 def whole(low: int, high: int) -> Parse:
@@ -259,8 +236,7 @@ def text(value: str) -> str:
 
 def secret(value: str) -> str:
     """An API key that a header can carry. No error repeats any of it."""
-    fault = key_fault(value)
-    if fault is not None:
+    if (fault := key_fault(value)) is not None:
         raise ArgumentTypeError(f"the key {fault}")
     return value
 

@@ -5,8 +5,8 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -21,8 +21,7 @@ _GPU_KEYS = (
 _WIRED_SINCE = 15
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
+class MemoryLimit(NamedTuple):
     """What may be used."""
 
     nbytes: int
@@ -45,14 +44,10 @@ def machine_memory() -> MemoryLimit:
 
 
 def wire_memory(limit: MemoryLimit) -> None:
-    """Ask a Mac to keep the model resident, as mlx-lm does; elsewhere nothing happens.
-
-    Only up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
-    """
-    if not mx.metal.is_available() or platform.system() != "Darwin":
-        return
+    """Ask a Mac to keep the model resident, as mlx-lm does; elsewhere nothing happens."""
+    # Up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
     version = re.match(r"[0-9]+", platform.mac_ver()[0])
-    if version is None or int(version[0]) < _WIRED_SINCE:
+    if not mx.metal.is_available() or version is None or int(version[0]) < _WIRED_SINCE:
         return
     recommended = int(mx.device_info().get("max_recommended_working_set_size", 0))
     try:
@@ -70,9 +65,10 @@ def _host_memory() -> MemoryLimit:
     total = physical_memory()
     found = MemoryLimit(total, "of the machine")
     available = _meminfo("MemAvailable")
-    if available is not None:
-        # What this process has already is its own to use.
-        found = MemoryLimit(min(total, available + _resident()), "available on the machine")
+    if available is not None:  # With what this process has already.
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        available += pages * os.sysconf("SC_PAGE_SIZE")
+        found = MemoryLimit(min(total, available), "available on the machine")
     capped = _cgroup_limit()
     return MemoryLimit(capped, "of this container") if capped < found.nbytes else found
 
@@ -87,11 +83,6 @@ def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int | None:
 
 def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     try:
-        text = path.read_text().strip()
-    except OSError:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max" is no number.
         return sys.maxsize
-    return int(text) if text.isdecimal() else sys.maxsize
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,4 @@
-"""The flags of `serve` and `generate`, and which of them have no effect beside others.
-
-Most flags are the settings of `config`; here are those of loading, and of a single answer.
-"""
+"""The flags of `serve` and `generate`, most from `config`, and which exclude each other."""
 
 import argparse
 from dataclasses import replace
@@ -16,7 +13,6 @@ PREFIX_CACHE_DIR_SIZE = 16 * 10**9
 ANSWER_TOKENS = 512
 """Most tokens of an answer of `generate` without --max-tokens."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-# Of the help and of docs/flags.md, in their order.
 _HEADINGS = (
     *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
     *("security", "formats", None, "sampling"),
@@ -102,8 +98,9 @@ SERVE_FLAGS = _in_order(
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 _OF_MODEL = "the model's generation_config.json"
+RANDOMNESS = "randomness; 0 always takes the most probable token"
 _SAMPLING = (
-    ("--temperature", "randomness; 0 always takes the most probable token", real),
+    ("--temperature", RANDOMNESS, real),
     ("--top-p", "keep the most probable tokens that add up to this probability", real),
     (
         "--top-k",
@@ -152,11 +149,7 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Raise UsageError for flags of `serve` that would have no effect, before anything is loaded.
-
-    A variable of the environment counts as given; a default does not, nor does a value that asks
-    for what happens anyway, such as 0 drafts without MTP.
-    """
+    """Raise UsageError for flags of `serve` that would have no effect."""
     check_generate(options, "--calibration-seconds")
     depth = options.mtp_num_draft_tokens
     if _asks(options, "--calibration-seconds") and depth != "auto":

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.loaded import LoadedModel
 
-CLOSED_PIPE_STATUS = 141
-"""What a shell reports for a program that SIGPIPE ended."""
+CLOSED_PIPE_STATUS = 141  # As a shell reports SIGPIPE.
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -64,12 +63,9 @@ def serve(options: argparse.Namespace) -> int:
         gc.collect()
         gc.freeze()
         text = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
-        server = make_server(
-            app, log_level=options.log_level, on_ready=lambda: _print_or_discard(text)
-        )
-        ended = run(server, sock, engine.stop)
-    if not ended:
-        give_up("the engine's thread hangs and can't be ended")
+        server = make_server(app, log_level=options.log_level, on_ready=lambda: _announce(text))
+        if not run(server, sock, engine.stop):
+            give_up("the engine's thread hangs and can't be ended")
     return 0
 
 
@@ -106,10 +102,8 @@ def banner(
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
     depth = engine.num_draft_tokens
-    drafts = f"{depth} (follows measured cost and acceptance)"
-    if depth != "auto":
-        drafts = f"{depth} tokens per step"
-    drafts += f", head from {loaded.head_source}"
+    how = " (follows measured cost and acceptance)" if depth == "auto" else " tokens per step"
+    drafts = f"{depth}{how}, head from {loaded.head_source}"
     message = {"role": "user", "content": "Tell me a story."}
     body = json.dumps({"model": config.model_name, "messages": [message]})
     curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
@@ -138,11 +132,10 @@ def _prefixes(engine: EngineInfo) -> str:
     return text
 
 
-def _print_or_discard(text: str) -> None:
-    """Print; if standard output is closed (`mlx-mtp serve | head`), discard all further output."""
+def _announce(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except BrokenPipeError:  # As in `mlx-mtp serve | head`.
         discard(sys.stdout)
 
 

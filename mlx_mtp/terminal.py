@@ -30,7 +30,7 @@ _SAMPLING = (
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model and print its answer; returns the exit status. The backend is prepared."""
-    enable_mtp = True if needs_head(options) else options.enable_mtp
+    enable_mtp = needs_head(options) or options.enable_mtp
     loaded, tokenizer = factories.load(options, enable_mtp=enable_mtp)
     engine = factories.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
@@ -42,17 +42,13 @@ def stream_answer(
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> int:
-    """Print an answer as it comes, and its speed on standard error; returns the exit status.
-
-    The engine is not yet started.
-    """
+    """Print an answer as it comes, and its speed on standard error; the engine is not started."""
     room = engine.info.max_model_len
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})
     sampling = {name: getattr(options, name) for name in _SAMPLING}
     try:
-        # The prompt is not used: the chat is what the model gets.
         body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
@@ -68,7 +64,7 @@ def stream_answer(
     try:
         began = time.perf_counter()
         engine.submit(request)
-        times: list[tuple[float, int]] = []
+        times = list[tuple[float, int]]()
         for at, output in read_outputs(engine, arrived, 1):
             for event in stream.push(output).events:
                 assert isinstance(event, Text), "plain text has no other events"
@@ -91,10 +87,7 @@ def summary(
     times: list[tuple[float, int]],
     depth: str | None,
 ) -> str:
-    """Speed and acceptance in one line; `depth` is None without MTP.
-
-    `times` say when each output came, and how many tokens there were by then.
-    """
+    """Speed and acceptance in one line; `times`: of each output, and how many tokens by then."""
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0

@@ -1,15 +1,7 @@
 """One answer of a server or an engine: when its tokens came, and how many came at a time.
 
-Definitions, with t0 the moment before the request is sent:
-
-    chunk               what one read of the connection returned, if it contained text
-    TTFT                time of the first chunk - t0
-    chunk gap           time between two chunks
-    inter-token latency chunk gap / tokens in the later chunk, counted once for each of its tokens
-    decoding rate       tokens after the first chunk / time after the first chunk
-
-With speculative decoding a chunk may hold several tokens. While an answer arrives the client only
-notes the time of each read, and parses afterwards: a server may share its machine.
+A chunk is what one read of the connection returned, if it contained text. It is parsed when the
+answer has ended: a server may share the client's machine.
 """
 
 import enum
@@ -20,14 +12,14 @@ from typing import Any
 
 from mlx_mtp.errors import BenchError
 
-Read = tuple[float, bytes]
-"""When bytes were read, in seconds of the client's clock, and the bytes."""
-_COUNTS = (
-    ("usage", "completion_tokens"),
-    ("usage", "prompt_tokens"),
-    ("timings", "draft_n"),  # As llama.cpp has them.
-    ("timings", "draft_n_accepted"),
-)
+Read = tuple[float, bytes]  # When bytes were read, by the client's clock, and the bytes.
+# By the fields of `Answer`; timings are as llama.cpp has them.
+_COUNTS = {
+    "num_tokens": ("usage", "completion_tokens"),
+    "prompt_tokens": ("usage", "prompt_tokens"),
+    "num_drafts": ("timings", "draft_n"),
+    "num_accepted": ("timings", "draft_n_accepted"),
+}
 
 
 class Split(enum.StrEnum):
@@ -72,48 +64,37 @@ class Answer:
 
 def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
     """Parse the stream of an answer; raises BenchError for an error in it, and if it was cut."""
-    ended, done, last = sent, False, dict[str, Any]()
+    ended, data, last = sent, "", dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
     for ended, data in timed_events(reads):
-        done = data == "[DONE]"
-        if done:
+        if data == "[DONE]":
             break
         found = _parse_chunk(data)
         last |= found
         if found["text"]:
             events.append((ended, found))
-    if not done and "finish_reason" not in last:
+    if data != "[DONE]" and "finish_reason" not in last:
         raise BenchError(
             f"an answer was cut off after {len(events)} chunks: the server died or closed the "
             "connection."
         )
-    total = last.get("completion_tokens")
-    if events and total == 0:
-        total = None  # There is text, so this is no count.
-    tokens, split = _token_counts([event for _, event in events], total, last)
+    if events and last.get("num_tokens") == 0:
+        del last["num_tokens"]  # There is text, so this is no count.
+    tokens, split = _token_counts([event for _, event in events], last)
     chunks: dict[float, float] = {}  # The events of one read are one chunk.
     for (at, _), count in zip(events, tokens, strict=True):
         chunks[at] = chunks.get(at, 0.0) + count
     chunks = {at: count for at, count in chunks.items() if count}
+    counts = {"num_tokens": len(events)} | {k: last[k] for k in _COUNTS if k in last}
     return Answer(
-        sent=sent,
-        ended=ended,
-        times=tuple(chunks),
-        tokens=tuple(chunks.values()),
-        num_tokens=len(events) if total is None else total,
-        split=split,
-        num_events=len(events),
-        prompt_tokens=last.get("prompt_tokens"),
-        num_drafts=last.get("draft_n", 0),
-        num_accepted=last.get("draft_n_accepted", 0),
-        retries=retries,
+        *(sent, ended, tuple(chunks), tuple(chunks.values())),
+        **{"split": split, "num_events": len(events), "retries": retries, **counts},
     )
 
 
 def timed_events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
     """The data of each server-sent event, with the time of the read that completed it."""
-    rest = b""
-    data: list[bytes] = []
+    rest, data = b"", list[bytes]()
     # The stream's end completes its last event.
     for at, received in [*reads, *((at, b"\n\n") for at, _ in reads[-1:])]:
         *lines, rest = (rest + received).split(b"\n")
@@ -144,13 +125,12 @@ def _parse_chunk(data: str) -> dict[str, Any]:
             found["text"] += "".join(part for part in parts if part)
             if choice.get("finish_reason"):
                 found["finish_reason"] = choice["finish_reason"]
-        for section, key in _COUNTS:
+        for name, (section, key) in _COUNTS.items():
             if (chunk.get(section) or {}).get(key) is not None:
-                found[key] = int(chunk[section][key])
+                found[name] = int(chunk[section][key])
     except (ValueError, TypeError, AttributeError):
-        raise BenchError(
-            f"the stream has {data[:60]!r}, which is not a chat completion chunk."
-        ) from None
+        fault = f"the stream has {data[:60]!r}, which is not a chat completion chunk."
+        raise BenchError(fault) from None
     if error is not None:
         message = error.get("message", error) if isinstance(error, dict) else error
         raise BenchError(f"an answer ended with the error: {str(message)[:300]}")
@@ -158,13 +138,13 @@ def _parse_chunk(data: str) -> dict[str, Any]:
 
 
 def _token_counts(
-    events: Sequence[dict[str, Any]], total: int | None, last: dict[str, Any]
+    events: Sequence[dict[str, Any]], last: dict[str, Any]
 ) -> tuple[list[float], Split]:
     """Tokens of each event with text, and how they are known."""
-    count = len(events)
+    count, total = len(events), last.get("num_tokens")
     if total is None:
         return [1.0] * count, Split.CHUNKS
-    running = [event["completion_tokens"] for event in events if "completion_tokens" in event]
+    running = [event["num_tokens"] for event in events if "num_tokens" in event]
     if events and len(running) == count:
         steps = [float(b - a) for a, b in zip([0, *running], running)]
         # An event without a token of its own has text that was held back before.

@@ -9,22 +9,20 @@ from typing import Any
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.flags import Flag, Parse, add_flags, at_least, one_of, secret, text, whole, word_or
-from mlx_mtp.options import DRAFT_VOCAB, DTYPE, MODEL_FLAG
+from mlx_mtp.options import DRAFT_VOCAB, DTYPE, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
+# It may come from the environment too: a command line can be seen by others.
 API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
-"""The one flag that may come from the environment: a command line can be seen by others."""
-_RANDOMNESS = "randomness; 0 always takes the most probable token"
 _SEED = Flag("--seed N", "repeat the prompts of another run", whole(0, (1 << 63) - 1))
 _ASKING = (
     Flag("--warmups N", "rounds before them that are not counted", whole(0, 100), default=1),
     Flag("--max-tokens N", "most tokens per answer", whole(2, 1 << 20), default=128),
-    Flag("--temperature X", _RANDOMNESS, at_least(0.0), default=0.0),
+    Flag("--temperature X", RANDOMNESS, at_least(0.0), default=0.0),
     replace(_SEED, default_text="new ones, which no server has cached"),
     Flag("--csv FILE", "write the figures as CSV", Path),
     Flag("--json FILE", "write all that was measured", Path),
 )
-_LEVELS = (1, 2, 4, 8, 16, 32)
 _COMPARED_LEVELS = (1, 4, 16)
 CALIBRATION_SECONDS = 2.0
 _CALIBRATION = Flag(
@@ -54,7 +52,7 @@ def add_bench(subparsers: Any) -> None:
     streams = what.add_parser("concurrency", help="rates with 1, 2, 4, 8, 16 and 32 streams")
     streams.add_argument("url", metavar="URL", help=address)
     _add_http(streams)
-    add_streams(streams, _LEVELS)
+    add_streams(streams, (1, 2, 4, 8, 16, 32))
     compare = what.add_parser("compare", help="two servers in turns, and their ratios")
     compare.add_argument("urls", metavar="URL", nargs=2, help="A and B; the ratios are of B to A")
     _add_http(compare, "; give it twice if the servers differ")

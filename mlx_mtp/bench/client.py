@@ -31,11 +31,7 @@ class _RefusedError(BenchError):
 
 
 class HttpServer:
-    """A server to measure; use as a context manager, which connects.
-
-    `model` is asked for, or else the first that the server lists; `name` stands in tables, or else
-    the URL. Raises BenchError, with a message for users, where an answer can't be measured.
-    """
+    """A server to measure, by default the first model that it lists; a context manager."""
 
     def __init__(
         self,
@@ -46,11 +42,9 @@ class HttpServer:
         model: str | None = None,
         name: str | None = None,
     ) -> None:
-        self.url, self.model = base_url(url), model
+        self.url, self.model, self._asking = base_url(url), model, asking
         self.name = name or self.url
-        self._asking = asking
-        self._stream_options = _STREAM_OPTIONS[0]
-        self._connected = False
+        self._stream_options, self._connected = _STREAM_OPTIONS[0], False
         self._runner = asyncio.Runner()
         # Compressed, several chunks would wait for each other.
         headers = {b"Accept-Encoding": b"identity"}
@@ -125,12 +119,12 @@ class HttpServer:
                 await self._stream(body, reads)
                 break
             except httpx.ReadTimeout:
-                text = f"{self.name} was silent for {asking.timeout:g} seconds (--timeout)."
-                raise BenchError(text) from None
+                fault = f"{self.name} was silent for {asking.timeout:g} seconds (--timeout)."
+                raise BenchError(fault) from None
             except (httpx.TransportError, ssl.SSLError) as error:
                 if reads:
-                    text = f"{self.name} ended an answer in the middle: {_reason(error)}"
-                    raise BenchError(text) from None
+                    fault = f"{self.name} ended an answer in the middle: {_reason(error)}"
+                    raise BenchError(fault) from None
                 if not self._connected or retries == _RETRIES:
                     raise self._unreachable(error) from None
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -196,14 +190,13 @@ def _error_text(response: httpx.Response) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException | None) -> str:
     """What the system said, which httpx's own message doesn't repeat."""
     text = " ".join(str(error).split()) or type(error).__name__
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
             # asyncio words it anew, and resolvers have error numbers of their own.
-            code = cause.errno or 0
-            text = os.strerror(code) if code > 0 else cause.strerror
-        cause = cause.__cause__ or cause.__context__
+            code = error.errno or 0
+            text = os.strerror(code) if code > 0 else error.strerror
+        error = error.__cause__ or error.__context__
     return text if text.endswith(".") else f"{text}."

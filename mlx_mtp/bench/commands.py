@@ -20,7 +20,7 @@ _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
 
 def check(options: argparse.Namespace) -> None:
-    """Before the measurement: raise UsageError if a file can't be written or plotted."""
+    """Raise UsageError if a file can't be written or plotted, before the measurement."""
     plot = getattr(options, "plot", None)
     report.check_writable(options.csv, options.json, plot)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -65,23 +65,16 @@ def run_offline(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.offline import OFF, engine_subject
 
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos)
+    rows, seconds = max(options.concurrency), options.calibration_seconds
     with contextlib.ExitStack() as stack:
         subjects = [
-            engine_subject(
-                model,
-                tokenizer,
-                depth,
-                asking,
-                max_num_seqs=max(options.concurrency),
-                calibration_seconds=options.calibration_seconds,
-                draft_ids=draft_ids,
+            stack.enter_context(
+                engine_subject(model, tokenizer, depth, asking, rows, seconds, draft_ids)
             )
             for depth in (0, *options.depths)
         ]
-        for subject in subjects:
-            stack.enter_context(subject)
-        caption = "\n\nTokens per second of all streams together; in brackets the ratio to "
-        caption += f"{OFF}.\n{model.path}, {model.model_type}; {info}"
+        caption = f"\n\nTokens per second of all streams together; in brackets the ratio to {OFF}."
+        caption += f"\n{model.path}, {model.model_type}; {info}"
         measure_and_report(options, subjects, contenders="engine", reference=OFF, caption=caption)
     return 0
 
@@ -95,11 +88,7 @@ def measure_and_report(
     caption: str = "",
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    """Measure, print a table and what must be known of it, and write the files asked for.
-
-    The table is that of `options.what`, or one of `contenders`, which says what the subjects are.
-    `labels` describe the subjects, before the table and in the plot; `caption` follows the table.
-    """
+    """Measure, print `report.table` and notes, and write the files asked for."""
     if options.what == "latency":
         cells = [(kind, 1) for kind in options.prompts]
     else:

@@ -16,10 +16,9 @@ from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.errors import BenchError
 
+# The figures of a subject in one cell: a row of the CSV. Rates are tokens per second, times s.
 Summary = dict[str, Any]
-"""The figures of a subject in one cell: a row of the CSV. Rates are tokens per second, times s."""
-Cell = tuple[str, int]
-"""The kind of the prompts, and how many are asked at once."""
+Cell = tuple[str, int]  # The kind of the prompts, and how many are asked at once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,6 @@ class Wave:
         seconds = max(answer.ended for answer in self.answers) - self.began
         return sum(answer.num_tokens for answer in self.answers) / seconds
 
-    @property
-    def ttft(self) -> float | None:
-        return median(answer.ttft for answer in self.answers)
-
 
 def measure(
     subjects: Sequence[Subject],
@@ -80,13 +75,10 @@ def measure(
 ) -> list[Wave]:
     """Ask every subject the same, in turns, so that a machine that slows down slows them all.
 
-    Warm-ups come first and don't count. The subject that is asked first in a cell changes from
-    round to round. A round that would not end before `deadline` (of `perf_counter`) is not begun.
-    Raises BenchError if a subject gives not one token of text.
+    Another subject begins in each round. A round that would not end before `deadline` (of
+    `perf_counter`) is not begun. Raises BenchError if a subject gives not one token of text.
     """
-    source = PromptSource(seed)
-    waves: list[Wave] = []
-    took = 0.0
+    source, waves, took = PromptSource(seed), list[Wave](), 0.0
     for number in range(-warmups, rounds):
         began = perf_counter()
         if began + took > deadline:
@@ -121,28 +113,28 @@ def summarize(
     waves: Sequence[Wave], subjects: Sequence[str], reference: str | None = None
 ) -> list[Summary]:
     """A summary for each subject and cell, with ratios to the reference round by round."""
-    summaries = []
-    cells = dict.fromkeys(wave.cell for wave in waves)
-    for subject, cell in itertools.product(subjects, cells):
-        own, theirs = (
-            [wave for wave in waves if (wave.subject, wave.cell) == (name, cell)]
-            for name in (subject, reference)
-        )
-        summaries.append(_figures(own) | _ratios(own, theirs))
-    return summaries
+    by_cell: dict[tuple[str | None, Cell], list[Wave]] = {}
+    for wave in waves:
+        by_cell.setdefault((wave.subject, wave.cell), []).append(wave)
+    cells = itertools.product(subjects, dict.fromkeys(wave.cell for wave in waves))
+    return [
+        _figures(by_cell[name, cell])
+        | _ratios(by_cell[name, cell], by_cell.get((reference, cell), ()))
+        for name, cell in cells
+    ]
 
 
 def _figures(waves: Sequence[Wave]) -> Summary:
-    answers = [answer for wave in waves for answer in wave.answers]
+    answers, first = [answer for wave in waves for answer in wave.answers], waves[0]
     num_tokens = sum(answer.num_tokens for answer in answers)
     ttfts = np.array([a.ttft for a in answers if a.ttft is not None])
     drafts, accepted = sum(a.num_drafts for a in answers), sum(a.num_accepted for a in answers)
     gaps = np.array([gap for a in answers for gap in a.gaps])
     tokens = np.array([count for a in answers for count in a.tokens[1:]])
     return {
-        "subject": waves[0].subject,
-        "prompts": waves[0].prompts,
-        "concurrency": waves[0].concurrency,
+        "subject": first.subject,
+        "prompts": first.prompts,
+        "concurrency": first.concurrency,
         "rounds": len(waves),
         "answers": len(answers),
         "prompt_tokens": median(a.prompt_tokens for a in answers),
@@ -164,7 +156,7 @@ def _figures(waves: Sequence[Wave]) -> Summary:
 def _ratios(own: Sequence[Wave], theirs: Sequence[Wave]) -> Summary:
     """Of one subject's waves to another's of the same round."""
     pairs = [(a, b) for a in own for b in theirs if a.round == b.round]
-    ttfts = [(a.ttft, b.ttft) for a, b in pairs]
+    ttfts = [[median(x.ttft for x in wave.answers) for wave in pair] for pair in pairs]
     return {
         **_with_range("rate_ratio", [a.rate / b.rate for a, b in pairs]),
         **_with_range("ttft_ratio", [a / b for a, b in ttfts if a is not None and b]),
@@ -176,14 +168,12 @@ def percentiles(
 ) -> dict[str, float | None]:
     """Percentiles of values [N] by name, such as "ttft_p50"; None for each of no values.
 
-    With weights [N], how often each value counts, a percentile is one of the values; without,
-    numpy interpolates between two.
+    Weights [N] say how often each value counts; a percentile is then one of the values.
     """
     found: Sequence[float | None] = [None] * len(wanted)
-    if len(values) and weights is None:
-        found = np.percentile(values, wanted).tolist()
-    elif len(values):
-        found = np.percentile(values, wanted, weights=weights, method="inverted_cdf").tolist()
+    if len(values):
+        how: dict[str, Any] = {} if weights is None else {"method": "inverted_cdf"}
+        found = np.percentile(values, wanted, weights=weights, **how).tolist()
     return {f"{name}_p{p}": value for p, value in zip(wanted, found)}
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Self
 
@@ -21,17 +22,11 @@ Timed = tuple[float, RequestOutput]
 
 
 class EngineSubject:
-    """An engine to measure; use as a context manager, which starts and stops it.
-
-    `asking` may be changed between two calls.
-    """
+    """An engine to measure, as a context manager, which starts and stops it."""
 
     def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, asking: Asking) -> None:
-        self.name = name
-        self.engine = engine
-        self.asking = asking
-        self._tokenizer = tokenizer
-        self._numbers = itertools.count()
+        self.name, self.engine, self.asking = name, engine, asking
+        self._tokenizer, self._numbers = tokenizer, itertools.count()
 
     def __enter__(self) -> Self:
         self._arrived = start_queued(self.engine)
@@ -47,18 +42,16 @@ class EngineSubject:
         self.engine.stop()
 
     def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        asking, pairs = self.asking, []
-        for text, seed in prompts:
-            # Encoded beforehand: text is not measured here.
-            ids = self._tokenizer.encode_chat([{"role": "user", "content": text}])
-            sampling = SamplingParams(
-                max_tokens=asking.max_tokens,
-                temperature=asking.temperature,
-                seed=seed,
-                ignore_eos=asking.ignore_eos,
-            )
-            pairs.append((ids, sampling))
-        return [answer for answer, _ in self.run(pairs)]
+        asking = self.asking
+        sampling = SamplingParams(
+            asking.max_tokens, temperature=asking.temperature, ignore_eos=asking.ignore_eos
+        )
+        encode = self._tokenizer.encode_chat
+        asked = [
+            (encode([{"role": "user", "content": text}]), replace(sampling, seed=seed))
+            for text, seed in prompts
+        ]
+        return [answer for answer, _ in self.run(asked)]
 
     def run(
         self, prompts: Sequence[tuple[tuple[int, ...], SamplingParams]]
@@ -83,16 +76,11 @@ def engine_subject(
     tokenizer: Tokenizer,
     depth: DraftTokens,
     asking: Asking,
-    *,
     max_num_seqs: int,
     calibration_seconds: float = 2.0,
     draft_ids: Sequence[int] | None = None,
 ) -> EngineSubject:
-    """A new engine over weights that others may share.
-
-    Depth 0 is MTP off, without the head's work on the prompt; "auto" knows nothing from other runs.
-    `draft_ids` are the only tokens that may be drafted; None: all.
-    """
+    """A new engine over weights that others may share; depth 0 is MTP off."""
     name = f"MTP, k = {depth}"
     if depth == 0:
         name, model, draft_ids = OFF, model.without_head(), None
@@ -105,17 +93,10 @@ def engine_subject(
 
 
 def _answer(request: Request, sent: float, timed: Sequence[Timed]) -> Answer:
-    chunks = [(at, float(len(output.token_ids))) for at, output in timed if output.token_ids]
-    tokens = tuple(count for _, count in chunks)
+    chunks = {at: len(output.token_ids) for at, output in timed if output.token_ids}
     return Answer(
-        sent=sent,
-        ended=timed[-1][0],
-        times=tuple(at for at, _ in chunks),
-        tokens=tokens,
-        num_tokens=int(sum(tokens)),
-        split=Split.TOLD,
-        num_events=len(chunks),
-        prompt_tokens=len(request.prompt_token_ids),
+        *(sent, timed[-1][0], tuple(chunks), tuple(map(float, chunks.values()))),
+        *(sum(chunks.values()), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
         num_drafts=sum(output.num_draft_tokens for _, output in timed),
         num_accepted=sum(output.num_accepted_tokens for _, output in timed),
     )

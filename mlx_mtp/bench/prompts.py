@@ -1,17 +1,12 @@
-"""What is asked: prompts of a few lengths, none of them twice.
-
-A server may keep the state of a prompt's beginning. So no two prompts of a run are the same, two of
-one kind differ within a sentence, and a run's seed makes them differ from those of other runs.
-"""
+"""Prompts of a few lengths, different within a sentence: a server may keep a prompt's beginning."""
 
 import random
 from typing import NamedTuple
 
+# A line, always of one task; a line, of varied tasks; a text of so many words and a task about it.
 KINDS = ("story", "short", "medium", "long")
-"""short: a line, of varied tasks; story: a line, always that one; medium and long: a text of
-about 400 or 3,000 words and a task about it."""
-_ATTEMPTS = 16
 _WORDS = {"medium": 400, "long": 3000}
+_ATTEMPTS = 16
 
 _NAMES = ("Anna", "Ben", "Clara", "Dora", "Emil", "Greta", "Ivan", "Leo", "Mina", "Otto", "Vera")
 _ANIMALS = ("fox", "owl", "bear", "otter", "badger", "heron", "hare", "lynx", "mole", "raven")
@@ -60,8 +55,7 @@ class PromptSource:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._given: set[str] = set()
-        self._turns = 0
+        self._given, self._turns = set[str](), 0
 
     def next(self, kind: str, count: int) -> list[Prompt]:
         """So many prompts of one of `KINDS`, to be asked at once; the tasks take turns."""
@@ -69,13 +63,10 @@ class PromptSource:
         return [self._unused(kind, self._turns + index) for index in range(count)]
 
     def _unused(self, kind: str, number: int) -> Prompt:
-        for attempt in range(_ATTEMPTS):
-            # Where a task's variants are used up, the next task is tried.
-            text = self._text(kind, number + attempt)
-            if text not in self._given:
-                break
-        else:
-            text = f"{text} (Number {len(self._given)})"
+        # Where a task's variants are used up, the next task is tried.
+        texts = (self._text(kind, number + attempt) for attempt in range(_ATTEMPTS))
+        text = next((text for text in texts if text not in self._given), None)
+        text = text or f"{self._text(kind, number)} (Number {len(self._given)})"
         self._given.add(text)
         return Prompt(text, self._random.getrandbits(31))
 
@@ -83,7 +74,6 @@ class PromptSource:
         words = self._words()
         if kind not in _WORDS:
             return _SHORT[0 if kind == "story" else number % len(_SHORT)].format(**words)
-        # The first sentence names the hero and the thing.
         sentences = [_SENTENCES[0].format(**words)]
         length = len(sentences[0].split())
         while length < _WORDS[kind]:
@@ -95,15 +85,7 @@ class PromptSource:
 
     def _words(self) -> dict[str, str]:
         chance = self._random
-        name, friend = chance.sample(_NAMES, 2)
-        thing, other = chance.sample(_THINGS, 2)
-        return {
-            "name": name,
-            "friend": friend,
-            "animal": chance.choice(_ANIMALS),
-            "thing": thing,
-            "other": other,
-            "place": chance.choice(_PLACES),
-            "count": str(chance.randint(3, 12)),
-            "small": str(chance.randint(40, 400)),
-        }
+        words = dict(zip(("name", "friend"), chance.sample(_NAMES, 2)))
+        words |= zip(("thing", "other"), chance.sample(_THINGS, 2))
+        words |= {"animal": chance.choice(_ANIMALS), "place": chance.choice(_PLACES)}
+        return words | {"count": f"{chance.randint(3, 12)}", "small": f"{chance.randint(40, 400)}"}

@@ -17,7 +17,6 @@ from mlx_mtp.bench.measure import Summary, Wave
 from mlx_mtp.errors import UsageError
 
 NOTHING = "-"
-# The header and the row of each table.
 _TABLES = {
     "latency": (
         "prompts | prompt tokens | answers | TTFT p50 | p95 | per token p50 | p95 | p99 | "
@@ -87,16 +86,14 @@ def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
 def table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
     """The table of `bench latency`, `concurrency` or `compare`, which has A's summaries first.
 
-    With `contenders`, which says what the subjects are: a row for each subject, a column for each
-    number of streams.
+    With `contenders`, a word for the subjects: a row for each, a column for each number of streams.
     """
     if contenders is not None:
         levels = dict.fromkeys(f"{s['concurrency']} at once" for s in summaries)
         rows = []
         for subject in dict.fromkeys(s["subject"] for s in summaries):
             own = [s for s in summaries if s["subject"] == subject]
-            drafts = sum(s["num_drafts"] for s in own)
-            accepted = sum(s["num_accepted"] for s in own)
+            drafts, accepted = (sum(s[key] for s in own) for key in ("num_drafts", "num_accepted"))
             share = f"{accepted / drafts:.1%}" if drafts else NOTHING
             rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
         return render([contenders, *levels, "drafts accepted"], rows)
@@ -128,9 +125,7 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
 
 def check_writable(*paths: Path | None) -> None:
     """Before the measurement: raise UsageError for a file that can't be written."""
-    for path in paths:
-        if path is None:
-            continue
+    for path in filter(None, paths):
         if path.is_dir():
             raise UsageError(f"{path} is a directory; give a file.")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -147,7 +142,7 @@ def write_csv(path: Path, summaries: Sequence[Summary]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON, indented; paths and the like become text."""
+    """JSON; paths and the like become text."""
     _write(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
 
 
@@ -155,8 +150,7 @@ def wave_fields(wave: Wave) -> dict[str, Any]:
     """A wave for JSON; the times of its answers are counted from its first request."""
     fields = dataclasses.asdict(wave)
     for answer in fields["answers"]:
-        answer["sent"] -= wave.began
-        answer["ended"] -= wave.began
+        answer |= {key: answer[key] - wave.began for key in ("sent", "ended")}
         answer["times"] = [at - wave.began for at in answer["times"]]
     return fields | {"rate": wave.rate}
 
@@ -166,11 +160,9 @@ def write_plot(
 ) -> None:
     """A PNG: all streams together on the left, one stream on the right, a line per subject."""
     # Without pyplot there is no window, no global state and no display to look for.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.6), dpi=144, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     together, each = figure.subplots(1, 2)
     together.set_title("all streams together (bars: range of the rounds)", fontsize="medium")
@@ -184,7 +176,6 @@ def write_plot(
         rates = np.array([(s["rate"], s["rate_min"], s["rate_max"]) for s in own]).T
         bars, label = abs(rates[1:] - rates[0]), labels.get(subject, subject)
         together.errorbar(where, rates[0], yerr=bars, marker="o", capsize=3, label=label)
-        # matplotlib leaves out what is NaN.
         each.plot(where, [s["request_rate"] or float("nan") for s in own], marker="o")
     levels = sorted({s["concurrency"] for s in summaries})
     for axes in (together, each):
@@ -192,8 +183,7 @@ def write_plot(
         axes.set_xticks(levels, map(str, levels))
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("streams at once")
-        axes.set_ylabel("tokens per second")
+        axes.set(xlabel="streams at once", ylabel="tokens per second")
         axes.grid(alpha=0.3)
     together.legend()
     image = io.BytesIO()

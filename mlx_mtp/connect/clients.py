@@ -1,11 +1,8 @@
-"""A running server, and each client's configuration for it: its file, and what goes into it.
-
-A key is never written down: the files name the environment variable that has it.
-"""
+"""A running server, and each client's configuration for it, which names the key's variable."""
 
 import shlex
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -17,33 +14,35 @@ NAME = "mlx-mtp"
 KEY_VARIABLE = "MLX_MTP_API_KEY"
 _MOST_ANSWER_TOKENS = 32_000
 _PATIENCE_SECONDS = 5.0
-_TIMEOUT_MS = 600_000
-"""As long as the SDKs wait by themselves: local models may think for minutes."""
+_TIMEOUT_MS = 600_000  # As long as the SDKs wait by themselves.
 
 
 class Served(NamedTuple):
-    """A server: its address without a path, its model, and the most tokens of the context."""
+    """A server."""
 
-    url: str
+    url: str  # Without a path.
     model: str
-    context: int
+    context: int  # Most tokens.
     wants_key: bool
 
     @property
     def openai_url(self) -> str:
         return f"{self.url}/v1"
 
+    @property
+    def answer_tokens(self) -> int:
+        return min(_MOST_ANSWER_TOKENS, max(1, self.context // 2))
+
 
 class Client(NamedTuple):
     """A client that is configured by a file."""
 
-    variable: str  # Of the environment: names the directory, if set.
-    directory: str  # Else the one below the user's home.
-    file: str
+    # A variable that names the directory, else the one below the user's home, and the file.
+    where: tuple[str, str, str]
     config: Callable[[Served], Config]  # The part of the file that is this server's.
-    run: str  # How to start it then.
     changes: str  # What else of the client's the file changes.
-    needed: Config  # What has to be there too when the file is new.
+    needed: Mapping[str, Any] = {}  # What has to be there too when the file is new.
+    run: str | None = None  # How to start it, if not by its name.
     once: Callable[[Served], str] | None = None  # A command for one session that changes no file.
 
 
@@ -55,22 +54,20 @@ def ask(url: str, api_key: str | None) -> Served:
     base = f"{parts.scheme}://{parts.netloc}"
     headers = {b"Authorization": f"Bearer {api_key}".encode()}
     try:
-        with httpx.Client(base_url=base, timeout=_PATIENCE_SECONDS) as client:
-            response = client.get("/v1/models")
-            wants_key = response.status_code == 401
-            if wants_key and api_key is not None:
-                response = client.get("/v1/models", headers=headers)
+        response = httpx.get(f"{base}/v1/models", timeout=_PATIENCE_SECONDS)
+        wants_key = response.status_code == 401
+        if wants_key and api_key is not None:
+            response = httpx.get(str(response.url), headers=headers, timeout=_PATIENCE_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UsageError(
             f"No server answers at {base} ({error}). Start one with `mlx-mtp serve`, or pass its "
             "address with --url."
         ) from None
-    if response.status_code == 401 and api_key is None:
-        raise UsageError(
-            f"The server at {base} requires its API key: pass --api-key or set MLX_MTP_API_KEY."
-        )
     if response.status_code == 401:
-        raise UsageError(f"The server at {base} refuses this API key.")
+        fault = "requires its API key: pass --api-key or set MLX_MTP_API_KEY."
+        raise UsageError(
+            f"The server at {base} {fault if api_key is None else 'refuses this API key.'}"
+        )
     try:
         (card,) = response.json()["data"]
         return Served(base, card["id"], card["max_model_len"], wants_key)
@@ -80,15 +77,11 @@ def ask(url: str, api_key: str | None) -> Served:
         ) from None
 
 
-def _answer_tokens(served: Served) -> int:
-    return min(_MOST_ANSWER_TOKENS, max(1, served.context // 2))
-
-
 def _opencode(served: Served) -> Config:
     options = {"baseURL": served.openai_url}
     if served.wants_key:
         options["apiKey"] = f"{{env:{KEY_VARIABLE}}}"
-    limit = {"context": served.context, "output": _answer_tokens(served)}
+    limit = {"context": served.context, "output": served.answer_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": NAME,
@@ -100,7 +93,6 @@ def _opencode(served: Served) -> Config:
 
 
 def _claude(served: Served) -> Config:
-    # Every name that it may choose by itself, for helpers and titles too.
     names = [f"ANTHROPIC_DEFAULT_{each}_MODEL" for each in ("OPUS", "SONNET", "HAIKU")]
     env = {
         "ANTHROPIC_BASE_URL": served.url,
@@ -108,7 +100,7 @@ def _claude(served: Served) -> Config:
         **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
         # It believes in a million tokens of a model that it doesn't know.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(_answer_tokens(served)),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer_tokens),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "API_TIMEOUT_MS": str(_TIMEOUT_MS),
     }
@@ -129,16 +121,12 @@ def _codex(served: Served) -> Config:
     provider: Config = {"name": NAME, "base_url": served.openai_url, "wire_api": "responses"}
     if served.wants_key:
         provider["env_key"] = KEY_VARIABLE
-    return {
-        "model": served.model,
-        "model_provider": NAME,
-        "model_context_window": served.context,
-        "model_providers": {NAME: provider},
-    }
+    model = {"model": served.model, "model_provider": NAME}
+    return {**model, "model_context_window": served.context, "model_providers": {NAME: provider}}
 
 
 def _continue(served: Served) -> Config:
-    options = {"contextLength": served.context, "maxTokens": _answer_tokens(served)}
+    limits = {"contextLength": served.context, "maxTokens": served.answer_tokens}
     model = {
         "name": f"{NAME}: {served.model}",
         "provider": "openai",
@@ -147,48 +135,35 @@ def _continue(served: Served) -> Config:
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}" if served.wants_key else "none",
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
-        "defaultCompletionOptions": options,
+        "defaultCompletionOptions": limits,
     }
     return {"models": [model]}
 
 
 CLIENTS = {
     "opencode": Client(
-        "XDG_CONFIG_HOME",
-        ".config",
-        "opencode/opencode.json",
+        ("XDG_CONFIG_HOME", ".config", "opencode/opencode.json"),
         _opencode,
-        "opencode",
         "The default model of every opencode session is then this server's.",
         {"$schema": "https://opencode.ai/config.json"},
     ),
     "claude": Client(
-        "CLAUDE_CONFIG_DIR",
-        ".claude",
-        "settings.json",
+        ("CLAUDE_CONFIG_DIR", ".claude", "settings.json"),
         _claude,
-        "claude",
         "Every Claude Code session then uses this server, also if you pay for Anthropic's.",
-        {},
-        _claude_once,
+        once=_claude_once,
     ),
     "codex": Client(
-        "CODEX_HOME",
-        ".codex",
-        "config.toml",
+        ("CODEX_HOME", ".codex", "config.toml"),
         _codex,
-        "codex",
         "The default model of every Codex session is then this server's.",
-        {},
     ),
     "continue": Client(
-        "CONTINUE_GLOBAL_DIR",
-        ".continue",
-        "config.yaml",
+        ("CONTINUE_GLOBAL_DIR", ".continue", "config.yaml"),
         _continue,
-        "cn",
         "The server's model is added to those that are there.",
         {"name": "Local", "version": "1.0.0", "schema": "v1"},
+        run="cn",
     ),
 }
 

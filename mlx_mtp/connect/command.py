@@ -18,7 +18,7 @@ _API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
 
 
 def add_connect(commands: Any) -> None:
-    """Register `connect`; its parsed namespace has a `run` that takes it and returns a status."""
+    """Register `connect`."""
     parser = commands.add_parser(
         "connect", help="print or write a client's configuration for a running server"
     )
@@ -37,7 +37,6 @@ def add_connect(commands: Any) -> None:
 
 def run_connect(given: argparse.Namespace) -> int:
     """Print what a client needs, or write it; returns the exit status."""
-    # Imported here, so that other commands need not wait for the formats of files.
     from mlx_mtp.connect import files
     from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, ask, open_webui
 
@@ -54,14 +53,15 @@ def run_connect(given: argparse.Namespace) -> int:
         print(open_webui(served) + key)
         return 0
     client = CLIENTS[given.client]
-    directory = given.environ.get(client.variable) or Path.home() / client.directory
-    path, config = Path(directory, client.file), client.config(served)
+    variable, below_home, name = client.where
+    path = Path(given.environ.get(variable) or Path.home() / below_home, name)
+    config = client.config(served)
     if given.write:
         backup = files.write(path, files.merged(path, config, client.needed))
         undo = ["rm", path] if backup is None else ["mv", backup, path]
         print(
             f"Wrote {path}. {client.changes}\nTo undo this: {shlex.join(map(str, undo))}\n"
-            f"Start it with: {client.run}\n{key}"
+            f"Start it with: {client.run or given.client}\n{key}"
         )
         return 0
     if client.once is not None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,10 @@ def shown(path: Path, config: Config) -> str:
     return _FORMATS[path.suffix][1](config)
 
 
-def merged(path: Path, config: Config, needed: Config) -> str:
-    """The text of a file, which may not exist, with a configuration put in.
+def merged(path: Path, config: Config, needed: Mapping[str, Any]) -> str:
+    """The text of a file with a configuration put in; UsageError if it can't be read.
 
-    `config` replaces what is there, in a list the entries of the same name; of `needed` only what
-    the file lacks is put in. Raises UsageError for a file that can't be read.
+    In a list, entries of the same name are replaced. Of `needed` what the file lacks is put in.
     """
     load, dump, empty = _FORMATS[path.suffix]
     try:
@@ -87,18 +86,15 @@ def write(path: Path, text: str) -> Path | None:
     path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        backup = None
+        backup, (descriptor, new) = None, tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
         if path.exists():
             names = (path.with_name(f"{path.name}.bak{n or ''}") for n in itertools.count())
             backup = next(name for name in names if not name.exists())
             shutil.copy2(path, backup)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
-        ) as file:
-            file.write(text)
-        if backup is not None:
-            shutil.copymode(backup, file.name)
-        os.replace(file.name, path)
+            shutil.copymode(path, new)
+        os.replace(new, path)
     except OSError as error:
         raise UsageError(f"{path} can't be written: {error.strerror}.") from None
     return backup

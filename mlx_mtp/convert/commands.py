@@ -15,35 +15,29 @@ _DESCRIPTION = (
     "checkpoint, quantizes it as the model is, and puts it beside the model as mtp.safetensors, "
     "which mlx-lm ignores. Nothing else is changed."
 )
-_SOURCE_HELP = "the checkpoint that has the head, usually the BF16 original"
-_OUTPUT_HELP = (
-    "new directory with links to the model's files and the head; the model's directory stays as it "
-    "is"
-)
-_NORMS_HELP = (
-    "whether the source's norms are zero-centred (hf) or have the 1 added (mlx), if its files "
-    "don't say"
-)
+_SOURCE = "the checkpoint that has the head, usually the BF16 original"
+_OUTPUT = "new directory with links to the model's files and the head; the model's directory stays "
+_NORMS = "whether the source's norms are zero-centred (hf) or have the 1 added (mlx), if its files "
 
 
 def add_subcommands(subparsers: Any) -> None:
-    """Register the commands; `run` of a parsed namespace takes it and returns a status."""
+    """Register `add-mtp-weights` and `convert`."""
     adding = subparsers.add_parser(
         "add-mtp-weights", help="give an MLX model its MTP head back", description=_DESCRIPTION
     )
-    adding.set_defaults(run=_run_add)
+    adding.set_defaults(run=_run)
     add = adding.add_argument
     add("--mlx-model-path", required=True, metavar="DIR_OR_HUB_ID", help="the MLX model")
-    add("--source-model", required=True, metavar="DIR_OR_HUB_ID", help=_SOURCE_HELP)
+    add("--source-model", required=True, metavar="DIR_OR_HUB_ID", help=_SOURCE)
     _add_shared(adding, "the model's own")
-    add("--output", type=Path, metavar="DIR", help=_OUTPUT_HELP)
+    add("--output", type=Path, metavar="DIR", help=_OUTPUT + "as it is")
     add("--dry-run", action="store_true", help="check and report; write nothing")
     add("--force", action="store_true", help="replace an existing head")
-    add("--mtp-norms", choices=("hf", "mlx"), help=_NORMS_HELP)
+    add("--mtp-norms", choices=("hf", "mlx"), help=_NORMS + "don't say")
     converting = subparsers.add_parser(
         "convert", help="make an MLX model with its MTP head from a Hugging Face checkpoint"
     )
-    converting.set_defaults(run=_run_convert)
+    converting.set_defaults(run=_run)
     add = converting.add_argument
     add("source", help="a Hugging Face checkpoint, a directory or a hub id")
     add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
@@ -64,35 +58,26 @@ def _add_shared(parser: argparse.ArgumentParser, default: str) -> None:
     add("--verify", action="store_true", help=verify_help)
 
 
-def _run_add(options: argparse.Namespace) -> int:
-    given = _prepare(options)
-    from mlx_mtp.convert.convert import add_head
-
-    add_head(given.pop("mlx_model_path"), given.pop("source_model"), **given)
-    if not options.dry_run:
-        # By the name that was given: of a hub id, the weights may not be in the cache yet.
-        print(f"Next: mlx-mtp serve {options.output or options.mlx_model_path} --enable-mtp")
-    return 0
-
-
-def _run_convert(options: argparse.Namespace) -> int:
-    given = _prepare(options)
-    if given["flags"] and not options.quantize:
+def _run(options: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    flags = {name: given.pop(name) for name in ("bits", "group_size", "mode")}
+    given["flags"] = {name: value for name, value in flags.items() if value is not None}
+    if given["flags"] and not given.get("quantize", True):
         raise UsageError("--bits, --group-size and --mode need --quantize (-q).")
-    from mlx_mtp.convert.convert import convert_model
-
-    convert_model(given.pop("source"), given.pop("output").resolve(), **given)
-    print(f"Next: mlx-mtp serve {options.output.resolve()} --enable-mtp")
-    return 0
-
-
-def _prepare(options: argparse.Namespace) -> dict[str, Any]:
-    """Prepare mlx and signals; returns the arguments, what is given of the quantization in one."""
     from mlx_mtp import backend
 
     # So that what is half written is removed; only a kill -9 leaves it to the next run.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     backend.prepare()
-    given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
-    flags = {name: given.pop(name) for name in ("bits", "group_size", "mode")}
-    return {**given, "flags": {name: value for name, value in flags.items() if value is not None}}
+    from mlx_mtp.convert.convert import add_head, convert_model
+
+    if options.command == "convert":
+        result = given.pop("output").resolve()
+        convert_model(given.pop("source"), result, **given)
+    else:
+        # By the name that was given: of a hub id, the weights may not be in the cache yet.
+        result = options.output or options.mlx_model_path
+        add_head(given.pop("mlx_model_path"), given.pop("source_model"), **given)
+    if not given.get("dry_run"):
+        print(f"Next: mlx-mtp serve {result} --enable-mtp")
+    return 0

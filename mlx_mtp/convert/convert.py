@@ -32,10 +32,7 @@ def add_head(
     verify: bool = False,
     mtp_norms: Convention | None = None,
 ) -> None:
-    """Convert a head, or print that it is there already; after an error the model is as it was.
-
-    The arguments are the command's; `flags` has those given of `bits`, `group_size` and `mode`.
-    """
+    """Convert a head, or print that it is there already; after an error the model is as it was."""
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model
     target = Target(model)
@@ -51,10 +48,8 @@ def add_head(
         missing = source.repo.missing(source.files)
         size = size_text(sum(missing.values()))
         if missing and dry_run:
-            print(
-                f"Would download {size} from {source.name}: {', '.join(source.files)}. "
-                f"Quantization: {plan.default or 'none'}. Did nothing."
-            )
+            print(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
+            print(f"Quantization: {plan.default or 'none'}. Did nothing.")
             return
         if missing:
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
@@ -83,15 +78,11 @@ def convert_model(
     revision: str | None,
     verify: bool,
 ) -> None:
-    """Convert trunk and head into a new directory, which is there as a whole or not at all.
-
-    The arguments are those of `add_head`. ModelError also if mlx-lm can't convert the trunk.
-    """
+    """Convert trunk and head into a new directory, which is there as a whole or not at all."""
     from mlx_lm.convert import convert as mlx_lm_convert
 
     if output.exists():
         raise ConvertError(f"{output} already exists: give --output a new directory.")
-    # A source without a head is refused before the trunk's long conversion.
     source = open_source(source_name, revision)
     method = source.config.get("quantization_config", {}).get("quant_method")
     if method is not None:
@@ -120,7 +111,6 @@ def convert_model(
     except OSError as error:
         raise ConvertError(f"{output} can't be written: {error}. Nothing was changed.") from error
     except Exception as error:
-        # mlx-lm raises many kinds; whichever it is, it does not convert this checkpoint.
         raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -130,14 +120,10 @@ def _locate(name: str, *, whole: bool) -> Path:
     """The model's directory; of a hub id that isn't downloaded only config.json unless `whole`."""
     if whole or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
         return resolve_model(name)
-    config = HubRepo(name, None).file("config.json")
-    if config is None:
-        raise ConvertError(f"{name} has no config.json, so it is not a model.")
-    return config.parent
+    return HubRepo(name, None).directory
 
 
 def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
-    """Refuse to replace a head that is not the one which the plan would write."""
     # The contents of the source count, not where it is.
     differences = existing.differences(plan.header, ["created_by", "source", "source_revision"])
     if not differences:

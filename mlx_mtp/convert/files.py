@@ -1,8 +1,4 @@
-"""Safetensors files: a source's, read in slices as one tensor may hold all experts; and a sidecar.
-
-It is written to a temporary file in the same directory, synced and renamed: at any moment the
-loader finds the old head or the new one, and a killed run leaves nothing but the temporary file.
-"""
+"""Safetensors files: a source's, read in slices as one may hold all experts; and sidecars."""
 
 from __future__ import annotations
 
@@ -160,13 +156,10 @@ def new_sidecar(
 ) -> Iterator[Path]:
     """Write a sidecar and yield its path; when the context ends it replaces the model's.
 
-    Args:
-        like: arrays with the type and shape of each tensor, by its name without the `mtp.` prefix.
-        metadata: the header's entries; as long before the tensors are read as afterwards.
-        tensors: all of them as bytes, or slices of them and the number that a slice begins at.
+    `like` has the type and shape of each tensor of `tensors`, which come as bytes in slices, with
+    the number that a slice begins at; `metadata` is as long before they are read as afterwards.
     """
-    entries: dict[str, Any] = {}
-    end = 0
+    entries, end = dict[str, Any](), 0
     # Wide types first, so that every tensor begins at a multiple of its item's size.
     for name, array in sorted(like.items(), key=lambda item: -item[1].itemsize):
         offsets = (end, end + array.nbytes)
@@ -216,10 +209,9 @@ def _publish(path: Path, directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of runs that were killed; those of running ones are locked."""
     for path in directory.glob(_TEMPORARY.format("*")):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # A running one has it.
             path.unlink()
 
 

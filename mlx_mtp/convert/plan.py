@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,9 @@ from mlx_mtp import __version__
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, SafetensorsFile, StoredTensor
 from mlx_mtp.convert.source import Source, norm_convention
 from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
+from mlx_mtp.convert.tied import compare_tied
 from mlx_mtp.errors import CheckpointError
-from mlx_mtp.models.head_weights import (
-    EXPERT_KEY,
-    NORM_CONVENTION_KEY,
-    NORMS,
-    TIED,
-    Convention,
-    HeadTensors,
-    load_into,
-    to_mlx,
-)
+from mlx_mtp.models import head_weights
 from mlx_mtp.units import size_text
 
 _GROUPS_AHEAD = 4
@@ -33,7 +27,7 @@ _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 class Plan:
-    """What becomes of every tensor of a source's head, as far as its index says; see `open`."""
+    """What becomes of every tensor of a source's head; see `open`."""
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
         self._target, self._source, self._flags = target, source, flags
@@ -41,15 +35,14 @@ class Plan:
         self.default, self._settings = target.quantization(self._head, flags)
         self.header = self._describe("hf")  # The sidecar's, but for the checksums.
 
-    def open(self, paths: Iterable[Path], asked_norms: Convention | None) -> None:
+    def open(self, paths: Iterable[Path], asked_norms: head_weights.Convention | None) -> None:
         """Decide the rest by the headers of the files that hold the head, check it, and report.
 
-        Afterwards `like` has type and shape of each tensor of the sidecar; they take `nbytes`.
-        ModelError: a tensor is missing or doesn't fit, or the norms are of unknown convention.
+        Then `like` has the type and shape of each of the sidecar's tensors, of `nbytes` in all.
         """
         self._files = [SafetensorsFile(path) for path in paths]
         tensors = self._source.tensors(self._files)
-        self._copies = [name for name in TIED if tensors.pop(name, None)]
+        copies = {name: tensors.pop(name) for name in head_weights.TIED if name in tensors}
         self.groups = _groups(tensors)
         self._convention = norm_convention(self._files, self._source, asked_norms)
         num_parameters = sum(value.size for _, value in tree_flatten(self._head.parameters()))
@@ -57,7 +50,7 @@ class Plan:
         self._check_experts(like)
         # What is loaded where a source is served as it is: this checks names, shapes and packing.
         stored = self._renamed(like)
-        load_into(self._head, stored, self._source.name)
+        head_weights.load_into(self._head, stored, self._source.name)
         self._packed = {
             path: Setting(module.bits, module.group_size, module.mode)
             for path, module in self._head.named_modules()
@@ -70,11 +63,17 @@ class Plan:
         self.like = self._encoded(stored)
         self.nbytes = sum(array.nbytes for array in self.like.values())
         self._report(num_parameters)
+        for name, copy in copies.items():
+            equal, text = compare_tied(name, copy, self._target, self._source)
+            line = f"mtp.{name} is left out, as the trunk's own is used: {text}."
+            print(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
+        for file in self._files:
+            file.digest = sha256()  # Of what the head takes over, which copies are no part of.
 
     def _check_experts(self, tensors: Mapping[str, mx.array]) -> None:
         """An expert's place in the stack is computed, so all experts have to be alike."""
         for name, value in tensors.items():
-            match = EXPERT_KEY.match(name)
+            match = head_weights.EXPERT_KEY.match(name)
             first = tensors.get(f"{match[1]}.0.{match[3]}.weight", value) if match else value
             if (value.shape, value.dtype) != (first.shape, first.dtype):
                 raise CheckpointError(
@@ -82,17 +81,17 @@ class Plan:
                     f"{value.dtype}, expert 0 has {first.shape} and {first.dtype}."
                 )
 
-    def _describe(self, convention: Convention) -> dict[str, str]:
+    def _describe(self, convention: head_weights.Convention) -> dict[str, str]:
         table = {path: setting._asdict() for path, setting in sorted(self._settings.items())}
         shown = self.default or Setting(UNQUANTIZED, 0, "none")
         return {
             "format": "mlx",
             FORMAT_VERSION_KEY: "1",
+            head_weights.NORM_CONVENTION_KEY: "mlx",
             "created_by": f"mlx-mtp {__version__}",
             "source": self._source.name,
             "source_revision": self._source.repo.commit or "",
             "source_norm_convention": convention,
-            NORM_CONVENTION_KEY: "mlx",
             **{key: str(value) for key, value in shown._asdict().items()},
             "quantization": json.dumps(table, separators=(",", ":")),
             **{name: str(getattr(self._target.args, name)) for name in _TRUNK},
@@ -106,8 +105,6 @@ class Plan:
         norms = {"hf": "zero-centred in the source, 1 is added", "mlx": "as MLX has them already"}
         print(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
         print(f"Norms: {norms[self._convention]}.", flush=True)
-        for name in self._copies:
-            print(f"mtp.{name} is left out, as the trunk's own is used.")
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""
@@ -123,11 +120,8 @@ class Plan:
                 tensor.read()
 
     def converted(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
-        """The sidecar's tensors as bytes, an expert at a time, with the number of the expert.
-
-        mlx's threads quantize the next ones while the caller writes, on the CPU even where there
-        is a GPU.
-        """
+        """The sidecar's tensors as bytes, an expert at a time, with the number of the expert."""
+        # The CPU quantizes the next ones while the caller writes, even where there is a GPU.
         streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, 8))]
         pending: deque[tuple[int, dict[str, mx.array]]] = deque()
         for (expert, tensors), stream in zip(self.groups, itertools.cycle(streams)):
@@ -145,11 +139,13 @@ class Plan:
         """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
         rounded = dict(tensors)
         for name, value in tensors.items():
-            if name in NORMS:
+            if name in head_weights.NORMS:
                 rounded[name] = value.astype(mx.float32)
             elif value.dtype == mx.float32 and not name.endswith((".scales", ".biases")):
                 rounded[name] = value.astype(mx.bfloat16)
-        return to_mlx(HeadTensors(rounded, self._convention, self._source.name))
+        return head_weights.to_mlx(
+            head_weights.HeadTensors(rounded, self._convention, self._source.name)
+        )
 
     def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         """The sidecar's tensors, not evaluated, of the whole head or some of its parameters."""
@@ -163,10 +159,9 @@ class Plan:
             for name in names:
                 encoded.pop(name, None)
             if packing:
-                scales: dict[str, Any] = dict(zip(("scales", "biases"), parts[1:]))
-                parts = [mx.dequantize(parts[0], **scales, **packing._asdict())]
+                parts = [packing.dequantize(parts)]
             if setting:
-                parts = list(mx.quantize(parts[0], **setting._asdict()))
+                parts = setting.quantize(parts[0])
             encoded |= zip(names, parts)
         return encoded
 
@@ -176,7 +171,7 @@ def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, St
     groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
-        if match := EXPERT_KEY.match(name):
+        if match := head_weights.EXPERT_KEY.match(name):
             first = f"{match[1]}.0.{match[3]}.weight"
             groups.setdefault((match[1], int(match[2])), {})[first] = tensor
         elif len(tensor.shape) == 3:

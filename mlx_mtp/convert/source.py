@@ -1,5 +1,6 @@
 """Checkpoints in a directory or on the hub: which file holds which tensor, and which the head."""
 
+import contextlib
 import fnmatch
 import json
 import re
@@ -10,13 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    HfApi,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+import huggingface_hub as hub
+from huggingface_hub import get_hf_file_metadata
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import HfFileMetadata
 
@@ -58,10 +54,8 @@ class LocalRepo:
     def missing(self, names: Sequence[str]) -> dict[str, int]:
         for name in names:
             if not self.file(name):
-                raise CheckpointError(
-                    f"{self.path / name} is missing, though {INDEX} names it: is the download "
-                    "complete?"
-                )
+                fault = f"is missing, though {INDEX} names it: is the download complete?"
+                raise CheckpointError(f"{self.path / name} {fault}")
         return {}
 
 
@@ -77,48 +71,53 @@ class HubRepo:
         if path is not None:
             return path.parent.name
         with self._explained("the list of files"):
-            found = HfApi().model_info(self.repo_id, revision=self._revision or "main")
+            found = hub.HfApi().model_info(self.repo_id, revision=self._revision or "main")
         return _checked(found.sha, self.repo_id)
+
+    @property
+    def directory(self) -> Path:
+        """Where the cache has config.json; ConvertError if there is none."""
+        config = self.file("config.json")
+        if config is None:
+            raise ConvertError(f"{self.repo_id} has no config.json, so it is not a model.")
+        return config.parent
 
     def file(self, name: str) -> Path | None:
         """A file, from the cache or downloaded to it; None if there is no such file."""
         revision = self._revision if name == "config.json" else self.commit
-        with self._explained(name):
-            try:
-                return Path(hf_hub_download(self.repo_id, name, revision=revision))
-            except RemoteEntryNotFoundError:
-                return None
+        with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
+            return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
+        return None
 
     def names(self) -> list[str]:
         with self._explained("the list of files"):
-            return HfApi().list_repo_files(self.repo_id, revision=self.commit)
+            return hub.HfApi().list_repo_files(self.repo_id, revision=self.commit)
 
     def tensor_names(self, name: str) -> list[str]:
         """What a safetensors file holds, by its header alone."""
         with self._explained(name):
-            read_header = HfApi().parse_safetensors_file_metadata
+            read_header = hub.HfApi().parse_safetensors_file_metadata
             return list(read_header(self.repo_id, name, revision=self.commit).tensors)
 
     def remote(self, name: str) -> HfFileMetadata | None:
         """What the hub says of a file without sending it; None if there is no such file."""
-        with self._explained(name):
-            try:
-                url = hf_hub_url(self.repo_id, name, revision=self.commit)
-                found = get_hf_file_metadata(url)
-            except RemoteEntryNotFoundError:
-                return None
-        # huggingface_hub makes paths of these two.
-        _checked(found.etag, name)
-        _checked(found.commit_hash, name)
-        if found.size is None:
-            raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
-        return found
+        with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
+            url = hub.hf_hub_url(self.repo_id, name, revision=self.commit)
+            found = get_hf_file_metadata(url)
+            # huggingface_hub makes paths of these two.
+            _checked(found.etag, name)
+            _checked(found.commit_hash, name)
+            if found.size is None:
+                raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
+            return found
+        return None
 
     def missing(self, names: Sequence[str]) -> dict[str, int]:
         """The size of each file that is not in the cache; ConvertError for one not on the hub."""
         sizes = {}
         for name in names:
-            if isinstance(try_to_load_from_cache(self.repo_id, name, revision=self.commit), str):
+            cached = hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit)
+            if isinstance(cached, str):
                 continue
             found = self.remote(name)
             if found is None:
@@ -127,10 +126,8 @@ class HubRepo:
         return sizes
 
     def _explained(self, name: str) -> AbstractContextManager[None]:
-        at = f" at revision {self._revision}" if self._revision else ""
-        return explained(
-            self.repo_id, f"{name} of {self.repo_id}{at}", ConvertError, self._revision
-        )
+        of = f" of {self.repo_id}" + (f" at revision {self._revision}" if self._revision else "")
+        return explained(self.repo_id, name + of, ConvertError, self._revision)
 
 
 @dataclass(frozen=True)
@@ -171,10 +168,7 @@ class Source:
 
 
 def open_source(name: str, revision: str | None = None) -> Source:
-    """Open a directory or a repository on the hub, of which only small files are downloaded.
-
-    ModelError: there is no such source, it can't be had or is damaged, or it has no head.
-    """
+    """Open a directory or a repository on the hub, of which only small files are downloaded."""
     path = Path(name).expanduser()
     if path.is_dir() and revision is not None:
         raise ConvertError(f"--revision is for a hub id, and {name} is a directory.")
@@ -200,11 +194,7 @@ def open_source(name: str, revision: str | None = None) -> Source:
 
 
 def check_head_on_hub(name: str | None) -> None:
-    """Raise MissingHeadError for a repository without a head, before its weights are downloaded.
-
-    A directory is left to the loader. A gated repository, or a hub that can't be reached, is left
-    to the download: either it explains the failure, or the model is in the cache.
-    """
+    """Raise MissingHeadError for a repository without a head, before its weights are downloaded."""
     if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
         return
     repo = HubRepo(name, None)
@@ -213,15 +203,14 @@ def check_head_on_hub(name: str | None) -> None:
         if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
             return
         base = base_model(repo.file("README.md"))
-    except ConvertError:
+    except ConvertError:  # The download explains it, or the model is in the cache.
         return
     raise missing_head(name, base, "Its weights were not downloaded.")
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:
     """The files of a head that was added to the cached copy."""
-    config = repo.file("config.json")
-    return [] if config is None else sorted(config.parent.glob(SIDECAR_PATTERN))
+    return sorted(repo.directory.glob(SIDECAR_PATTERN))
 
 
 def remote_sidecar(repo: HubRepo) -> list[str]:
@@ -252,10 +241,9 @@ def norm_convention(
 ) -> Convention:
     """Whether the norms in a head's files are zero-centred ("hf"); their values never decide.
 
-    In this order: what a header says in so many words; the flag; the layout of a convolution in the
-    same file, which whoever wrote it must have treated alike ([C, 1, K] in HF files, [C, K, 1] in
-    MLX ones); PyTorch's mark in the header; a convolution elsewhere in the source, if it is HF's.
-    ConvertError if none of these says it, or they contradict each other.
+    In this order: what a header says; the flag; the layout of a convolution in the same file, which
+    must have been treated alike ([C, 1, K] in HF files, [C, K, 1] in MLX ones); PyTorch's mark in
+    the header; a convolution elsewhere in the source, if it is HF's. ConvertError if none decides.
     """
     names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
@@ -276,8 +264,7 @@ def norm_convention(
 
 
 def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
-    stated = file.metadata.get(NORM_CONVENTION_KEY)
-    if stated is not None:
+    if (stated := file.metadata.get(NORM_CONVENTION_KEY)) is not None:
         return "hf" if stated == "hf" else "mlx" if stated == "mlx" else None
     for name, tensor in file.tensors.items():
         if name.endswith(_CONVOLUTION) and head_name(name) is None:

@@ -2,10 +2,11 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.specs import AttentionSpec
@@ -31,15 +32,17 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         return f"{self.bits} bits, groups of {self.group_size}, {self.mode}"
 
+    def quantize(self, matrix: mx.array) -> list[mx.array]:
+        return list(mx.quantize(matrix, **self._asdict()))
 
-# What each mode takes when nothing is said; only affine has a choice.
-MODES = {
-    "affine": Setting(4, 64, "affine"),
-    "mxfp4": Setting(4, 32, "mxfp4"),
-    "nvfp4": Setting(4, 16, "nvfp4"),
-    "mxfp8": Setting(8, 32, "mxfp8"),
-}
-_AFFINE = ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128))
+    def dequantize(self, parts: Sequence[mx.array]) -> mx.array:
+        scales: dict[str, Any] = dict(zip(("scales", "biases"), parts[1:]))
+        return mx.dequantize(parts[0], **scales, **self._asdict())
+
+
+# Each mode's bits and group sizes, the default first.
+_AFFINE = ((4, 1, 2, 3, 5, 6, 8), (64, 32, 128))
+MODES = {"affine": _AFFINE, "mxfp4": ((4,), (32,)), "nvfp4": ((4,), (16,)), "mxfp8": ((8,), (32,))}
 
 
 class Target:
@@ -55,7 +58,6 @@ class Target:
             self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
-        # mlx-lm's choice of what to quantize, by path and module.
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def head(self, *, moe: bool) -> MTPHead:
@@ -71,12 +73,7 @@ class Target:
     def quantization(
         self, head: nn.Module, flags: Mapping[str, Any]
     ) -> tuple[Setting | None, dict[str, Setting]]:
-        """The setting of most matrices (None: unquantized), and the settings by path of the module.
-
-        A flag counts before config.json. Without one, a matrix is quantized as its twin in the
-        trunk's last attention layer where config.json names that. Routers follow mlx-lm's choice.
-        UsageError or ConvertError for what MLX can't do.
-        """
+        """The setting of most matrices (None: unquantized), and those by path of the module."""
         table = self.config.get("quantization")
         table = table if isinstance(table, dict) else {}
         default = _default(table, flags)
@@ -88,7 +85,7 @@ class Target:
             if not hasattr(module, "to_quantized"):
                 continue
             choice = twins[path] if path in twins else self._predicate(f"mtp.{path}", module)
-            setting = _of_config(choice) if isinstance(choice, dict) else default
+            setting = setting_of(choice) if isinstance(choice, dict) else default
             # As mlx-lm does: a matrix that the groups don't divide stays as it is.
             if choice and module.weight.shape[-1] % setting.group_size == 0:
                 settings[path] = setting
@@ -127,30 +124,35 @@ def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | No
         if len(flags) > 1:
             raise UsageError(f"--bits {UNQUANTIZED} leaves the head unquantized: give no other.")
         return None
-    of_target = _of_config(table) if table else None
+    of_target = setting_of(table) if table else None
     if not flags:
         return of_target
-    base = of_target or MODES["affine"]
+    base = of_target or _of_mode("affine")
     if flags.get("mode", base.mode) != base.mode:
-        base = MODES[flags["mode"]]
+        base = _of_mode(flags["mode"])
     return _checked(base._replace(**flags), "--bits, --group-size and --mode", UsageError)
 
 
-def _of_config(table: Mapping[str, Any]) -> Setting:
+def setting_of(table: Mapping[str, Any]) -> Setting:
+    """What an entry of config.json asks for; ConvertError for what MLX can't do."""
     mode = table.get("mode", "affine")
     if mode not in MODES:
         raise ConvertError(
             f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
         )
     given: dict[str, Any] = {k: int(table[k]) for k in ("bits", "group_size") if k in table}
-    return _checked(MODES[mode]._replace(**given), "config.json", ConvertError)
+    return _checked(_of_mode(mode)._replace(**given), "config.json", ConvertError)
+
+
+def _of_mode(mode: str) -> Setting:
+    bits, sizes = MODES[mode]
+    return Setting(bits[0], sizes[0], mode)
 
 
 def _checked(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:
     # Here and not by mlx, where a group size of 0 ends the process.
-    fixed = MODES[setting.mode]
-    bits, sizes = _AFFINE if setting.mode == "affine" else ((fixed.bits,), (fixed.group_size,))
+    bits, sizes = MODES[setting.mode]
     if setting.bits not in bits or setting.group_size not in sizes:
-        can = f"{', '.join(map(str, bits))} bits and groups of {', '.join(map(str, sizes))}"
+        can = " bits and groups of ".join(", ".join(map(str, sorted(n))) for n in (bits, sizes))
         raise error(f"{where} ask for {setting}, which can't be: {setting.mode} has {can}.")
     return setting

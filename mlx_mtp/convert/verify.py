@@ -23,8 +23,8 @@ PROMPTS = (
 )
 DEPTH = 3
 NUM_TOKENS = 64
-# Share of drafts that published measurements of Qwen3-Next to 3.8 heads found right, from prose to
-# code; and the share at depth 1 below which a head is wrong, whatever the text.
+# Published shares of right drafts of Qwen3-Next to 3.8 heads, from prose to code; and the share at
+# depth 1 below which a head is wrong, whatever the text.
 HEALTHY = ((0.45, 0.95), (0.20, 0.90), (0.10, 0.85))
 BROKEN = 0.05
 
@@ -52,10 +52,7 @@ def verify_head(directory: Path) -> tuple[int, list[float]]:
 
 
 def measure(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, list[float]]:
-    """Decode prompts of token ids greedily, with drafts.
-
-    Returns the number of steps and the share of them in which draft 1, 2, .. was accepted.
-    """
+    """Decode greedily: the number of steps, and the share that accepted draft 1, 2, .."""
     config = EngineConfig(num_draft_tokens=DEPTH, max_num_seqs=len(prompts))
     engine = build_engine(model, config, model.vocab_size, ())
     arrived = start_queued(engine)

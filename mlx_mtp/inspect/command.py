@@ -9,27 +9,20 @@ from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 
 def add_inspect(subparsers: Any) -> None:
-    """Register `inspect`; its parsed namespace has a `run` that takes it and returns a status."""
+    """Register `inspect`."""
     parser = subparsers.add_parser(
         "inspect",
         help="show whether a model fits this machine and whether it has its MTP head",
         description="Show whether a model fits this machine and up to which context, what it is, "
         "whether it has its MTP head, and the next command to type. No weights are downloaded.",
     )
+    planned, auto = "plan the memory for computing in this type", "auto, the type serve would use"
+    limited = "plan for this much memory, such as 48GB"
     add_flags(
         parser,
         MODEL_FLAG,
-        replace(
-            DTYPE,
-            help="plan the memory for computing in this type",
-            default_text="auto, the type serve would use",
-        ),
-        Flag(
-            "--memory-limit SIZE",
-            "plan for this much memory, such as 48GB",
-            size,
-            default_text="what this machine has",
-        ),
+        replace(DTYPE, help=planned, default_text=auto),
+        Flag("--memory-limit SIZE", limited, size, default_text="what this machine has"),
     )
     parser.set_defaults(run=run_inspect)
 

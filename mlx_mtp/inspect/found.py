@@ -5,18 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_mtp.cache.specs import AttentionSpec
+from mlx_mtp.convert import source
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
-from mlx_mtp.convert.source import (
-    HubRepo,
-    LocalRepo,
-    base_model,
-    cached_sidecar,
-    head_of,
-    remote_sidecar,
-    weight_map_of,
-)
 from mlx_mtp.convert.target import Target
-from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.units import size_text
 
@@ -34,13 +25,10 @@ class Found(NamedTuple):
 
 
 def find(name: str | None) -> Found:
-    """Look at a directory, a hub id or the bundled model; raises ModelError if there is none.
-
-    No weight is read or downloaded.
-    """
+    """Look at a directory, a hub id or the bundled model (None); ModelError if there is none."""
     if name is None or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
         return _local(resolve_model(name))
-    return _remote(HubRepo(name, None))
+    return _remote(source.HubRepo(name, None))
 
 
 def quantization(config: Mapping[str, Any]) -> str:
@@ -51,11 +39,8 @@ def quantization(config: Mapping[str, Any]) -> str:
     if "quant_method" in table and "bits" not in table:
         return str(table["quant_method"])
     others = sum(isinstance(value, (dict, bool)) for value in table.values())
-    own = f"; {others} matrices differ" if others else ""
-    return (
-        f"{table.get('bits')} bits, groups of {table.get('group_size')}, "
-        f"{table.get('mode', 'affine')}{own}"
-    )
+    mode = table.get("mode", "affine") + (f"; {others} matrices differ" if others else "")
+    return f"{table.get('bits')} bits, groups of {table.get('group_size')}, {mode}"
 
 
 def family(found: Found) -> str:
@@ -64,10 +49,10 @@ def family(found: Found) -> str:
     layers = found.target.family.layer_specs(args)
     attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
     experts = layers[0].mlp.num_experts
+    mlp = f"{experts} experts" if experts else "dense"
     return (
-        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of "
-        f"them with attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, "
-        + (f"{experts} experts" if experts else "dense")
+        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of them with "
+        f"attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, {mlp}"
     )
 
 
@@ -91,13 +76,11 @@ def _local(path: Path) -> Found:
     if existing is not None:
         head_bytes = _total(existing.files)
         head = _sidecar(existing, head_bytes)
-    elif tensors := head_of(weight_map_of(LocalRepo(path))):
-        size = 0
-        for file_name in set(tensors.values()):
-            file = SafetensorsFile(path / file_name)
-            size += sum(t.nbytes for key, t in file.tensors.items() if key in tensors)
+    elif tensors := source.head_of(source.weight_map_of(source.LocalRepo(path))):
+        found = [SafetensorsFile(path / name).tensors for name in set(tensors.values())]
+        size = sum(t.nbytes for file in found for key, t in file.items() if key in tensors)
         head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
-    base = base_model(path / "README.md")
+    base = source.base_model(path / "README.md")
     return Found(str(path), target, trunk, head, head_bytes, base, path)
 
 
@@ -108,33 +91,30 @@ def _sidecar(existing: Existing, size: int) -> str:
     found = f"in {_names(file.name for file in existing.files)}: {size_text(size)}"
     if FORMAT_VERSION_KEY not in metadata:
         return f"{found}, not made by this program"
-    unquantized = metadata["mode"] == "none"
-    bits = "unquantized" if unquantized else f"{metadata['bits']} bits, {metadata['mode']}"
+    bits = f"{metadata['bits']} bits, {metadata['mode']}"
+    bits = "unquantized" if metadata["mode"] == "none" else bits
     revision = f" at {metadata['source_revision'][:12]}" if metadata["source_revision"] else ""
     return f"{found}, {bits}; from {metadata['source']}{revision}, by {metadata['created_by']}"
 
 
-def _remote(repo: HubRepo) -> Found:
-    config = repo.file("config.json")
-    if config is None:
-        raise ModelError(f"{repo.repo_id} has no config.json, so it is not a model.")
-    target = Target(config.parent)
-    weights = weight_map_of(repo)
+def _remote(repo: source.HubRepo) -> Found:
+    target = Target(repo.directory)
+    weights = source.weight_map_of(repo)
     trunk = _sizes(repo, set(weights.values()))
     head, head_bytes = None, 0
-    if inside := head_of(weights):
+    if inside := source.head_of(weights):
         head = f"in {_names(inside.values())}"
-    elif added := cached_sidecar(repo):
+    elif added := source.cached_sidecar(repo):
         head_bytes, names = _total(added), _names(file.name for file in added)
         head = f"in {names} of the local cache: {size_text(head_bytes)}"
-    elif beside := remote_sidecar(repo):
+    elif beside := source.remote_sidecar(repo):
         head_bytes, _ = _sizes(repo, beside)
         head = f"in {_names(beside)}: {size_text(head_bytes)}"
-    base = base_model(repo.file("README.md"))
+    base = source.base_model(repo.file("README.md"))
     return Found(repo.repo_id, target, trunk, head, head_bytes, base)
 
 
-def _sizes(repo: HubRepo, names: Iterable[str]) -> tuple[int, int]:
+def _sizes(repo: source.HubRepo, names: Iterable[str]) -> tuple[int, int]:
     sizes = [file.size for name in names if (file := repo.remote(name))]
     return sum(sizes), len(sizes)
 

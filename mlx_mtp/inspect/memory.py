@@ -1,5 +1,6 @@
 """What a model takes in memory when it is served, by the plan that `serve` makes at its start."""
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -32,19 +33,11 @@ class Demand(NamedTuple):
 
 
 def demand(found: Found, dtype: str) -> Demand:
-    """As `serve` would load the model: cast, and perhaps dequantized. No weight is read.
-
-    Where the weights are elsewhere, or can't be loaded as they are, their files' sizes are used.
-    Whether this machine can compute in `dtype` (see `load_model`) is not checked: the model may be
-    meant for another.
-    """
+    """As `serve` would load the model; by the files' sizes where that can't be done here."""
     has_head = found.head is not None
-    if found.directory is not None:
-        try:
+    with contextlib.suppress(ModelError):
+        if found.directory is not None:
             model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
-        except ModelError:
-            pass
-        else:
             shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
@@ -72,14 +65,11 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
 
 def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
     """How `serve` would share the memory out with --enable-mtp alone; UsageError if it can't."""
-    return plan_memory(
-        wanted.footprint,
-        limit,
-        allowed=wanted.allowed,
-        wanted=None,
-        prefill_step_size=EngineConfig().prefill_step_size,
-        prefix_cache=None,
-    )
+    given: dict[str, Any] = {
+        "prefill_step_size": EngineConfig().prefill_step_size,
+        "prefix_cache": None,
+    }
+    return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, wanted=None, **given)
 
 
 def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:

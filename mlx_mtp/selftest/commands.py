@@ -22,19 +22,16 @@ from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
 from mlx_mtp.server.tokenizer import Tokenizer
 
 _DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
-_AUTO_SHARE = 0.4
-"""Of the time, that must be left for "auto" to be measured too: it calibrates itself first."""
-_TIE = 1e-4
-"""Two candidates closer than this may change places in float32 when shapes change."""
+_AUTO_SHARE = 0.4  # Of the time, that must be left for "auto", which calibrates itself first.
+_TIE = 1e-4  # Candidates closer than this may change places in float32 when shapes change.
 _COMPARED_TOKENS = 48
 _REFERENCE_SHARE, _FEWEST_REFERENCES = 0.15, 3
 _ROWS, _ROUNDS = (1, 4), 3
 _MOST_TIMED, _FEWEST_TIMED = 64, 16
-_ROW_COST = 2.5
-"""Of 4 rows over 1, as long as nothing is known; a server's CPU has about this."""
+_ROW_COST = 2.5  # Of 4 rows over 1, as long as nothing is known; a server's CPU has about this.
 
+# A prompt's token ids, and whether it is a chat: others say nothing about acceptance.
 BuiltIn = tuple[tuple[int, ...], bool]
-"""A prompt's token ids, and whether it is a chat: others say nothing about acceptance."""
 
 
 class Reference(NamedTuple):
@@ -47,10 +44,7 @@ class Reference(NamedTuple):
 def run_selftest(
     options: argparse.Namespace, model: LoadedModel, tokenizer: Tokenizer, backend: str
 ) -> int:
-    """Check and measure, and print the table; returns the exit status.
-
-    `model` has its head; `backend` says in words what mlx computes on.
-    """
+    """Check and measure, and print the table; returns the exit status. `model` has its head."""
     began = perf_counter()
     with showing("selftest: kernels ..."):
         kernels = check_model(model)
@@ -69,10 +63,9 @@ def check_engines(
     report: Report, model: LoadedModel, tokenizer: Tokenizer, seconds: float, began: float
 ) -> None:
     """Compare tokens, then measure speed; an engine that fails is noted and ends it."""
-    deadline, name = began + seconds, OFF
+    deadline, name, asking = began + seconds, OFF, Asking(max_tokens=8)
     prompts, expected, rate = built_in_prompts(tokenizer), list[Reference](), 0.0
     subjects: list[EngineSubject] = []
-    asking = Asking(max_tokens=8)
     with contextlib.ExitStack() as stack:
         try:
             for depth in _DEPTHS:
@@ -86,8 +79,7 @@ def check_engines(
                     if not expected:
                         expected, rate = references(subject, prompts, deadline)
                     if depth != "auto":
-                        found = compare(subject, prompts, expected, report.strict)
-                        report.equality.append(found)
+                        report.equality.append(compare(subject, prompts, expected, report.strict))
             if missing := len(prompts) - len(expected):
                 report.skipped.insert(0, f"{missing} of {len(prompts)} prompts (no time left)")
             name = "speed"
@@ -103,21 +95,15 @@ def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltIn]:
         (tokenizer.encode_chat([{"role": "user", "content": prompt.text}]), True)
         for prompt in (*source.next("story", 2), *source.next("short", 4))
     ]
-    raw = [
-        (tuple(step * i % tokenizer.vocab_size for i in range(1, 24)), False)
-        for step in (7919, 104729)
-    ]
-    # One of each kind first, for when time is short.
+    size = tokenizer.vocab_size
+    raw = [(tuple(step * i % size for i in range(1, 24)), False) for step in (7919, 104729)]
     return [chats[0], raw[0], *chats[1:], raw[1]]
 
 
 def references(
     plain: EngineSubject, prompts: Sequence[BuiltIn], deadline: float
 ) -> tuple[list[Reference], float]:
-    """Decode the prompts one by one, as many as fit a share of the time, but three at least.
-
-    Returns the answers, and tokens per second.
-    """
+    """Decode prompts one by one, at least three: the answers, and tokens per second."""
     began = perf_counter()
     until = began + _REFERENCE_SHARE * max(0.0, deadline - began)
     found: list[Reference] = []
@@ -134,17 +120,12 @@ def references(
 def compare(
     subject: EngineSubject, prompts: Sequence[BuiltIn], expected: Sequence[Reference], strict: bool
 ) -> Equality:
-    """Submit the prompts at once and compare their answers with the references that there are.
-
-    With `strict` only ties excuse a difference; else it is measured and not judged.
-    """
-    asked = prompts[: len(expected)]
-    partings: list[Parting] = []
-    windows: list[RequestOutput] = []
-    identical = 0
+    """Submit prompts at once and compare; with `strict` only ties excuse a difference."""
+    asked, identical = prompts[: len(expected)], 0
+    partings, windows = list[Parting](), list[RequestOutput]()
     answers = subject.run([(ids, _sampling()) for ids, _ in asked])
-    for number, (_, outputs) in enumerate(answers):
-        tokens, reference = _tokens(outputs), expected[number]
+    for number, ((_, outputs), reference) in enumerate(zip(answers, expected, strict=True)):
+        tokens = _tokens(outputs)
         same = [*map(eq, tokens, reference.tokens), False].index(False)
         identical += same
         if tokens != reference.tokens:
@@ -160,8 +141,7 @@ def compare(
         identical=identical,
         partings=partings,
         accepted=[
-            sum(output.num_accepted_tokens > position for output in windows) / len(windows)
-            for position in range(depth)
+            sum(w.num_accepted_tokens > i for w in windows) / len(windows) for i in range(depth)
         ],
         ok=not strict or all(p.gap is not None and p.gap < _TIE for p in partings),
     )
@@ -170,10 +150,7 @@ def compare(
 def measure_speed(
     report: Report, subjects: Sequence[EngineSubject], plain_rate: float, deadline: float
 ) -> None:
-    """Ask all of them the same in turns, in as many rounds and rows as the time allows.
-
-    The first subject is MTP off; `plain_rate` is its tokens per second as seen so far.
-    """
+    """Ask all the same in turns, as far as the time allows; `plain_rate` is that of MTP off."""
     left = deadline - perf_counter()
     cost = len(subjects) / plain_rate  # Seconds of a token in each, one row.
     rows, tokens = list(_ROWS), int(left / (cost * (1 + _ROW_COST)))

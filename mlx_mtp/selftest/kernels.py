@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -12,13 +13,10 @@ from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
 
-TOLERANCE = 1e-4
-"""Of results near 1, in float32's measure; the kernels' own check before first use has the same."""
-_LENGTH = 90
-"""Positions on which the portable code is checked: two chunks, the second one short."""
-_ROWS = 3
+TOLERANCE = 1e-4  # Of results near 1, as in the kernels' own check before first use.
+_LENGTH, _ROWS = 90, 3  # Of windows for the portable code: two chunks, the second one short.
+# Its name, the comparison, and whether the kernel is made for the shape.
 _Case = tuple[str, Callable[[], float], bool]
-"""Its name, the comparison, and whether the kernel is made for the shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,7 @@ def check_model(model: LoadedModel) -> list[KernelCheck]:
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:
-    """Compare at these shapes, by what they are called.
-
-    On a GPU in float32 and bfloat16; portable code computes in float32 whatever it is given.
-    """
+    """Compare at these shapes; portable code computes in float32 whatever it is given."""
     on_gpu = gpu.backend() is not None
     dtypes = (mx.float32, mx.bfloat16) if on_gpu else (mx.float32,)
     return [
@@ -68,7 +63,6 @@ def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
     try:
         difference = compare()
     except Exception as error:
-        # A compiler's complaint may be pages long.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return KernelCheck(*what, ok=False, problem=lines[0][:200])
     return KernelCheck(*what, ok=difference < TOLERANCE, difference=difference)  # NaN is wrong.
@@ -76,16 +70,10 @@ def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
 
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
     fits = shape.key_dim % gpu.LANES == 0
-    yield (
-        "gated delta kernel / portable",
-        lambda: self_check.gated_delta(gated_delta.launch, shape, dtype),
-        fits,
-    )
-    yield (
-        "inputs kernel / portable",
-        lambda: self_check.inputs(inputs.launch, shape, dtype),
-        fits and shape.value_dim % gpu.LANES == 0,
-    )
+    compare = partial(self_check.gated_delta, gated_delta.launch, shape, dtype)
+    yield "gated delta kernel / portable", compare, fits
+    compare = partial(self_check.inputs, inputs.launch, shape, dtype)
+    yield "inputs kernel / portable", compare, fits and shape.value_dim % gpu.LANES == 0
 
 
 def _cpu_cases(shape: Shape) -> Iterator[_Case]:

@@ -19,8 +19,7 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import KernelCheck, name_of
 
 _SHOWN_PARTINGS = 3
-Row = tuple[str, str, str]
-"""What was checked, the result, and the verdict."""
+_VERDICTS = {True: "ok", False: "FAILED"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ class Report:
 
     def table(self) -> str:
         """Markdown, aligned so that it can be read in a terminal too."""
-        title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _verdict(not self.failures))
+        title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model
         yield "versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), ""
         yield "system", machine["os"], ""
@@ -87,7 +86,7 @@ class Report:
         if machine["backend"] == "cpu":
             yield "GPU kernels", "no GPU: portable code in use", ""
         for check in self.kernels:
-            name, verdict = f"{check.name}: {check.shape}, {check.dtype}", _verdict(check.ok)
+            name, verdict = f"{check.name}: {check.shape}, {check.dtype}", _VERDICTS[check.ok]
             if check.applies:
                 yield name, check.problem or f"off by {check.difference:.1e} at most", verdict
             else:
@@ -95,9 +94,9 @@ class Report:
         for found in self.equality:
             # Where differences are no failure there is nothing to judge, only a rate.
             see = found.ok and found.partings and not self.strict
-            verdict = "see" if see else _verdict(found.ok)
             name = f"same tokens as plain, one by one: {found.name}"
-            yield name, found.problem or _tokens_text(found), verdict
+            text = found.problem or _tokens_text(found)
+            yield name, text, "see" if see else _VERDICTS[found.ok]
         for found in self.equality:
             if found.accepted:
                 shares = ", ".join(f"{share:.1%}" for share in found.accepted)
@@ -110,9 +109,8 @@ class Report:
 
 def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> Report:
     """A report with versions, hardware and model; `details` are the backend in words."""
-    info = mx.device_info()
+    info, dtype = mx.device_info(), model.causal_lm.model.norm.weight.dtype
     versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
-    dtype = model.causal_lm.model.norm.weight.dtype
     machine = {
         "versions": {"mlx-mtp": __version__, **versions, "Python": platform.python_version()},
         "os": platform.platform(),
@@ -132,16 +130,10 @@ def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> 
 
 
 def computes_exactly(dtype: mx.Dtype) -> bool:
-    """Whether products are float32 with all their digits, so that only ties may part two runs.
-
-    GPUs round their inputs to TF32 unless MLX_ENABLE_TF32 is 0.
-    """
+    """Whether products are float32 with all their digits, so that only ties may part two runs."""
+    # GPUs round their inputs to TF32 unless MLX_ENABLE_TF32 is 0.
     rounded = gpu.backend() is not None and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
     return dtype == mx.float32 and not rounded
-
-
-def _verdict(ok: bool) -> str:
-    return "ok" if ok else "FAILED"
 
 
 def _tokens_text(found: Equality) -> str:

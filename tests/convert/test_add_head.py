@@ -182,11 +182,56 @@ def test_targets_that_are_no_models_and_sources_that_are_none(pair):
     pair.refused(ModelError, "no config.json")
 
 
-def test_copies_of_the_trunk_are_left_out(pair):
-    names = ("mtp.embed_tokens.weight", "mtp.lm_head.weight", "mtp.shared_head.head.weight")
-    pair.rewrite(lambda own: own.update(dict.fromkeys(names, own["lm_head.weight"])))
-    assert pair.run().count("is left out, as the trunk's own is used") == 3
-    assert not read_file(pair.sidecar)[0].keys() & set(names)
+@pytest.mark.parametrize(
+    ("change", "bits", "said"),
+    [
+        (1.0, None, "equal to the trunk's."),
+        (1.0, 4, "equal to the trunk's as far as 4 bits, groups of 32, affine can tell"),
+        (1.0, 8, "equal to the trunk's as far as 8 bits, groups of 32, affine can tell"),
+        (1.5, None, "different from the trunk's (relative error 33.3%)"),
+        (1.5, 4, "different from the trunk's (relative error 3"),
+        (None, None, "of shape (50, 64), the trunk's of (96, 64)"),
+        (None, 4, "of shape (50, 64), the trunk's of (96, 8)"),
+    ],
+)
+def test_copies_of_the_trunk_are_left_out_and_compared(pair, change, bits, said):
+    """With the target's trunk if it is there, here in some bits; else with the source's."""
+    copies = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+    copies["shared_head.head"] = "lm_head"
+
+    def add(own: dict[str, mx.array]) -> None:
+        if bits:
+            table = {"bits": bits, "group_size": 32}
+            write_target(pair.target, LAYOUT, table)
+            packed = {}
+            for name in copies.values():
+                names = (f"{name}.{part}" for part in ("weight", "scales", "biases"))
+                packed |= zip(names, mx.quantize(own[f"{name}.weight"], **table))
+            write_file(pair.target / "model.safetensors", packed)
+        for name, trunk in copies.items():
+            matrix = own[f"{trunk}.weight"]
+            own[f"mtp.{name}.weight"] = matrix[:50] if change is None else matrix * change
+
+    pair.rewrite(add)
+    lines = [line for line in pair.run().splitlines() if "is left out" in line]
+    assert len(lines) == 3
+    assert all(said in line and ("warning" in line) == (change != 1.0) for line in lines)
+    assert not [name for name in read_file(pair.sidecar)[0] if name[4:-7] in copies]
+    # The checksums are of what the head takes over.
+    sums = pair.metadata()["source_files"]
+    pair.rewrite(lambda own: None)
+    pair.run(force=True)
+    assert json.loads(sums).popitem()[1]["head_sha256"] in pair.metadata()["source_files"]
+
+
+def test_copies_are_not_compared_without_a_trunk(pair):
+    def keep_the_head(own: dict[str, mx.array]) -> None:
+        own["mtp.lm_head.weight"] = own["lm_head.weight"]
+        for name in [name for name in own if not name.startswith("mtp.")]:
+            del own[name]
+
+    pair.rewrite(keep_the_head)
+    assert "trunk's own is used: not compared: " in pair.run()
 
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(pair, monkeypatch):
