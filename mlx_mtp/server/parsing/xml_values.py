@@ -1,7 +1,6 @@
 """What a value may be that is written as bare text, as Qwen3-Coder's format has it.
 
-`bare_values` decides what a text stands for. Whatever is allowed here is read as a value that fits
-the schema: llguidance enforces the schema of what is JSON, and the rest is settled here.
+Whatever is allowed here `bare_values` reads as a value that fits the schema.
 """
 
 import json
@@ -62,14 +61,11 @@ _Values = frozenset[tuple[str, Any]]
 
 
 class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
-    """What a keyword says can't be enforced; the keyword is the argument."""
+    """Grammar or parser can't keep to a keyword, which is the argument."""
 
 
 def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's parameters with its own references followed.
-
-    NotExpressible: it says more than which parameters there are, or their tags can't be read.
-    """
+    """The schema of a tool's parameters with its own references followed."""
     plain = _definitions(schema)
     for part in _all_parts(schema, schema, "allOf"):
         for key, value in part.items():
@@ -92,10 +88,7 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
-    """What a parameter may be: terminals of bare text, and the schema of what is JSON.
-
-    NotExpressible: a keyword can't be enforced of bare text.
-    """
+    """What a parameter may be: terminals of bare text, and the schema of what is JSON."""
     part, types = schema["properties"][key], value_types(schema, key)
     if types and "string" not in types:
         return [], _whole({"type": sorted(types), **part}, schema)
@@ -123,9 +116,8 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
             terminals.append(json.dumps(text))
     if not terminals and not json_types:
         raise NotExpressible("enum" if words else "type")
-    if not json_types:
-        return terminals, None
-    return terminals, _whole({**part, "type": sorted(json_types)}, schema)
+    json_schema = _whole({**part, "type": sorted(json_types)}, schema) if json_types else None
+    return terminals, json_schema
 
 
 def _all_parts(root: Mapping[str, Any], part: object, *keywords: str) -> list[Mapping[str, Any]]:
@@ -189,20 +181,13 @@ def _fitting(
             for part in inner:
                 values = fitting(part)
         else:
-            values = _united(map(fitting, inner), is_one=keyword == "oneOf")
+            counts = Counter(value for part in inner for value in fitting(part))
+            shared = {value for value in counts if counts[value] > 1 and keyword == "oneOf"}
+            if any(kind not in _JSON and amount is not _SOME for kind, amount in shared):
+                raise NotExpressible(keyword)
+            # llguidance sees to it that JSON fits one schema alone.
+            values = frozenset(counts) - {(kind, _ALL) for kind, _ in shared}
     return values
-
-
-def _united(choices: Iterable[_Values], *, is_one: bool) -> _Values:
-    """The values that fit any of several schemas, or one alone."""
-    counts = Counter(value for choice in choices for value in choice)
-    if not is_one:
-        return frozenset(counts)
-    shared = {kind for (kind, amount), count in counts.items() if amount is _SOME and count > 1}
-    if "string" in shared and ("string", _ALL) in counts:
-        raise NotExpressible("oneOf")
-    once = {value for value, count in counts.items() if count == 1 or value[1] is _SOME}
-    return frozenset(once - {(kind, _ALL) for kind in shared})
 
 
 def _with_integer(types: Iterable[str]) -> frozenset[str]:
