@@ -9,7 +9,9 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.parsing.formats import HERMES, NONE, QWEN3_CODER, OutputFormat
 from mlx_mtp.server.parsing.qwen import CALL, CLOSE, OPEN
-from mlx_mtp.server.parsing.tool_grammar import call_rules, json_rule
+from mlx_mtp.server.parsing.tool_grammar import Rules, call_rules, json_rule
+
+_ENFORCED = (HERMES, QWEN3_CODER)
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
@@ -30,21 +32,17 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
             "This server was started with --tool-call-parser none.", param="tools"
         )
     strict = any(tool.strict for tool in offered)
-    if not _enforces_calls(output_format) and (choice.mode == "required" or strict):
+    if output_format.tools not in _ENFORCED and (choice.mode == "required" or strict):
         raise UnsupportedParameterError(
             f"With the format {output_format.tools} tool calls can't be enforced.",
             param="tools" if strict else choice.field,
         )
 
 
-def _enforces_calls(output_format: OutputFormat) -> bool:
-    return output_format.tools in (HERMES, QWEN3_CODER)
-
-
 def max_calls(conversation: Conversation) -> int | None:
     """Most tool calls of one answer; None: as many as the model makes."""
-    names = conversation.tool_choice.names
-    named = conversation.tool_choice.mode == "required" and names is not None and len(names) == 1
+    choice = conversation.tool_choice
+    named = choice.mode == "required" and len(choice.names or ()) == 1
     return 1 if named or not conversation.parallel_tool_calls else None
 
 
@@ -55,22 +53,22 @@ def answer_grammar(
     *,
     thinking: bool,
 ) -> GrammarSpec | None:
-    """The grammar of the answer; None leaves it free. Of many tools it is a long text.
+    """The grammar of the answer; None leaves it free. RequestError: it can't be enforced.
 
     If `thinking`, the answer begins within a think block, which is left free, within its budget.
-    `added_tokens` are the tokenizer's, by their text. RequestError: it can't be enforced.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"
     if tools and (required or grammar or any(tool.strict for tool in tools)):
-        if not _enforces_calls(output_format):
+        if output_format.tools not in _ENFORCED:
             raise UnsupportedParameterError(
                 f"With the format {output_format.tools} {conversation.response_field} does not go "
                 "with tools.",
                 param=conversation.response_field,
             )
-        text = _lark(conversation, output_format, added_tokens, thinking=thinking)
-        grammar = GrammarSpec("lark", text)
+        xml = output_format.tools == QWEN3_CODER
+        rules = call_rules(tools, added_tokens, xml=xml)
+        grammar = GrammarSpec("lark", _lark(conversation, rules, added_tokens, thinking=thinking))
     budget = conversation.thinking_budget
     if not thinking or (grammar is None and budget is None):
         return grammar
@@ -78,15 +76,9 @@ def answer_grammar(
 
 
 def _lark(
-    conversation: Conversation,
-    output_format: OutputFormat,
-    added_tokens: Container[str],
-    *,
-    thinking: bool,
+    conversation: Conversation, rules: Rules, added_tokens: Container[str], *, thinking: bool
 ) -> str:
     """The grammar of an answer that may have calls, in llguidance's Lark."""
-    xml = output_format.tools == QWEN3_CODER
-    rules = call_rules(conversation.offered_tools, added_tokens, xml=xml)
     required, response = conversation.tool_choice.mode == "required", conversation.response
     if required or response is not None:
         rules["calls"] = "call" if max_calls(conversation) == 1 else r'call ("\n" call)*'

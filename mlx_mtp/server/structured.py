@@ -19,8 +19,7 @@ MAX_CACHED = 64
 class Grammars:
     """Compiles what requests ask for, one at a time, and keeps the latest.
 
-    Build it before anything is served: a tokenizer's tables take up to a second, and hold up all
-    threads meanwhile. Without `eos_token_ids` that the tokenizer has there are no grammars.
+    Build it before anything is served: it takes up to a second, and holds up all threads meanwhile.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
@@ -42,10 +41,7 @@ class Grammars:
         threading.stack_size(before)
 
     async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
-        """Compile a grammar, or find the one that was kept.
-
-        GrammarError, which names `field`: it is wrong, too large, or too expensive.
-        """
+        """Compile a grammar, or find it; GrammarError: that of `field` is wrong or expensive."""
         if self._compiler is None:
             raise UnsupportedParameterError(
                 f"{field} needs a grammar, but {self._missing}.", param=field
@@ -68,7 +64,6 @@ class Grammars:
         return found
 
     def close(self) -> None:
-        """End the thread and the process."""
         self._pool.shutdown(cancel_futures=True)
         self._checker.close()
 

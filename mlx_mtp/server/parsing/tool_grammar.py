@@ -1,7 +1,6 @@
-"""Grammars of tool calls: for `tool_choice`, and for tools that are strict.
+"""Grammars of tool calls in llguidance's dialect of Lark: for `tool_choice` and strict tools.
 
-They are written in llguidance's dialect of Lark. There an added token such as `<tool_call>` is a
-symbol of its own, which no string and no text pattern matches.
+There an added token such as `<tool_call>` is a symbol that no string and no text pattern matches.
 """
 
 import json
@@ -40,12 +39,14 @@ class Rules(dict[str, str]):
 
 
 def call_rules(tools: Sequence[Tool], added_tokens: Container[str], *, xml: bool) -> Rules:
-    """The rule `call`, and what it needs: one call of any of the tools, as its schema has it.
+    """The rule `call`, and what it needs: one call of any of the tools, as tags or as JSON.
 
-    What can't be enforced is an error for strict tools, and left open for others. If `xml`, calls
-    are written as tags, otherwise as JSON. `added_tokens` are the tokenizer's, by their text.
+    What can't be enforced is an error for strict tools, and left open for others.
     """
     rules = Rules()
+    if xml:
+        rules["ANY_TEXT"] = ANY_TEXT
+        rules["any_value[lazy]"] = f"ANY_TEXT {_VALUE_END}"
     opening, closing = (tag if tag in added_tokens else json.dumps(tag) for tag in (CALL, CALL_END))
     for number, tool in enumerate(tools):
         body = (_xml_call if xml else _json_call)(f"call_{number}", tool, rules)
@@ -55,14 +56,8 @@ def call_rules(tools: Sequence[Tool], added_tokens: Container[str], *, xml: bool
 
 
 def json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """The body of a rule for a JSON value that fits a schema.
-
-    If `strict`, words of the schema that no grammar knows are an error: a tool may be forced whose
-    schema is more than a grammar can express.
-    """
-    options: dict[str, Any] = {"whitespace_pattern": JSON_WHITESPACE}
-    if not strict:
-        options["lenient"] = True
+    """The body of a rule for a JSON value; if `strict`, unknown keywords of it are an error."""
+    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
@@ -89,7 +84,7 @@ def _xml_call(rule: str, tool: Tool, rules: Rules) -> str:
         is_required = isinstance(required, list) and key in required
         body += f" {parameter}" if is_required else f" ({parameter})?"
     if not properties and schema.get("additionalProperties") is not False:
-        body = rf' ("<parameter=" /[^<>\n]+/ ">\n" {_any_value(rules)})*'
+        body = r' ("<parameter=" /[^<>\n]+/ ">\n" any_value)*'
     return rf'{start}{body} "</function>\n"'
 
 
@@ -99,9 +94,9 @@ def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules
         terminals, json_schema = value_forms(schema, key)
     except NotExpressible as error:
         _check_lax(tool, error, f"its parameter {json.dumps(key)}")
-        return _any_value(rules)
+        terminals = [ANY_TEXT]
     if ANY_TEXT in terminals:
-        return _any_value(rules)
+        return "any_value"
     ways = []
     if terminals:
         rules[rule.upper()] = " | ".join(terminals)
@@ -113,20 +108,9 @@ def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules
     return f"({' | '.join(ways)})"
 
 
-def _any_value(rules: Rules) -> str:
-    """Any text, up to the tag that ends it."""
-    if "ANY_TEXT" not in rules:
-        rules["ANY_TEXT"] = ANY_TEXT
-        rules["any_value[lazy]"] = f"ANY_TEXT {_VALUE_END}"
-    return "any_value"
-
-
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's parameters, where one that names none allows none.
-
-    OpenAI: "Omitting `parameters` defines a function with an empty parameter list." Many clients
-    write `{"type": "object", "properties": {}}` for it.
-    """
+    """The schema of a tool's parameters, where one that names none, as many clients write, allows
+    none (OpenAI: "Omitting `parameters` defines a function with an empty parameter list")."""
     schema = tool.parameters or {}
     says_more = (
         schema.get("type", "object") != "object"
