@@ -12,8 +12,7 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker, compile_grammar
 from mlx_mtp.server.tokenizer import Tokenizer
 
-MAX_CACHED = 64
-"""Grammars kept, the latest used, those that are wrong among them."""
+MAX_CACHED = 64  # grammars, those that are wrong among them
 
 
 class Grammars:

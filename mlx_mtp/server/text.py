@@ -5,9 +5,7 @@ import binascii
 import json
 import re
 
-MAX_ECHO = 120
-"""Most characters of a client's own text in an error's message."""
-
+MAX_ECHO = 120  # most characters of a client's own text in an error's message
 _MARK = "mlx-mtp:"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 

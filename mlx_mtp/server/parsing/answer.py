@@ -5,7 +5,6 @@ pattern must not match more once more text has come: it ends with a tag or looks
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader
     """The answer ended, or nothing more of it is wanted."""
 
 
-class AnswerParser(ABC):
+class AnswerParser:
     """Turns an answer's text into events as it arrives, however it is split.
 
     Each format is a generator, `read`, over what has arrived: what it finds can't depend on how
@@ -42,7 +41,7 @@ class AnswerParser(ABC):
         max_calls: int | None = None,
     ) -> None:
         self.think = think
-        self.in_reasoning = think and opened  # whether the next character is
+        self.in_reasoning = think and opened  # where the next character is
         self.num_calls = 0  # complete ones
         self.with_tools = schemas is not None
         self.schemas = schemas or {}
@@ -75,9 +74,13 @@ class AnswerParser(ABC):
         self.over = True
         return self.feed("")
 
-    @abstractmethod
     def read(self) -> Reader[None]:
-        """Read the answer."""
+        """Read the answer: all that is left is text."""
+        while True:
+            self.emit_text(len(self.text))
+            if self.over:
+                return
+            yield
 
     @property
     def rest(self) -> str:
@@ -106,10 +109,7 @@ class AnswerParser(ABC):
         return found
 
     def until(self, pattern: Any, read_to: Callable[[int], None]) -> Reader[Any]:
-        """Find a match, which stays unread and is partial where the answer is over.
-
-        All before it is read by `read_to` as it comes.
-        """
+        """Find a match, partial where the answer is over; `read_to` reads all before it."""
         while True:
             found = pattern.search(self.text, self.pos, partial=True)
             read_to(found.start())
@@ -127,16 +127,7 @@ class AnswerParser(ABC):
             self.emit(Reasoning(text) if self.in_reasoning else Text(text, self.at))
             self.pos = end
 
-    def read_text(self) -> Reader[None]:
-        """All that is left is content."""
-        while True:
-            self.emit_text(len(self.text))
-            if self.over:
-                return
-            yield
-
     def begin_call(self, name: str) -> None:
-        """The call's name is known, and its arguments are about to come."""
         self._call = self._num_started
         self._num_started += 1
         self.emit(events.ToolStart(self._call, name))
@@ -180,6 +171,3 @@ class AnswerParser(ABC):
 
 class PlainParser(AnswerParser):
     """All of it is text."""
-
-    def read(self) -> Reader[None]:
-        return self.read_text()

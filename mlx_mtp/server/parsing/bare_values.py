@@ -8,8 +8,7 @@ from typing import Any
 
 from mlx_mtp.server.parsing.json_reader import begun_value, loads
 
-MOST_PARTS = 1024
-"""Schemas within a value's schema that are looked at: enough for any honest one."""
+MOST_PARTS = 1024  # schemas within a value's schema that are looked at
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 JSON_TYPES = ("string", "null", *_TYPES.values())
 

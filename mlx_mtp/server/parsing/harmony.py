@@ -1,11 +1,9 @@
-"""gpt-oss's own format: messages on channels, each with a header and a body.
+"""gpt-oss's own format, of which the first `<|start|>assistant` belongs to the prompt.
 
-    <|channel|>analysis<|message|>REASONING<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
-        <|message|>{...}<|call|>
-    <|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
-
-The prompt ends with `<|start|>assistant`.
+<|channel|>analysis<|message|>REASONING<|end|>
+<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
+    <|message|>{...}<|call|>
+<|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
 """
 
 from typing import Any

@@ -9,8 +9,7 @@ from pydantic_core import from_json
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, PlainParser, Reader
 
-MAX_DEPTH = 128
-"""Most objects and lists within each other: a call's arguments may come back in a chat."""
+MAX_DEPTH = 128  # objects and lists within each other: arguments may come back in a chat
 Emit = Callable[[str], object]
 
 _SPACE = r"[ \t\r\n]*"
@@ -108,8 +107,7 @@ def begun_value(text: str) -> str | None:
     parser = PlainParser()
     parser.text, parser.over = text, True
     try:
-        for _ in read_value(parser, read.append):
-            pass
+        next(read_value(parser, read.append), None)
     except AnswerOver:
         return "".join(read)
     except BrokenCall:

@@ -39,7 +39,6 @@ class QwenParser(AnswerParser):
     """The base of both formats of calls; by itself it reads none."""
 
     def openers(self) -> list[str]:
-        """Tags that a call begins with."""
         return [CALL]
 
     def read_body(self, opener: str) -> Reader[None]:
@@ -58,7 +57,7 @@ class QwenParser(AnswerParser):
                 self.in_reasoning |= bool((yield from self.match(_OPEN)))
         if self.in_reasoning:
             yield from self._read_reasoning()
-        yield from self._read_calls() if self.with_tools else self.read_text()
+        yield from self._read_calls() if self.with_tools else super().read()
 
     def _read_reasoning(self) -> Reader[None]:
         yield from self.match(_NEWLINES)
@@ -86,10 +85,7 @@ class QwenParser(AnswerParser):
 
 
 class HermesParser(QwenParser):
-    """Calls as Qwen3 writes them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-
-    The arguments are emitted as the model writes them, once the function's name is known.
-    """
+    """Calls as Qwen3 writes them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
     def read_body(self, opener: str) -> Reader[None]:
         fields: dict[str, Any] = {}

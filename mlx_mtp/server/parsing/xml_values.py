@@ -56,8 +56,7 @@ BEYOND_TAGS = {
 """What a schema may say of an object that tags can't keep."""
 _MOST_LEVELS = 16
 _ALL, _SOME = object(), object()  # values of a type
-# A type with one of its values, or with all or some of them.
-_Values = frozenset[tuple[str, Any]]
+_Values = frozenset[tuple[str, Any]]  # a type with one of its values, or with all or some of them
 
 
 class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
@@ -143,10 +142,6 @@ def _fitting(
     root: Mapping[str, Any], schema: object, values: _Values, steps: Iterator[int], level: int = 0
 ) -> _Values:
     """Which values fit a schema within `root`; `steps` bounds how many schemas are looked at."""
-
-    def fitting(part: object) -> _Values:
-        return _fitting(root, part, values, steps, level + 1)
-
     if level > _MOST_LEVELS or next(steps, None) is None:
         raise NotExpressible("$ref")
     if isinstance(schema, bool):
@@ -162,26 +157,21 @@ def _fitting(
             raise NotExpressible(keyword)
     if schema.keys() - _BOUND_NOTHING - _REFUSED_FOR.keys() - {*_FOLLOWED}:
         values -= {(kind, _ALL) for kind in _JSON}
-    for keyword in _FOLLOWED:
-        if keyword not in schema:
-            continue
-        inner = schema[keyword]
+    for keyword in filter(schema.__contains__, _FOLLOWED):
+        inner = [schema[keyword]] if keyword == "const" else schema[keyword]
         if keyword == "$ref":
             inner = [resolved(root, inner)]
-            if inner == [None]:
-                raise NotExpressible(keyword)
-        elif keyword == "const":
-            inner = [inner]
-        if not isinstance(inner, list):
+        if not isinstance(inner, list) or (keyword == "$ref" and inner == [None]):
             raise NotExpressible(keyword)
         if keyword in ("enum", "const"):
             scalars = {(type_of(value), value) for value in inner if type_of(value) not in _JSON}
             values &= scalars | {(type_of(value), _SOME) for value in inner}
         elif keyword in ("$ref", "allOf"):
             for part in inner:
-                values = fitting(part)
+                values = _fitting(root, part, values, steps, level + 1)
         else:
-            counts = Counter(value for part in inner for value in fitting(part))
+            choices = (_fitting(root, part, values, steps, level + 1) for part in inner)
+            counts = Counter(value for choice in choices for value in choice)
             shared = {value for value in counts if counts[value] > 1 and keyword == "oneOf"}
             if any(kind not in _JSON and amount is not _SOME for kind, amount in shared):
                 raise NotExpressible(keyword)
