@@ -1,15 +1,24 @@
-"""What an answer must look like, from all that a request says of it."""
+"""What an answer must look like, from all that a request says of it: in llguidance's Lark.
+
+There an added token such as `<tool_call>` is a symbol that no string and no text pattern matches.
+"""
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
+from typing import Any
 
-from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
+from mlx_mtp.errors import GrammarError, InvalidRequestError, UnsupportedParameterError
+from mlx_mtp.sampling.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.conversation import Conversation
+from mlx_mtp.server.conversation import Conversation, Tool
+from mlx_mtp.server.parsing import xml_values
+from mlx_mtp.server.parsing.bare_values import as_list
 from mlx_mtp.server.parsing.formats import HERMES, NONE, QWEN3_CODER, OutputFormat
-from mlx_mtp.server.parsing.qwen import CALL, CLOSE, OPEN
-from mlx_mtp.server.parsing.tool_grammar import call_rules, json_rule
+from mlx_mtp.server.parsing.qwen import CALL, CALL_END, CLOSE, OPEN
+
+_ENFORCED = (HERMES, QWEN3_CODER)
+_VALUE_END = r"/\n<\/parameter>\n/"
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
@@ -30,21 +39,17 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
             "This server was started with --tool-call-parser none.", param="tools"
         )
     strict = any(tool.strict for tool in offered)
-    if not _enforces_calls(output_format) and (choice.mode == "required" or strict):
+    if output_format.tools not in _ENFORCED and (choice.mode == "required" or strict):
         raise UnsupportedParameterError(
             f"With the format {output_format.tools} tool calls can't be enforced.",
             param="tools" if strict else choice.field,
         )
 
 
-def _enforces_calls(output_format: OutputFormat) -> bool:
-    return output_format.tools in (HERMES, QWEN3_CODER)
-
-
 def max_calls(conversation: Conversation) -> int | None:
     """Most tool calls of one answer; None: as many as the model makes."""
-    names = conversation.tool_choice.names
-    named = conversation.tool_choice.mode == "required" and names is not None and len(names) == 1
+    choice = conversation.tool_choice
+    named = choice.mode == "required" and len(choice.names or ()) == 1
     return 1 if named or not conversation.parallel_tool_calls else None
 
 
@@ -55,21 +60,21 @@ def answer_grammar(
     *,
     thinking: bool,
 ) -> GrammarSpec | None:
-    """The grammar of the answer; None leaves it free. Of many tools it is a long text.
+    """The grammar of the answer; None leaves it free. RequestError: it can't be enforced.
 
     If `thinking`, the answer begins within a think block, which is left free, within its budget.
-    `added_tokens` are the tokenizer's, by their text. RequestError: it can't be enforced.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"
     if tools and (required or grammar or any(tool.strict for tool in tools)):
-        if not _enforces_calls(output_format):
+        if output_format.tools not in _ENFORCED:
             raise UnsupportedParameterError(
                 f"With the format {output_format.tools} {conversation.response_field} does not go "
                 "with tools.",
                 param=conversation.response_field,
             )
-        text = _lark(conversation, output_format, added_tokens, thinking=thinking)
+        xml = output_format.tools == QWEN3_CODER
+        text = _lark(conversation, added_tokens, xml=xml, thinking=thinking)
         grammar = GrammarSpec("lark", text)
     budget = conversation.thinking_budget
     if not thinking or (grammar is None and budget is None):
@@ -78,15 +83,19 @@ def answer_grammar(
 
 
 def _lark(
-    conversation: Conversation,
-    output_format: OutputFormat,
-    added_tokens: Container[str],
-    *,
-    thinking: bool,
+    conversation: Conversation, added_tokens: Container[str], *, xml: bool, thinking: bool
 ) -> str:
-    """The grammar of an answer that may have calls, in llguidance's Lark."""
-    xml = output_format.tools == QWEN3_CODER
-    rules = call_rules(conversation.offered_tools, added_tokens, xml=xml)
+    """The grammar of an answer that may have calls, as tags or as JSON."""
+    rules, calls = _Rules(), []
+    if xml:
+        rules["ANY_TEXT"] = xml_values.ANY_TEXT
+        rules["any_value[lazy]"] = f"ANY_TEXT {_VALUE_END}"
+    opening, closing = (tag if tag in added_tokens else json.dumps(tag) for tag in (CALL, CALL_END))
+    for number, tool in enumerate(conversation.offered_tools):
+        body = (_xml_call if xml else _json_call)(f"call_{number}", tool, rules)
+        rules[f"call_{number}"] = f"{opening} {body} {closing}"
+        calls.append(f"call_{number}")
+    rules["call"] = " | ".join(calls)
     required, response = conversation.tool_choice.mode == "required", conversation.response
     if required or response is not None:
         rules["calls"] = "call" if max_calls(conversation) == 1 else r'call ("\n" call)*'
@@ -109,13 +118,103 @@ def _lark(
 
 def _rule(response: GrammarSpec) -> str:
     """The form of an answer as the body of a rule in llguidance's Lark."""
-    if response.kind == "json_schema":
-        return json_rule(json.loads(response.value), strict=True)
-    if response.kind == "json_object":
-        return json_rule({"type": "object"}, strict=True)
+    if response.kind in ("json_schema", "json_object"):
+        return _json_rule(json.loads(response.value or '{"type": "object"}'), strict=True)
     if response.kind == "choice":
         return " | ".join(json.dumps(choice) for choice in json.loads(response.value))
     raise UnsupportedParameterError(
         f"An answer in the form of a {response.kind} can't be combined with tools.",
         param="tools",
     )
+
+
+class _Rules(dict[str, str]):
+    """Bodies by name. Each parameter that is JSON has a copy of its tool's definitions."""
+
+    size = 0
+
+    def __setitem__(self, name: str, body: str) -> None:
+        super().__setitem__(name, body)
+        self.size += len(body)
+        if self.size > MAX_GRAMMAR_CHARACTERS:
+            raise GrammarError(
+                f"tools can't be enforced: their grammar has more than {MAX_GRAMMAR_CHARACTERS} "
+                "characters.",
+                param="tools",
+            )
+
+
+def _json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
+    """The body of a rule for a JSON value; if `strict`, unknown keywords of it are an error."""
+    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def _json_call(rule: str, tool: Tool, rules: _Rules) -> str:
+    rules[f"{rule}_arguments"] = _json_rule(_parameters(tool), strict=tool.strict)
+    start = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+    return rf'{start} {rule}_arguments "}}\n"'
+
+
+def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
+    schema = _parameters(tool)
+    try:
+        schema = xml_values.plain_parameters(schema)
+    except xml_values.NotExpressible as error:
+        _check_lax(tool, error, "its schema")
+    start = json.dumps(f"\n<function={tool.name}>\n")
+    properties, required = schema.get("properties"), schema.get("required")
+    properties = properties if isinstance(properties, Mapping) else {}
+    body = ""
+    for number, key in enumerate(properties):
+        value = _xml_value(f"{rule}_{number}", tool, schema, key, rules)
+        parameter = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
+        body += f" {parameter}" if key in as_list(required) else f" ({parameter})?"
+    if not properties and schema.get("additionalProperties") is not False:
+        body = r' ("<parameter=" /[^<>\n]+/ ">\n" any_value)*'
+    return rf'{start}{body} "</function>\n"'
+
+
+def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules: _Rules) -> str:
+    """A parameter's value and the tag that ends it."""
+    try:
+        terminals, json_schema = xml_values.value_forms(schema, key)
+    except xml_values.NotExpressible as error:
+        _check_lax(tool, error, f"its parameter {json.dumps(key)}")
+        terminals = [xml_values.ANY_TEXT]
+    if xml_values.ANY_TEXT in terminals:
+        return "any_value"
+    ways = []
+    if terminals:
+        rules[rule.upper()] = " | ".join(terminals)
+        rules[f"{rule}_text[lazy]"] = f"{rule.upper()} {_VALUE_END}"
+        ways.append(f"{rule}_text")
+    if json_schema is not None:
+        rules[f"{rule}_json"] = _json_rule(json_schema, strict=tool.strict)
+        ways.append(f"{rule}_json {_VALUE_END}")
+    return f"({' | '.join(ways)})"
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's parameters, where one that names none, as many clients write, allows
+    none (OpenAI: "Omitting `parameters` defines a function with an empty parameter list")."""
+    schema = tool.parameters or {}
+    says_more = (
+        schema.get("type", "object") != "object"
+        or schema.get("additionalProperties", False) is not False
+        or any(
+            schema.get(key)
+            for key in ("properties", "required", "$ref", "allOf", *xml_values.BEYOND_TAGS)
+        )
+    )
+    return schema if says_more else {"type": "object", "additionalProperties": False}
+
+
+def _check_lax(tool: Tool, error: xml_values.NotExpressible, where: str) -> None:
+    if tool.strict:
+        raise UnsupportedParameterError(
+            f"strict: true can't be kept for the tool {json.dumps(tool.name)} with this model's "
+            f"format of calls: {where} has {json.dumps(str(error))} in a form that no grammar "
+            "enforces here. Leave out strict, or that keyword.",
+            param="tools",
+        ) from None

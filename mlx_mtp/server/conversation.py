@@ -30,10 +30,7 @@ class ToolCall:
     id: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        """The call; arguments that are an object become one, as Qwen's templates want them.
-
-        Where a template takes nothing else (`as_object`), a cut object's text becomes one's field.
-        """
+        """The call; an object's text becomes the object, other text its field if `as_object`."""
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
             arguments = {"arguments": arguments}
@@ -53,15 +50,14 @@ class Message:
     name: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        fields: dict[str, Any] = {"role": self.role, "content": self.content}
-        fields |= _given(
-            name=self.name, reasoning_content=self.reasoning, tool_call_id=self.tool_call_id
+        calls = [call.for_template(as_object=as_object) for call in self.tool_calls]
+        more = _given(
+            name=self.name,
+            reasoning_content=self.reasoning,
+            tool_call_id=self.tool_call_id,
+            tool_calls=calls or None,
         )
-        if self.tool_calls:
-            fields["tool_calls"] = [
-                call.for_template(as_object=as_object) for call in self.tool_calls
-            ]
-        return fields
+        return {"role": self.role, "content": self.content, **more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +109,7 @@ class Conversation:
         return [tool for tool in self.tools if names is None or tool.name in names]
 
     def with_effort(self, effort: Effort | None) -> Conversation:
-        """The same, with as much thinking as OpenAI's `reasoning_effort` asks for.
-
-        What the client set in its `chat_template_kwargs` has precedence.
-        """
+        """The same, with as much thinking as OpenAI's `reasoning_effort` asks for."""
         if effort is None:
             return self
         budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
@@ -137,27 +130,22 @@ def split_template_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], in
 
 
 def folded(messages: Iterable[Message]) -> list[Message]:
-    """The same chat with at most one message of role system, the first.
+    """The same chat with at most one message of role system, the first: Qwen's templates take no
+    other, but agents send them.
 
-    Qwen's templates take no other, but agents send them in mid-chat: those become part of the
-    user's message before them, or one of their own. They stay in their place: a first message that
-    changed with each turn would spoil what the server has computed of the chat.
+    Others become part of the user's message before them, or one of their own: a first message that
+    changed with each turn would spoil the prefix cache.
     """
-    groups: list[list[Message]] = []
+    chat: list[Message] = []
     for message in messages:
-        last = groups[-1][0] if groups else None
-        if message.role != "system" or last is None:
-            groups.append([message])
-        elif last.role in ("system", "user"):
-            groups[-1].append(message)
+        if message.role != "system" or not chat:
+            chat.append(message)
+        elif chat[-1].role in ("system", "user"):
+            last = chat.pop()
+            chat.append(replace(last, content=last.content + _BETWEEN + message.content))
         else:
-            groups.append([replace(message, role="user")])
-    return [
-        replace(group[0], content=_BETWEEN.join(each.content for each in group))
-        if len(group) > 1
-        else group[0]
-        for group in groups
-    ]
+            chat.append(replace(message, role="user"))
+    return chat
 
 
 def _given(**fields: Any) -> dict[str, Any]:

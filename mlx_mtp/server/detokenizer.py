@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 class Detokenizer:
     """Returns one sequence's text as soon as it is certain.
 
-    Bytes of an unfinished character wait for the rest of it; text that may turn out to be the start
-    of a stop string waits until it is, or isn't. Tokens are read singly, so the text of a whole
-    sequence doesn't depend on how many of them a step brought.
-
-    Args:
-        text_bytes: the UTF-8 bytes that a token adds to the text, none for a special token.
-        stops: strings that end the text; they and what follows are never returned.
+    Bytes of an unfinished character wait for the rest of it; text that may be the start of one of
+    `stops` waits until it is, or isn't: stop strings and what follows are never returned.
     """
 
     def __init__(self, text_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
@@ -40,8 +35,6 @@ class Detokenizer:
         if self.stop is not None:
             return ""
         self.num_decoded += len(new)
-        if not self._stops:
-            return new
         text = self._held + new
         # The match that ends first is the one that a reader of single characters would meet first,
         # whatever the chunks; of two that end together the longer hides more.
@@ -50,7 +43,7 @@ class Detokenizer:
             _, start, self.stop = min(found)
             self._held = ""
             return text[:start]
-        sure = len(text) - max(_begun(text, stop) for stop in self._stops)
+        sure = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[sure:]
         return text[:sure]
 

@@ -1,7 +1,6 @@
 """Which tokens a reduced draft vocabulary has: `--mtp-draft-vocab N` or a file of token ids.
 
-Byte-pair encoding merges the most frequent pair first, so the order of a tokenizer's merges is the
-order of how frequent their tokens were in the text it was trained on.
+Byte-pair encoding merges the most frequent pair first: merges are in the order of frequency.
 """
 
 import json
@@ -14,10 +13,7 @@ from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.server.tokenizer import Tokenizer
 
 FLAG = "--mtp-draft-vocab"
-_MOST_DIGITS = 18
-
-Wanted = int | tuple[int, ...] | None
-"""How many tokens, or which; None for all."""
+Wanted = int | tuple[int, ...] | None  # how many tokens, or which; None for all
 
 
 def read_wanted(given: int | Path | None) -> Wanted:
@@ -35,7 +31,7 @@ def read_wanted(given: int | Path | None) -> Wanted:
     ids = []
     for number, line in enumerate(text.splitlines(), start=1):
         word = line.strip()
-        if not (word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS):
+        if not (word.isascii() and word.isdigit() and len(word) <= 18):
             raise UsageError(
                 f"{given}: line {number} is {line[:40]!r}; every line must be one token id."
             )
@@ -46,16 +42,14 @@ def read_wanted(given: int | Path | None) -> Wanted:
 
 
 def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the tokens that may be drafted, ascending and below `vocab_size`.
+    """Ids of the tokens that may be drafted, ascending: `wanted` and the tokenizer's added ones.
 
-    The tokenizer's added tokens always may: `wanted` is how many tokens, these among them, or which
-    ones beside them. UsageError: that can't be.
+    A number includes the added tokens. UsageError: that can't be.
     """
     if wanted is None or (isinstance(wanted, int) and wanted >= vocab_size):
         return tuple(range(vocab_size))
     definition = json.loads(tokenizer.to_json())
-    added = [int(token["id"]) for token in definition["added_tokens"]]
-    added = [token for token in added if token < vocab_size]
+    added = [token["id"] for token in definition["added_tokens"] if token["id"] < vocab_size]
     if not isinstance(wanted, int):
         return tuple(sorted({*check_draft_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
     if wanted <= len(added):

@@ -1,11 +1,9 @@
 """A process that tries grammars out before the server compiles them itself.
 
-llguidance bounds the size of what it builds, but neither its time nor the depth of its stack: some
-grammars of a few hundred characters take minutes, and others crash the process. Here each is tried
-in a fork of its own, which a timer kills when it takes too long; a crash ends only the fork.
-
-Run as a module it reads a tokenizer and then specs from standard input, a JSON text a line, and
-answers each with the error as a JSON text, or with null.
+llguidance bounds neither its time nor the depth of its stack: some grammars of a few hundred
+characters take minutes, and others crash the process. Here each is tried in a fork of its own,
+which a timer kills when it takes too long; a crash ends only the fork. Run as a module it reads a
+tokenizer and then specs from standard input, one JSON text a line, and answers with errors or null.
 """
 
 import contextlib
@@ -46,10 +44,8 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
     """Compile a grammar; whatever llguidance raises on a client's text is a GrammarError."""
     try:
         return compiler.compile(spec)
-    except GrammarError:
-        raise
     except Exception as error:
-        raise GrammarError(f"{error}.") from None
+        raise error if isinstance(error, GrammarError) else GrammarError(f"{error}.") from None
 
 
 class GrammarChecker:
@@ -60,10 +56,7 @@ class GrammarChecker:
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, spec: GrammarSpec) -> None:
-        """Try a grammar out; GrammarError: it is wrong, takes too long, or crashes.
-
-        EngineError: the process has ended; the next call starts another.
-        """
+        """Try a grammar out; EngineError: the process has ended, the next call starts another."""
         answer = ""
         with contextlib.suppress(OSError):
             process = self._process or self._start()
@@ -130,16 +123,15 @@ def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
     if os.WIFSIGNALED(status):
         crashed = "It is too deeply nested, or takes too much memory."
         return _DEATHS.get(os.WTERMSIG(status), crashed)
-    return None if answer == "null" else json.loads(answer or '"llguidance failed on it."')
+    return json.loads(answer or '"llguidance failed on it."')
 
 
 def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None:
-    error = None
     try:
         _walk(compile_grammar(compiler, spec))
+        answers.write("null")
     except GrammarError as refused:
-        error = str(refused)
-    json.dump(error, answers)
+        json.dump(str(refused), answers)
 
 
 def _walk(grammar: Grammar) -> None:

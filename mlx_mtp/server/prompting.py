@@ -5,11 +5,11 @@ import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
@@ -24,8 +24,8 @@ First = TypeVar("First")
 Result = TypeVar("Result")
 
 LARGE_TEXT = 1 << 18
-"""Longer prompts, in characters, are rendered and encoded `LARGE_AT_ONCE` at a time: one may take
-hundreds of megabytes, and a core for seconds, which the engine and other prompts need meanwhile."""
+"""Of longer prompts, in characters, `LARGE_AT_ONCE` are encoded at once: each may take hundreds of
+megabytes, and a core for seconds."""
 LARGE_AT_ONCE = 1
 _PAUSE, _TRIES = 0.05, 20  # between two interruptions of a template, and how many there are
 _THINKING = "enable_thinking"
@@ -57,11 +57,10 @@ class Prompter:
 
         def encode(text: str) -> Prompt:
             token_ids = self.tokenizer.encode(text, limit=limit, add_special_tokens=False)
-            thinking = self.output_format.opens_thinking(text)
-            if not with_grammar:
-                return Prompt(token_ids, thinking)
-            added = self.tokenizer.added_tokens
-            spec = answer_grammar(conversation, self.output_format, added, thinking=thinking)
+            form, added = self.output_format, self.tokenizer.added_tokens
+            thinking, spec = form.opens_thinking(text), None
+            if with_grammar:
+                spec = answer_grammar(conversation, form, added, thinking=thinking)
             return Prompt(token_ids, thinking, spec)
 
         async with self._turn(sum(len(message.content) for message in conversation.messages)):
@@ -86,21 +85,14 @@ class Prompter:
         """The chat as the template writes it; RequestError: it lacks what is asked of it."""
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
-        messages = [
-            message.for_template(as_object=as_object) for message in folded(conversation.messages)
-        ]
+        chat = folded(conversation.messages)
+        messages = [message.for_template(as_object=as_object) for message in chat]
         tools = [tool.for_template() for tool in conversation.offered_tools]
-        if tools and not self.tokenizer.template_knows("tools"):
+        knows = self.tokenizer.template_knows
+        if tools and not knows("tools"):
             raise UnsupportedParameterError(
                 "This model's chat template does not support tools.", param="tools"
             )
-        kwargs = self._template_kwargs(conversation)
-        return self.tokenizer.render_chat(
-            messages, tools, kwargs, continue_final=conversation.continue_final
-        )
-
-    def _template_kwargs(self, conversation: Conversation) -> Mapping[str, Any]:
-        knows = self.tokenizer.template_knows
         kwargs = dict(conversation.template_kwargs)
         if kwargs.get(_THINKING) is False and not knows(_THINKING):
             del kwargs[_THINKING]  # A model that never thinks does so without being told.
@@ -115,7 +107,9 @@ class Prompter:
         for key, value in wanted.items():
             if value is not None and knows(key):
                 kwargs.setdefault(key, value)
-        return kwargs
+        return self.tokenizer.render_chat(
+            messages, tools, kwargs, continue_final=conversation.continue_final
+        )
 
 
 class _TimeIsUp(BaseException):
@@ -128,8 +122,7 @@ async def run_in_thread(
     """`rest(first())` on another thread; `first` is Python code that may never end.
 
     When its `seconds` are up an exception is raised in it, at its next bytecode, and here a
-    TimeoutError: CPython has no other way to end a thread. A single call into C is not interrupted,
-    but left behind.
+    TimeoutError. A single call into C is not interrupted, but left behind.
     """
     job: Future[Result] = Future()
     lock = threading.Lock()

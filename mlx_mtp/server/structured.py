@@ -12,15 +12,13 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker, compile_grammar
 from mlx_mtp.server.tokenizer import Tokenizer
 
-MAX_CACHED = 64
-"""Grammars kept, the latest used, those that are wrong among them."""
+MAX_CACHED = 64  # grammars, those that are wrong among them
 
 
 class Grammars:
     """Compiles what requests ask for, one at a time, and keeps the latest.
 
-    Build it before anything is served: a tokenizer's tables take up to a second, and hold up all
-    threads meanwhile. Without `eos_token_ids` that the tokenizer has there are no grammars.
+    Build it before anything is served: it takes up to a second, and holds up all threads meanwhile.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
@@ -42,10 +40,7 @@ class Grammars:
         threading.stack_size(before)
 
     async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
-        """Compile a grammar, or find the one that was kept.
-
-        GrammarError, which names `field`: it is wrong, too large, or too expensive.
-        """
+        """Compile a grammar, or find it; GrammarError: that of `field` is wrong or expensive."""
         if self._compiler is None:
             raise UnsupportedParameterError(
                 f"{field} needs a grammar, but {self._missing}.", param=field
@@ -68,7 +63,6 @@ class Grammars:
         return found
 
     def close(self) -> None:
-        """End the thread and the process."""
         self._pool.shutdown(cancel_futures=True)
         self._checker.close()
 

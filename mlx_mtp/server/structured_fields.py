@@ -29,10 +29,9 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_size(text: str) -> None:
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise refusal(
-            f"has {len(text)} characters of JSON; at most {MAX_GRAMMAR_CHARACTERS} are allowed"
-        )
+    size, most = len(text), MAX_GRAMMAR_CHARACTERS
+    if size > most:
+        raise refusal(f"has {size} characters of JSON; at most {most} are allowed")
 
 
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
@@ -42,7 +41,7 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
-    """The order of the schema's properties is that of the answer's."""
+    """A grammar of answers with the schema's properties in its order."""
     return GrammarSpec("json_schema", json.dumps(schema))
 
 
@@ -52,8 +51,7 @@ class JsonSchema(WireModel):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     schema_: Schema = Field(alias="schema")
     description: str | None = None
-    # Without `strict` OpenAI promises less; here a schema always holds.
-    strict: bool = False
+    strict: bool = False  # here a schema always holds
 
 
 class ResponseFormat(WireModel):
@@ -119,10 +117,9 @@ class GuidedFields(WireModel):
     def guided(self) -> tuple[str, GrammarSpec] | None:
         """The field that was given, and what it asks for."""
         for field in self._given():
-            if self.structured_outputs is None:
-                return field, _spec(field.removeprefix("guided_"), getattr(self, field))
-            (kind,) = self.structured_outputs.model_fields_set
-            return field, _spec(kind, getattr(self.structured_outputs, kind))
+            outputs = self.structured_outputs
+            (kind,) = outputs.model_fields_set if outputs else [field.removeprefix("guided_")]
+            return field, _spec(kind, getattr(outputs, kind) if outputs else getattr(self, field))
         return None
 
     def _given(self) -> list[str]:
@@ -130,10 +127,8 @@ class GuidedFields(WireModel):
 
 
 def _spec(kind: str, value: Any) -> GrammarSpec:
-    if kind == "regex":
-        return GrammarSpec("regex", value)
-    if kind == "grammar":
-        return GrammarSpec("lark", value)
+    if kind in ("regex", "grammar"):
+        return GrammarSpec("regex" if kind == "regex" else "lark", value)
     if kind == "choice":
         return GrammarSpec("choice", json.dumps(value))
     return GrammarSpec("json_object") if kind == "json_object" else schema_grammar(value)

@@ -5,9 +5,7 @@ import binascii
 import json
 import re
 
-MAX_ECHO = 120
-"""Most characters of a client's own text in an error's message."""
-
+MAX_ECHO = 120  # most characters of a client's own text in an error's message
 _MARK = "mlx-mtp:"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -18,11 +16,9 @@ def cut(text: str, limit: int = MAX_ECHO) -> str:
 
 
 def has_half_character(source: str, value: object) -> bool:
-    r"""Whether JSON had half of a surrogate pair: valid there, but nothing that can be encoded.
+    r"""Whether the value of a JSON text has half of a surrogate pair, which can't be encoded.
 
-    Args:
-        source: the JSON; only its escapes, like \ud800, can bring such a half.
-        value: what it was parsed to.
+    Only escapes in `source`, the text, can bring such a half, like \ud800.
     """
     if not _SURROGATE_ESCAPE.search(source):
         return False
@@ -34,11 +30,7 @@ def has_half_character(source: str, value: object) -> bool:
 
 
 def wrap(text: str) -> str:
-    """Reasoning in a form that clients keep and send back without looking into it.
-
-    OpenAI and Anthropic encrypt it there, for it is theirs. Here it is the user's own: it is only
-    made unreadable enough that no client takes it for text.
-    """
+    """Reasoning in a form that clients keep and send back, and that none takes for text."""
     return _MARK + base64.b64encode(text.encode()).decode()
 
 

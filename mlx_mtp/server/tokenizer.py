@@ -22,8 +22,7 @@ Message = dict[str, Any]
 
 MIN_PART, MAX_PART = 1 << 14, 1 << 20
 """Of a long text the first so many characters are encoded by themselves (16 for each token that it
-may have), then twice as many, and so on. 8 MB may take 20 s and 1.6 GB: a token takes some 200
-bytes while it is made."""
+may have), then twice as many, and so on. 8 MB may take 20 s and 1.6 GB."""
 _MAX_TEMPLATE_WORDS = 300
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 # What jinja2 and transformers give to every template; another value would break the template.
@@ -36,10 +35,7 @@ _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer of the `transformers` library, as all Qwen models have.
-
-    It is thread-safe. Errors call it `source`.
-    """
+    """A byte-level BPE tokenizer of the `transformers` library; thread-safe."""
 
     def __init__(self, tokenizer: Any, source: str) -> None:
         self._tokenizer = tokenizer
@@ -57,23 +53,21 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Read the tokenizer in a model's directory; ModelError: there is none that can be used."""
+        # transformers makes an empty tokenizer for some types of model.
         if not any((path / name).is_file() for name in _VOCABULARIES):
-            # transformers makes an empty tokenizer for some types of model.
             raise ModelError(
                 f"{path} has no tokenizer: there is no {' and no '.join(_VOCABULARIES)}."
             )
-
-        # Imported here: it takes seconds.
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # Here, as it takes seconds.
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), **_SAFELY)
         except Exception as error:
-            # tokenizers raises bare Exceptions, and transformers and huggingface_hub whatever the
-            # values in the files lead to: all of it says that these files can't be used.
-            fault = f"{path} has no tokenizer that can be loaded"
-            if file := _damaged_file(path):
-                fault = f"{file} can't be used"
+            # Whatever it is, it says that these files can't be used.
+            file = _damaged_file(path)
+            fault = (
+                f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
+            )
             raise ModelError(f"{fault}: {_one_line(error)}") from error
         return cls(tokenizer, str(path))
 
@@ -94,10 +88,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, limit: int | None = None, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a text; ContextLengthError: it is more than `limit` tokens.
-
-        A text that certainly has more is not encoded to its end.
-        """
+        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early."""
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
             try:
@@ -132,7 +123,6 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Token ids of a chat in the model's own template, up to where the answer begins."""
         text = self.render_chat(messages, tools, template_kwargs)
-        # It has the special tokens already.
         return self.encode(text, limit=limit, add_special_tokens=False)
 
     def render_chat(
@@ -145,8 +135,7 @@ class Tokenizer:
     ) -> str:
         """The chat as the model's template writes it.
 
-        If `continue_final`, the last message is the beginning of the answer. ModelError: the
-        template is wrong; RequestError: it refuses these messages, or a template_kwargs key.
+        If `continue_final`, the last message is the beginning of the answer.
         """
         if not self.template:
             raise UnsupportedParameterError(
@@ -157,8 +146,7 @@ class Tokenizer:
             raise UnsupportedParameterError(
                 f"chat_template_kwargs may not set {name}.", param=f"chat_template_kwargs.{name}"
             )
-        # Imported here, like transformers.
-        from jinja2 import TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError  # Here, as transformers.
 
         try:
             text = self._tokenizer.apply_chat_template(
@@ -172,8 +160,7 @@ class Tokenizer:
         except TemplateSyntaxError as error:
             raise ModelError(f"The model's chat template is wrong: {_one_line(error)}") from error
         except Exception as error:
-            # A template is the model's program and the messages its input: whatever it raises,
-            # jinja2's errors or Python's, says that they don't go together.
+            # Whatever a template raises says that it doesn't go with these messages.
             raise InvalidRequestError(
                 "The model's chat template refuses these messages: "
                 f"{cut(str(error), _MAX_TEMPLATE_WORDS)}",
@@ -204,7 +191,7 @@ class Tokenizer:
         return b"" if token_id in self._special else self.token_bytes(token_id)
 
     def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
-        """`text_bytes`, but these special tokens are text, as a parser has to see them."""
+        """`text_bytes`, but these special tokens are text."""
         hidden = self._special - {self.added_tokens.get(marker) for marker in markers}
         return lambda token: b"" if token in hidden else self.token_bytes(token)
 
@@ -238,15 +225,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary, to that byte.
-
-    Printable bytes stand for themselves; the others, in order, for the characters from U+0100 on.
-    """
+    """Characters of a byte-level vocabulary: printable bytes themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return alphabet
+    alphabet = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return alphabet | {chr(byte): byte for byte in printable}
 
 
 def _damaged_file(path: Path) -> Path | None:

@@ -5,12 +5,11 @@ pattern must not match more once more text has come: it ends with a tag or looks
 """
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 from mlx_mtp.server.parsing import events
-from mlx_mtp.server.parsing.events import Event, Text
+from mlx_mtp.server.parsing.events import Event, Reasoning, Text
 
 _Result = TypeVar("_Result")
 Reader = Generator[None, None, _Result]
@@ -25,18 +24,27 @@ class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader
     """The answer ended, or nothing more of it is wanted."""
 
 
-class AnswerParser(ABC):
+class AnswerParser:
     """Turns an answer's text into events as it arrives, however it is split.
 
     Each format is a generator, `read`, over what has arrived: what it finds can't depend on how
     many tokens a step brought, or where a token ends. After `max_calls` complete tool calls the
-    parser is `done`; with None there is no limit.
+    parser is `done`. `schemas` are those of the tools' parameters; without them calls are text.
     """
 
-    in_reasoning = False  # whether the next character is part of the model's reasoning
-
-    def __init__(self, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        think: bool = False,  # the answer may begin with a think block
+        opened: bool = False,  # the prompt ends within that block
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        max_calls: int | None = None,
+    ) -> None:
+        self.think = think
+        self.in_reasoning = think and opened  # where the next character is
         self.num_calls = 0  # complete ones
+        self.with_tools = schemas is not None
+        self.schemas = schemas or {}
         self.text, self.pos, self.over = "", 0, False
         self._dropped = 0  # characters of the answer before `text`
         self._max_calls = max_calls
@@ -66,9 +74,13 @@ class AnswerParser(ABC):
         self.over = True
         return self.feed("")
 
-    @abstractmethod
     def read(self) -> Reader[None]:
-        """Read the answer."""
+        """Read the answer: all that is left is text."""
+        while True:
+            self.emit_text(len(self.text))
+            if self.over:
+                return
+            yield
 
     @property
     def rest(self) -> str:
@@ -97,10 +109,7 @@ class AnswerParser(ABC):
         return found
 
     def until(self, pattern: Any, read_to: Callable[[int], None]) -> Reader[Any]:
-        """Find a match, which stays unread; a partial one where the answer is over.
-
-        All before it is read by `read_to` as it comes, up to what may begin a match.
-        """
+        """Find a match, partial where the answer is over; `read_to` reads all before it."""
         while True:
             found = pattern.search(self.text, self.pos, partial=True)
             read_to(found.start())
@@ -108,28 +117,17 @@ class AnswerParser(ABC):
                 return found
             yield
 
-    def skip_to(self, end: int) -> None:
-        self.pos = end
-
     def emit(self, event: Event) -> None:
         self._events.append(event)
 
     def emit_text(self, end: int) -> None:
-        """The text up to an index is content."""
+        """The text up to an index is reasoning or content."""
         if end > self.pos:
-            self.emit(Text(self.text[self.pos : end], self.at))
+            text = self.text[self.pos : end]
+            self.emit(Reasoning(text) if self.in_reasoning else Text(text, self.at))
             self.pos = end
 
-    def read_text(self) -> Reader[None]:
-        """All that is left is content."""
-        while True:
-            self.emit_text(len(self.text))
-            if self.over:
-                return
-            yield
-
     def begin_call(self, name: str) -> None:
-        """The call's name is known, and its arguments are about to come."""
         self._call = self._num_started
         self._num_started += 1
         self.emit(events.ToolStart(self._call, name))
@@ -149,10 +147,7 @@ class AnswerParser(ABC):
             raise AnswerOver
 
     def read_call(self, call: Reader[None], start: int) -> Reader[None]:
-        """Read a call, of which the text from `start` of the answer on has been read.
-
-        What is no part of a call after all becomes content.
-        """
+        """Read a call, of which the text from `start` on has been read; a broken one is content."""
         self._call_at, num_calls = start, self.num_calls
         try:
             yield from call
@@ -176,6 +171,3 @@ class AnswerParser(ABC):
 
 class PlainParser(AnswerParser):
     """All of it is text."""
-
-    def read(self) -> Reader[None]:
-        return self.read_text()

@@ -8,8 +8,7 @@ from typing import Any
 
 from mlx_mtp.server.parsing.json_reader import begun_value, loads
 
-MOST_PARTS = 1024
-"""Schemas within a value's schema that are looked at: enough for any honest one."""
+MOST_PARTS = 1024  # schemas within a value's schema that are looked at
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 JSON_TYPES = ("string", "null", *_TYPES.values())
 
@@ -17,7 +16,10 @@ JSON_TYPES = ("string", "null", *_TYPES.values())
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a property of an object may have; empty: the schema doesn't say."""
     types: set[str] = set()
-    for part in parts(schema, _property(schema, key), "anyOf", "oneOf", "allOf"):
+    properties = (part.get("properties") for part in parts(schema, schema, "allOf"))
+    found = (each[key] for each in properties if isinstance(each, Mapping) and key in each)
+    value = next(found, schema.get("additionalProperties"))
+    for part in parts(schema, value, "anyOf", "oneOf", "allOf"):
         names = as_list(part.get("type"))
         if names == [None]:
             names = list(map(type_of, constants(part)))
@@ -33,15 +35,6 @@ def as_list(value: Any) -> list[Any]:
 def constants(part: Mapping[str, Any]) -> list[Any]:
     """The values that a schema lists."""
     return [part["const"]] if "const" in part else as_list(part.get("enum", []))
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    """A property's schema; that of all others where the property has none."""
-    for part in parts(schema, schema, "allOf"):
-        properties = part.get("properties")
-        if isinstance(properties, Mapping) and key in properties:
-            return properties[key]
-    return schema.get("additionalProperties")
 
 
 def parts(root: Mapping[str, Any], part: object, *keywords: str) -> Iterator[Mapping[str, Any]]:
@@ -80,10 +73,7 @@ def type_of(value: object) -> str:
 
 
 def json_text(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that a model wrote as bare text.
-
-    A text that fits none of the types stays a string: the client's own check says more.
-    """
+    """The JSON text of a value written as bare text, a string where it fits none of the types."""
     bare = text.strip()
     kind = _type_of_text(bare)
     if not types:
@@ -119,14 +109,10 @@ def _python_literal(text: str) -> str:
 
 
 def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
-    """The beginning of the JSON text of a value of which only the beginning is there.
-
-    `certain` is the same text without what may begin the tag after it.
-    """
+    """The same of a cut value; `certain` is its text without what may begin the tag after it."""
     if text.strip()[:1] in ("{", "[") or (types and "string" not in types):
         for candidate in (text.strip(), certain.strip()):
-            value = begun_value(candidate) if candidate[:1] != '"' else None
-            if value is not None:
+            if candidate[:1] != '"' and (value := begun_value(candidate)) is not None:
                 return value
     return begun_string(text) if text else ""
 

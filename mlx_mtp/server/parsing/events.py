@@ -8,7 +8,7 @@ from mlx_mtp.engine.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token with its logprobs, which came from characters `start` to `end` of the raw answer."""
+    """A token with its logprobs; its text is characters `start` to `end` of the raw answer."""
 
     token_id: int
     logprobs: TokenLogprobs
@@ -18,14 +18,11 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of the answer proper, from character `start` of the raw answer on.
-
-    Its tokens are there if logprobs were asked for: parsers leave them out.
-    """
+    """Some of the answer proper."""
 
     text: str
-    start: int
-    tokens: tuple[OutputToken, ...] = ()
+    start: int  # in characters of the raw answer
+    tokens: tuple[OutputToken, ...] = ()  # if logprobs were asked for: parsers leave them out
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +81,14 @@ def merged(events: Iterable[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Text) and isinstance(last, Text) and _follows(event, last):
-            joined[-1] = Text(last.text + event.text, last.start)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments):
-            joined[-1] = ToolArguments(event.call, last.text + event.text)
-        else:
-            joined.append(event)
+        match last, event:
+            # Where something between two texts is not shown, one start would not do for both.
+            case Text(before, at), Text(text, start) if start == at + len(before):
+                joined[-1] = Text(before + text, at)
+            case Reasoning(before), Reasoning(text):
+                joined[-1] = Reasoning(before + text)
+            case ToolArguments(_, before), ToolArguments(call, text):
+                joined[-1] = ToolArguments(call, before + text)
+            case _:
+                joined.append(event)
     return joined
-
-
-def _follows(text: Text, last: Text) -> bool:
-    # Where something between them is not shown, one start would not do for both.
-    return text.start == last.start + len(last.text)

@@ -55,12 +55,9 @@ class OutputFormat:
         schemas: Mapping[str, Mapping[str, Any]] | None,
         max_calls: int | None = None,
     ) -> AnswerParser:
-        """A parser for one answer; its arguments are those of `QwenParser`."""
+        """A parser for one answer; `thinking`: it begins within a think block."""
         if self.reasoning == GPT_OSS:
-            return HarmonyParser(with_tools=schemas is not None, max_calls=max_calls)
+            return HarmonyParser(schemas=schemas, max_calls=max_calls)
         return _PARSERS[self.tools](
-            think=self.reasoning == QWEN3,
-            opened=thinking,
-            schemas=None if self.tools == NONE else schemas,
-            max_calls=max_calls,
+            think=self.reasoning == QWEN3, opened=thinking, schemas=schemas, max_calls=max_calls
         )

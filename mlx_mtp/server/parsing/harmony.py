@@ -1,11 +1,9 @@
-"""gpt-oss's own format: messages on channels, each with a header and a body.
+"""gpt-oss's own format, of which the first `<|start|>assistant` belongs to the prompt.
 
-    <|channel|>analysis<|message|>REASONING<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
-        <|message|>{...}<|call|>
-    <|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
-
-The prompt ends with `<|start|>assistant`.
+<|channel|>analysis<|message|>REASONING<|end|>
+<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
+    <|message|>{...}<|call|>
+<|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
 """
 
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import regex
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Reader
-from mlx_mtp.server.parsing.events import Reasoning
 from mlx_mtp.server.parsing.json_reader import read_value
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
@@ -30,17 +27,13 @@ _SPACE = regex.compile(r"\s*(?=\S)")
 
 
 class HarmonyParser(AnswerParser):
-    """Reasoning, text and calls of one answer; without tools calls are text."""
-
-    def __init__(self, *, with_tools: bool, max_calls: int | None = None) -> None:
-        super().__init__(max_calls)
-        self._with_tools = with_tools
+    """Reasoning, text and calls of one answer."""
 
     def read(self) -> Reader[None]:
         while True:
-            marker = yield from self.until(_BODY_END, self._emit_body)
+            marker = yield from self.until(_BODY_END, self.emit_text)
             if marker.partial:
-                self._emit_body(len(self.text))
+                self.emit_text(len(self.text))
                 return
             self.in_reasoning = False
             if marker[0] in (_START, _CHANNEL):
@@ -59,12 +52,6 @@ class HarmonyParser(AnswerParser):
             yield
         return (yield from super().match(pattern))
 
-    def _emit_body(self, end: int) -> None:
-        if self.in_reasoning and end > self.pos:
-            self.emit(Reasoning(self.text[self.pos : end]))
-            self.pos = end
-        self.emit_text(end)
-
     def _read_header(self) -> Reader[None]:
         """Up to the message, which the header describes; of a call the message too."""
         start = self.at
@@ -74,13 +61,12 @@ class HarmonyParser(AnswerParser):
             raise AnswerOver
         header = self.text[self.pos : found.start()]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
-        if recipient and self._with_tools:
-            self.pos = found.end()
-            yield from self.read_call(self._read_arguments(recipient[1]), start)
-        elif recipient:
+        if recipient and not self.with_tools:
             self.emit_text(found.end())
-        else:
-            self.pos = found.end()
+        self.pos = found.end()
+        if recipient and self.with_tools:
+            yield from self.read_call(self._read_arguments(recipient[1]), start)
+        elif not recipient:
             self.in_reasoning = channel is not None and channel[1] == "analysis"
 
     def _read_arguments(self, name: str) -> Reader[None]:

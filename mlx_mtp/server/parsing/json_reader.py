@@ -1,7 +1,4 @@
-"""JSON as it arrives: what is emitted always begins a valid JSON text.
-
-A client may parse a call's arguments while they come; it must never see what no end could mend.
-"""
+"""JSON as it arrives: what is emitted always begins a valid JSON text, as clients may parse it."""
 
 import json
 from collections.abc import Callable
@@ -12,8 +9,7 @@ from pydantic_core import from_json
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, PlainParser, Reader
 
-MAX_DEPTH = 128
-"""Most objects and lists within each other: a call's arguments may come back in a chat."""
+MAX_DEPTH = 128  # objects and lists within each other: arguments may come back in a chat
 Emit = Callable[[str], object]
 
 _SPACE = r"[ \t\r\n]*"
@@ -58,25 +54,21 @@ def loaded(text: str) -> Any:
 
 
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
-    """Read any value; `emit` gets it in pieces, and `depth` counts what is around it.
-
-    Text that is no JSON breaks the call; what has been emitted begins some all the same.
-    """
+    """Read any value and `emit` it in pieces; text that is no JSON breaks the call."""
     found = yield from _read(parser, emit, _VALUE)
     if found["scalar"]:
         return
     opening = found[0][-1]
     if opening == '"':
-        yield from _read_string(parser, emit)
-        return
+        return (yield from _read_string(parser, emit))
     if depth == MAX_DEPTH:
         raise BrokenCall
     closing = _CLOSING["}" if opening == "{" else "]"]
-    is_first = True
+    comma = None
     while not (yield from _read(parser, emit, closing, optional=True)):
-        if not is_first:
-            yield from _read(parser, emit, _COMMA)
-        is_first = False
+        if comma:
+            yield from _read(parser, emit, comma)
+        comma = _COMMA
         if opening == "{":
             yield from _read(parser, emit, _KEY)
             yield from _read_string(parser, emit)
@@ -115,8 +107,7 @@ def begun_value(text: str) -> str | None:
     parser = PlainParser()
     parser.text, parser.over = text, True
     try:
-        for _ in read_value(parser, read.append):
-            pass
+        next(read_value(parser, read.append), None)
     except AnswerOver:
         return "".join(read)
     except BrokenCall:

@@ -6,13 +6,11 @@ dropped; everything else is kept.
 
 import contextlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import regex
 
 from mlx_mtp.server.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Reader
-from mlx_mtp.server.parsing.events import Reasoning
 from mlx_mtp.server.parsing.json_reader import loaded, read_value
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -30,39 +28,17 @@ _CLOSE_OR_CALL = regex.compile(rf'{_BEFORE}(?:{CLOSE}|(?P<call>{CALL}\s*(?:<func
 _FIRST = regex.compile(r'\s*\{\s*(?=["}])')
 _NEXT = regex.compile(r'\s*,\s*(?=")')
 _LAST = regex.compile(r"[\s,]*\}")
+# Small models close too many braces, or none.
+_END = regex.compile(rf"[\s,}}]*{CALL_END}")
 _COLON = regex.compile(r"\s*:\s*(?=\S)")
 _OBJECT = regex.compile(r"(?=\{)")
-# Small models close too many braces, or none; other fields after the arguments say nothing.
-_AFTER_ARGUMENTS = regex.compile(rf'(?:\s*,\s*"[^<]{{0,999}}|[}}\s]*){CALL_END}')
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class QwenParser(AnswerParser):
-    """The base of both formats of calls; by itself it reads none.
-
-    Args:
-        think: the answer may begin with a think block.
-        opened: the prompt ends within that block.
-        schemas: the JSON schema of each tool's parameters, by its name; None: calls are text.
-        max_calls: the answer ends with so many.
-    """
-
-    def __init__(
-        self,
-        *,
-        think: bool,
-        opened: bool,
-        schemas: Mapping[str, Mapping[str, Any]] | None,
-        max_calls: int | None = None,
-    ) -> None:
-        super().__init__(max_calls)
-        self.in_reasoning = think and opened
-        self._think = think
-        self._with_tools = schemas is not None
-        self.schemas = schemas or {}
+    """The base of both formats of calls; by itself it reads none."""
 
     def openers(self) -> list[str]:
-        """Tags that a call begins with."""
         return [CALL]
 
     def read_body(self, opener: str) -> Reader[None]:
@@ -75,29 +51,24 @@ class QwenParser(AnswerParser):
         super().begin_call(name)
 
     def read(self) -> Reader[None]:
-        if self._think:
+        if self.think:
             with contextlib.suppress(AnswerOver):
                 # A model may repeat the tag that the prompt ended with.
                 self.in_reasoning |= bool((yield from self.match(_OPEN)))
         if self.in_reasoning:
             yield from self._read_reasoning()
-        yield from self._read_calls() if self._with_tools else self.read_text()
+        yield from self._read_calls() if self.with_tools else super().read()
 
     def _read_reasoning(self) -> Reader[None]:
         yield from self.match(_NEWLINES)
-        end = _CLOSE_OR_CALL if self._with_tools else _CLOSE
-        found = yield from self.until(end, self._emit_reasoning)
+        end = _CLOSE_OR_CALL if self.with_tools else _CLOSE
+        found = yield from self.until(end, self.emit_text)
         if found.partial:
-            self._emit_reasoning(len(self.text))
+            self.emit_text(len(self.text))
             raise AnswerOver
         is_call = found.lastgroup == "call"
         self.pos, self.in_reasoning = found.start("call") if is_call else found.end(), False
         yield from self.match(_NEWLINES)
-
-    def _emit_reasoning(self, end: int) -> None:
-        if end > self.pos:
-            self.emit(Reasoning(self.text[self.pos : end]))
-            self.pos = end
 
     def _read_calls(self) -> Reader[None]:
         tags = "|".join(map(regex.escape, self.openers()))
@@ -114,31 +85,30 @@ class QwenParser(AnswerParser):
 
 
 class HermesParser(QwenParser):
-    """Calls as Qwen3 writes them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-
-    The arguments are emitted as the model writes them, once the function's name is known.
-    """
+    """Calls as Qwen3 writes them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
     def read_body(self, opener: str) -> Reader[None]:
         fields: dict[str, Any] = {}
+        last = _LAST
         yield from self.expect(_FIRST)
-        while not (yield from self.match(_LAST)):
+        while not (yield from self.match(last)):
             if fields:
                 yield from self.expect(_NEXT)
             key = yield from self._read_json()
             yield from self.expect(_COLON)
             name = fields.get("name")
-            is_call = isinstance(name, str) and key in _ARGUMENTS
+            is_call = last is _LAST and isinstance(name, str) and key in _ARGUMENTS
             if is_call and (yield from self.match(_OBJECT)):
                 self.begin_call(str(name))
                 yield from read_value(self, self.emit_arguments)
                 # A client may act on it from here on: whatever follows, this is a call.
                 self.end_call()
-                break
-            fields[key] = yield from self._read_json()
-        else:
+                last = _END
+            else:
+                fields[key] = yield from self._read_json()
+        if last is _LAST:
             self._call_late(fields)
-        yield from self.match(_AFTER_ARGUMENTS)
+            yield from self.match(_END)
 
     def _read_json(self) -> Reader[Any]:
         read: list[str] = []

@@ -1,6 +1,5 @@
-"""Calls as tags: `<function=NAME><parameter=KEY>VALUE</parameter></function>`, as Qwen3-Coder and
-Qwen3.5 write them, within `<tool_call>` or, as Qwen3-Coder does at times, without it.
-"""
+"""Calls as tags, as Qwen3-Coder and Qwen3.5 write them, with or without `<tool_call>` around them:
+`<function=NAME><parameter=KEY>VALUE</parameter></function>`."""
 
 import json
 

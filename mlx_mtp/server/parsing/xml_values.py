@@ -1,7 +1,6 @@
 """What a value may be that is written as bare text, as Qwen3-Coder's format has it.
 
-`bare_values` decides what a text stands for. Whatever is allowed here is read as a value that fits
-the schema: llguidance enforces the schema of what is JSON, and the rest is settled here.
+Whatever is allowed here `bare_values` reads as a value that fits the schema.
 """
 
 import json
@@ -57,19 +56,15 @@ BEYOND_TAGS = {
 """What a schema may say of an object that tags can't keep."""
 _MOST_LEVELS = 16
 _ALL, _SOME = object(), object()  # values of a type
-# A type with one of its values, or with all or some of them.
-_Values = frozenset[tuple[str, Any]]
+_Values = frozenset[tuple[str, Any]]  # a type with one of its values, or with all or some of them
 
 
 class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
-    """What a keyword says can't be enforced; the keyword is the argument."""
+    """Grammar or parser can't keep to a keyword, which is the argument."""
 
 
 def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's parameters with its own references followed.
-
-    NotExpressible: it says more than which parameters there are, or their tags can't be read.
-    """
+    """The schema of a tool's parameters with its own references followed."""
     plain = _definitions(schema)
     for part in _all_parts(schema, schema, "allOf"):
         for key, value in part.items():
@@ -92,10 +87,7 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
-    """What a parameter may be: terminals of bare text, and the schema of what is JSON.
-
-    NotExpressible: a keyword can't be enforced of bare text.
-    """
+    """What a parameter may be: terminals of bare text, and the schema of what is JSON."""
     part, types = schema["properties"][key], value_types(schema, key)
     if types and "string" not in types:
         return [], _whole({"type": sorted(types), **part}, schema)
@@ -123,9 +115,8 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
             terminals.append(json.dumps(text))
     if not terminals and not json_types:
         raise NotExpressible("enum" if words else "type")
-    if not json_types:
-        return terminals, None
-    return terminals, _whole({**part, "type": sorted(json_types)}, schema)
+    json_schema = _whole({**part, "type": sorted(json_types)}, schema) if json_types else None
+    return terminals, json_schema
 
 
 def _all_parts(root: Mapping[str, Any], part: object, *keywords: str) -> list[Mapping[str, Any]]:
@@ -151,10 +142,6 @@ def _fitting(
     root: Mapping[str, Any], schema: object, values: _Values, steps: Iterator[int], level: int = 0
 ) -> _Values:
     """Which values fit a schema within `root`; `steps` bounds how many schemas are looked at."""
-
-    def fitting(part: object) -> _Values:
-        return _fitting(root, part, values, steps, level + 1)
-
     if level > _MOST_LEVELS or next(steps, None) is None:
         raise NotExpressible("$ref")
     if isinstance(schema, bool):
@@ -170,39 +157,27 @@ def _fitting(
             raise NotExpressible(keyword)
     if schema.keys() - _BOUND_NOTHING - _REFUSED_FOR.keys() - {*_FOLLOWED}:
         values -= {(kind, _ALL) for kind in _JSON}
-    for keyword in _FOLLOWED:
-        if keyword not in schema:
-            continue
-        inner = schema[keyword]
+    for keyword in filter(schema.__contains__, _FOLLOWED):
+        inner = [schema[keyword]] if keyword == "const" else schema[keyword]
         if keyword == "$ref":
             inner = [resolved(root, inner)]
-            if inner == [None]:
-                raise NotExpressible(keyword)
-        elif keyword == "const":
-            inner = [inner]
-        if not isinstance(inner, list):
+        if not isinstance(inner, list) or (keyword == "$ref" and inner == [None]):
             raise NotExpressible(keyword)
         if keyword in ("enum", "const"):
             scalars = {(type_of(value), value) for value in inner if type_of(value) not in _JSON}
             values &= scalars | {(type_of(value), _SOME) for value in inner}
         elif keyword in ("$ref", "allOf"):
             for part in inner:
-                values = fitting(part)
+                values = _fitting(root, part, values, steps, level + 1)
         else:
-            values = _united(map(fitting, inner), is_one=keyword == "oneOf")
+            choices = (_fitting(root, part, values, steps, level + 1) for part in inner)
+            counts = Counter(value for choice in choices for value in choice)
+            shared = {value for value in counts if counts[value] > 1 and keyword == "oneOf"}
+            if any(kind not in _JSON and amount is not _SOME for kind, amount in shared):
+                raise NotExpressible(keyword)
+            # llguidance sees to it that JSON fits one schema alone.
+            values = frozenset(counts) - {(kind, _ALL) for kind, _ in shared}
     return values
-
-
-def _united(choices: Iterable[_Values], *, is_one: bool) -> _Values:
-    """The values that fit any of several schemas, or one alone."""
-    counts = Counter(value for choice in choices for value in choice)
-    if not is_one:
-        return frozenset(counts)
-    shared = {kind for (kind, amount), count in counts.items() if amount is _SOME and count > 1}
-    if "string" in shared and ("string", _ALL) in counts:
-        raise NotExpressible("oneOf")
-    once = {value for value, count in counts.items() if count == 1 or value[1] is _SOME}
-    return frozenset(once - {(kind, _ALL) for kind in shared})
 
 
 def _with_integer(types: Iterable[str]) -> frozenset[str]:

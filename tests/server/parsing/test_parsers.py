@@ -97,7 +97,7 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     # Whatever follows the arguments, the call is whole.
     (CALL.replace("}}", "}}}"), [DONE]),
     (CALL.replace("}}", "}"), [DONE]),
-    (CALL.replace("}}", '}, "id": 5}'), [DONE]),
+    (CALL.replace("}}", '}, "id": 5, "x": "' + "<" * 1000 + '"}'), [DONE]),
     (CALL.replace("}}", '}, "arguments": {}}'), [DONE]),
     (CALL.replace("}}", "}, x}"), [DONE, text(", x}\n</tool_call>")]),
     (CALL[: CALL.index("}}") + 1], [DONE]),
