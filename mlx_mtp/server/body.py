@@ -1,8 +1,7 @@
 """A request's body as a validated model: whatever bytes a client sends, the answer is no 500.
 
-The JSON parser lets no other thread run while it works. Eight million bytes of text take it 10 ms,
-but of empty lists a second, in which every stream stands still. So the body's parts are counted
-before it is parsed.
+The JSON parser lets no other thread run: eight million bytes of text take it 10 ms, but of empty
+lists a second. So the body's parts are counted before it is parsed.
 """
 
 import asyncio
@@ -46,13 +45,7 @@ _one_at_a_time = threading.Lock()
 async def read_body(
     request: Request, model: type[Model], max_bytes: int, max_seconds: float
 ) -> Model:
-    """Read, parse and validate the body.
-
-    Raises:
-        UnsupportedMediaTypeError: it is compressed, or not JSON by its Content-Type.
-        PayloadTooLargeError, BodyTimeoutError: it is too long, or takes too long to arrive.
-        InvalidRequestError, UnsupportedParameterError: it is no JSON object, or not this model's.
-    """
+    """Read, parse and validate the body; raises RequestError."""
     _check_headers(request.headers, max_bytes)
     body = bytearray()
     try:
@@ -63,9 +56,8 @@ async def read_body(
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
     except TimeoutError:
-        raise BodyTimeoutError(
-            f"The request's body did not arrive within {max_seconds:g} seconds."
-        ) from None
+        message = f"The request's body did not arrive within {max_seconds:g} seconds."
+        raise BodyTimeoutError(message) from None
     if len(body) > LARGE_BODY:
         return await asyncio.to_thread(_validated, bytes(body), model)
     return _validated(bytes(body), model)
@@ -81,9 +73,8 @@ def _validated(content: bytes, model: type[Model]) -> Model:
 def _check_headers(headers: Headers, max_bytes: int) -> None:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise UnsupportedMediaTypeError(
-            f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
-        )
+        message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
+        raise UnsupportedMediaTypeError(message)
     # Without the header a body is taken for JSON: curl users and old scripts leave it out.
     given = headers.get("content-type")
     if given is not None:
@@ -100,9 +91,8 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     length = headers.get("content-length", "")
     if length and "transfer-encoding" in headers:
         # Two servers in a row could read two different bodies.
-        raise InvalidRequestError(
-            "Content-Length and Transfer-Encoding exclude each other; send one of them."
-        )
+        message = "Content-Length and Transfer-Encoding exclude each other; send one of them."
+        raise InvalidRequestError(message)
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)
 
@@ -114,10 +104,9 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Strict JSON: one object, UTF-8, each name once, finite numbers, no half characters.
+    """One object within the bounds above: UTF-8, each name once, finite numbers.
 
-    Raises:
-        InvalidRequestError: it is anything else, or more than the bounds above.
+    Anything else is an InvalidRequestError.
     """
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
@@ -177,18 +166,16 @@ def _check_size(body: bytes) -> None:
 
 def _check_count(count: int, limit: int, what: str) -> None:
     if count > limit:
-        raise InvalidRequestError(
-            f"The body's JSON has too many {what}; at most {limit} are allowed."
-        )
+        message = f"The body's JSON has too many {what}; at most {limit} are allowed."
+        raise InvalidRequestError(message)
 
 
 def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise InvalidRequestError(
-            f"The body's JSON has the name {cut(twice)!r} twice in one object."
-        )
+        message = f"The body's JSON has the name {cut(twice)!r} twice in one object."
+        raise InvalidRequestError(message)
     return value
 
 
@@ -199,9 +186,8 @@ def _refuse_constant(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise InvalidRequestError(
-            f"The body is not valid JSON: the number {text[:40]} is too large."
-        )
+        message = f"The body is not valid JSON: the number {text[:40]} is too large."
+        raise InvalidRequestError(message)
     return value
 
 

@@ -1,16 +1,15 @@
 """What every route works with."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.admission import RequestLimiter
 from mlx_mtp.server.body import Model, read_body
@@ -21,9 +20,6 @@ from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
 from mlx_mtp.server.structured import Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
 
 
 class Context:
@@ -49,6 +45,7 @@ class Context:
         self.metrics = Metrics(engine, self.limiter)
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
+        self.stored: dict[str, Any] = {}  # `StoredChats` by API key
         self._created = int(time.time())
 
     def check_model(self, name: str) -> None:
@@ -63,13 +60,13 @@ class Context:
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Token ids from a client; raises InvalidRequestError if one is out of range."""
         limit = self.engine.info.vocab_size
-        for token in token_ids:
-            if not 0 <= token < limit:
-                raise InvalidRequestError(
-                    f"{field} has token {str(token)[:40]}, but this model's token ids are 0 to "
-                    f"{limit - 1}.",
-                    param=field,
-                )
+        wrong = next((token for token in token_ids if not 0 <= token < limit), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"{field} has token {str(wrong)[:40]}, but this model's token ids are 0 to "
+                f"{limit - 1}.",
+                param=field,
+            )
         return tuple(token_ids)
 
     def model_card(self) -> dict[str, Any]:
@@ -92,16 +89,16 @@ class Context:
 
 def context_of(request: Request) -> Context:
     """The application's parts."""
-    context = request.app.state.context
-    assert isinstance(context, Context)
+    context: Context = request.app.state.context
     return context
 
 
 async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """The application's parts and the body; raises RequestError for a wrong one or model."""
     context = context_of(request)
-    limits = context.config.max_body_bytes, context.config.body_timeout
-    body = await read_body(request, model, *limits)
+    body = await read_body(
+        request, model, context.config.max_body_bytes, context.config.body_timeout
+    )
     name = getattr(body, "model", None)
     if name is not None:
         context.check_model(name)

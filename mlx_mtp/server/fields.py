@@ -90,11 +90,7 @@ def few_values(value: Any) -> Any:
 def whole_characters(arguments: str) -> str:
     """Check a call's arguments, JSON or not, which a template may have to write."""
     value = few_values(conversation.object_or_text(arguments))
-    try:
-        half = has_half_character(arguments, value)
-    except RecursionError:
-        raise refusal("its JSON is nested too deeply") from None
-    if half:
+    if has_half_character(arguments, value):
         raise refusal("its JSON has half of a surrogate pair, which is no character")
     return arguments
 
@@ -150,7 +146,6 @@ ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
 # Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
-# Without it nobody can find out, by the time to the first token, that such a prompt was here.
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[
@@ -234,18 +229,6 @@ class StreamOptions(WireModel):
     include_obfuscation: OnlyFalse = False
 
 
-class FunctionType(WireModel):
-    """An object that is about a function."""
-
-    type: Literal["function"]
-
-
-class NamedFunction(WireModel):
-    """A function, by its name."""
-
-    name: str
-
-
 class Function(WireModel):
     """A function that the model may call."""
 
@@ -259,10 +242,7 @@ class Function(WireModel):
 
 
 def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
-    """Finds the form of an object by its `type`; `message` is for a value of no form.
-
-    `word` is the form of other values, `role` that of objects with a role and without a type.
-    """
+    """Finds the form of an object by its `type`, or by having a `role`; `word`: of other values."""
 
     def form(value: object) -> str | None:
         if isinstance(value, dict):
@@ -274,7 +254,7 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
     return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
 
 
-Named = TypeVar("Named", bound=FunctionType)
+Named = TypeVar("Named", bound=WireModel)
 Allowed = TypeVar("Allowed", bound=WireModel)
 # Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
 ToolChoice = Annotated[

@@ -14,7 +14,7 @@ from mlx_mtp.server.parsing.events import Event, OutputToken, Text, ToolBroken, 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice; the last one has a finish reason, as in `OutputStream`."""
+    """What is new in one choice; the last one has a finish reason."""
 
     index: int
     events: Sequence[Event] = ()
@@ -22,24 +22,16 @@ class Delta:
 
 
 class OutputStream:
-    """Detokenizes one sequence, parses it and counts its tokens.
-
-    Tokens are read singly: nothing of what comes out depends on how many a step brought, but for
-    the number of events that it comes in.
-
-    Attributes:
-        num_reused_tokens: of the prompt, from the prefix cache.
-        finish_reason: "stop", "length" or "tool_calls"; None until the choice has ended.
-    """
+    """Detokenizes one sequence, parses it and counts its tokens, independent of step sizes."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, parser: AnswerParser) -> None:
         self.index = index
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self.num_reused_tokens = 0
+        self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_drafts = 0
         self.num_accepted = 0
-        self.finish_reason: str | None = None
+        self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
         self._detokenizer = detokenizer
         self._parser = parser
         # Tokens whose text has not been emitted as content, and where that content ended.
@@ -87,7 +79,6 @@ class OutputStream:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text."""
         return self._detokenizer.stop
 
     @property

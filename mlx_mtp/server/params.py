@@ -10,8 +10,7 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, SamplingParams
 
-MAX_SEQUENCES = 128
-"""Most prompts times choices in one request."""
+MAX_SEQUENCES = 128  # most prompts times choices in one request
 _SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
 
 
@@ -31,7 +30,6 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def check(self, max_choices: int, *, mtp_enabled: bool) -> None:
-        """Raise InvalidRequestError for too many sequences or none, and for wrong drafts."""
         if not 1 <= self.n <= max_choices:
             raise InvalidRequestError(f"n is {self.n}, but must be 1 to {max_choices}.", param="n")
         if self.num_prompts * self.n > MAX_SEQUENCES:
@@ -81,16 +79,12 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 def sampling_params(
     options: RequestOptions, defaults: SamplingParams, seeds: random.Random, vocab_size: int
 ) -> SamplingParams:
-    """How the request's sequences are sampled, before the context's room is known.
-
-    The `defaults` are the model's; `seeds` chooses a seed where the request has none. Raises
-    InvalidRequestError, which names the field, for a value that is out of its range.
-    """
+    """The client's values over the model's defaults; InvalidRequestError: one is out of range."""
     values = _all_kept(options.sampling)
     if "seed" not in values:
         values["seed"] = seeds.getrandbits(_SEED_BITS)
-    bias = values.get("logit_bias", {})
-    values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias.items())
+    bias = values.get("logit_bias", {}).items()
+    values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     params = replace(defaults, **values)
     params.validate(vocab_size)
@@ -107,19 +101,15 @@ def engine_requests(
     grammar: Grammar | None = None,
     client: tuple[str, ...] = (),
 ) -> list[Request]:
-    """One engine request for each prompt and choice, in the order of the answer's choices.
-
-    Raises:
-        InvalidRequestError, ContextLengthError: a prompt is empty, or it and the answer don't fit.
-    """
-    requests = []
-    for number, prompt in enumerate(prompts):
+    """One engine request for each prompt and choice, in the order of the answer's choices."""
+    requests: list[Request] = []
+    for prompt in prompts:
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
         room = options.room(len(prompt), max_model_len)
-        for choice in range(options.n):
-            request = Request(
-                f"{answer_id}-{number * options.n + choice}",
+        requests += [
+            Request(
+                f"{answer_id}-{len(requests) + choice}",
                 prompt,
                 replace(params, max_tokens=room, choice=choice),
                 num_draft_tokens=options.num_draft_tokens,
@@ -127,7 +117,8 @@ def engine_requests(
                 client=client,
                 cache_salt=options.cache_salt or "",
             )
-            requests.append(request)
+            for choice in range(options.n)
+        ]
     return requests
 
 

@@ -18,8 +18,7 @@ from mlx_mtp.server.writer import Writer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Keep = Callable[[dict[str, Any]], None]
-"""Gets the JSON of a whole answer at its end, streamed or not."""
+Keep = Callable[[dict[str, Any]], None]  # gets a whole answer at its end, streamed or not
 
 
 async def respond(
@@ -37,11 +36,7 @@ async def respond(
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` for as long as the client stays; the body must have been read.
-
-    Raises:
-        ClientDisconnect: the client left first; `work` has been cancelled.
-    """
+    """Run `work`; cancel it and raise ClientDisconnect if the client leaves before its end."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -73,8 +68,8 @@ async def stream_events(
 ) -> AsyncIterator[bytes]:
     """One generation as server-sent events; those that have come together are one piece.
 
-    An error before the first of them is raised, so that it can still become an HTTP status; a later
-    one is an event of the stream. Any silence longer than `patience`, in seconds, is broken.
+    An error before the first is raised, as it can still become an HTTP status; a later one is an
+    event. Any silence longer than `patience`, in seconds, is broken.
     """
     begun = opened = False
     try:

@@ -16,8 +16,7 @@ from mlx_mtp.server.parsing import events
 Kind = Literal["text", "reasoning", "call"]
 State = Literal["open", "complete", "cut", "broken"]
 Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
-Steps = Iterator[Callable[[], Iterable[bytes]]]
-"""Each step of an answer: call it for its events."""
+Steps = Iterator[Callable[[], Iterable[bytes]]]  # each step of an answer: call it for its events
 
 
 @dataclass(slots=True)
@@ -42,9 +41,8 @@ class Block:
 class Writer(ABC):
     """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
-    A stream begins with `opening`; `start` gets a block that is empty, `add` one that has just got
-    some content, `stop` one with the state that it ended in, and `finish` the last delta of a
-    choice. Then comes `ending` or `failure`. `whole` is the answer that isn't streamed.
+    A stream begins with `opening`; `start`, `add` and `stop` get a block, and `finish` the last
+    delta of a choice. Then comes `ending` or `failure`. `whole` is the answer that isn't streamed.
     """
 
     keep_alive = b": keep-alive\n\n"  # breaks a silence
@@ -58,7 +56,6 @@ class Writer(ABC):
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)
 
     def read(self, delta: Delta) -> Steps:
-        """Add what is new to the choice's blocks, step by step."""
         for found in delta.events:
             match found:
                 case events.Text():
@@ -146,7 +143,6 @@ class Writer(ABC):
 
 
 packed_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""JSON without spaces."""
 
 
 def event(fields: dict[str, Any], name: str | None = None) -> bytes:

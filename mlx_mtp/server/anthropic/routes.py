@@ -43,7 +43,7 @@ class MessageWriter(Writer):
         yield _event("message_start", message=self._message([], nothing))
 
     def ending(self) -> Iterable[bytes]:
-        usage = usage_fields(self.generation)
+        usage = _usage(self.generation)
         yield _event("message_delta", delta=self._reason(), usage=usage, seed=self._seed)
         yield _event("message_stop")
 
@@ -105,7 +105,7 @@ class MessageWriter(Writer):
             "seed": self._seed,
             "content": content,
             **reason,
-            "usage": usage_fields(self.generation),
+            "usage": _usage(self.generation),
         }
 
     def _reason(self) -> dict[str, Any]:
@@ -122,15 +122,14 @@ class MessageWriter(Writer):
         return _event(f"content_block_{kind}", index=len(self.blocks[0]) - 1, **fields)
 
 
-def usage_fields(generation: Generation) -> dict[str, Any]:
-    """The counts in Anthropic's form: `input_tokens` are those that were computed."""
-    usage = generation.usage()
+def _usage(generation: Generation) -> dict[str, Any]:
+    cached = generation.cached_tokens
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": generation.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "cache_read_input_tokens": cached,
+        "output_tokens": generation.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": generation.reasoning_tokens},
     }
 
 

@@ -1,10 +1,8 @@
 """The bodies of /v1/messages and of its count_tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
@@ -112,7 +110,7 @@ class _Message(WireModel):
     content: Annotated[Many[_Block], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
-    def _blocks_fit_the_role(self) -> _Message:
+    def _blocks_fit_the_role(self) -> Self:
         for number, block in enumerate(self.content):
             role = _ROLES.get(type(block), self.role)
             if role != self.role:
@@ -156,7 +154,7 @@ class _ToolChoice(WireModel):
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
-    def _a_tool_has_a_name(self) -> _ToolChoice:
+    def _a_tool_has_a_name(self) -> Self:
         if (self.name is not None) != (self.type == "tool"):
             raise refusal("is only for type tool", field="name")
         return self
@@ -175,7 +173,7 @@ class _Thinking(WireModel):
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
-    def _a_budget_is_for_enabled(self) -> _Thinking:
+    def _a_budget_is_for_enabled(self) -> Self:
         if self.budget_tokens is not None and self.type != "enabled":
             raise refusal("is for type enabled", field="budget_tokens")
         return self
@@ -229,7 +227,7 @@ class CountRequest(WireModel):
     speed: Literal["standard"] | None = None
 
     @model_validator(mode="after")
-    def _calls_have_results(self) -> CountRequest:
+    def _calls_have_results(self) -> Self:
         # The last message would be the beginning of the answer, and a call can't be gone on with.
         if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
             raise refusal(

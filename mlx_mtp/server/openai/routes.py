@@ -88,7 +88,7 @@ class OpenAIWriter(Writer):
     ) -> bytes:
         # All chunks have a null in the place of the usage, which comes last, or the usage so far.
         if self._include_usage:
-            so_far = usage_fields(self.generation) if self._continuous_usage else None
+            so_far = _usage(self.generation) if self._continuous_usage else None
             more = {"usage": so_far, **more}
         choice = self.choice(index, tokens, reason, **{self.chunk_key: content})
         return event(self._fields(self.chunk_kind, [choice], **more))
@@ -98,7 +98,7 @@ class OpenAIWriter(Writer):
         return {**head, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
-        return {"usage": usage_fields(self.generation), "timings": self.generation.timings()}
+        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
 
 
 class ChatWriter(OpenAIWriter):
@@ -204,15 +204,14 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
     ]
 
 
-def usage_fields(generation: Generation) -> dict[str, Any]:
-    """The counts in OpenAI's form."""
-    usage = generation.usage()
+def _usage(generation: Generation) -> dict[str, Any]:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
 
 

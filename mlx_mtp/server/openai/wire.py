@@ -1,9 +1,7 @@
 """OpenAI's two request bodies. What is not named here is refused by name, never ignored."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -64,11 +62,9 @@ class Message(WireModel):
     content: _Content = None
     name: str | None = None
     reasoning_content: str | None = None
-    # The name that OpenRouter and newer versions of vLLM have for it.
-    reasoning: str | None = None
+    reasoning: str | None = None  # OpenRouter's and vLLM's name for it
     refusal: str | None = None
-    # They say what of an earlier answer's text came from where: nothing that a prompt has a place
-    # for, and no instruction. OpenAI's answers have a list of them in any case.
+    # Of an earlier answer: no instruction, and a prompt has no place for them.
     annotations: Annotated[list[Any], at_most(fields.MAX_MESSAGES)] | None = None
     parsed: fields.Parsed | None = None
     tool_calls: Annotated[list[_ToolCall], at_most(fields.MAX_TOOLS)] | None = None
@@ -76,7 +72,7 @@ class Message(WireModel):
     provider_specific_fields: fields.Schema | None = None
 
     @model_validator(mode="after")
-    def _fields_fit_the_role(self) -> Message:
+    def _fields_fit_the_role(self) -> Self:
         for field, role in _ROLES.items():
             if getattr(self, field) is not None and self.role != role:
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
@@ -101,14 +97,20 @@ class Message(WireModel):
         )
 
 
-class Tool(fields.FunctionType):
+class Tool(WireModel):
     """A tool that the model may call."""
 
+    type: Literal["function"]
     function: fields.Function
 
 
-class _NamedTool(fields.FunctionType):
-    function: fields.NamedFunction
+class _Name(WireModel):
+    name: str
+
+
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    function: _Name
 
     @property
     def name(self) -> str:
@@ -131,7 +133,7 @@ class _UsageOptions(fields.StreamOptions):
     continuous_usage_stats: bool = False
 
     @model_validator(mode="after")
-    def _continuous_needs_usage(self) -> _UsageOptions:
+    def _continuous_needs_usage(self) -> Self:
         if self.continuous_usage_stats and not self.include_usage:
             raise refusal("needs include_usage: true", field="continuous_usage_stats")
         return self
@@ -151,7 +153,7 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
     mtp: _MtpOptions | None = None
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> GenerateRequest:
+    def _stream_options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
         return self
@@ -186,11 +188,10 @@ class ChatRequest(GenerateRequest):
     prompt_cache_retention: fields.Retention | None = None
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> ChatRequest:
+    def _fields_fit_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("needs logprobs: true", field="top_logprobs")
-        given = {self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}
-        if len(given) > 1:
+        if len({self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}) > 1:
             message = "differs from max_completion_tokens; give one of them"
             raise refusal(message, field="max_tokens")
         guided = self.guided()
@@ -250,7 +251,7 @@ class CompletionRequest(GenerateRequest):
     suffix: Annotated[str, AfterValidator(fields.only(""))] = ""
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> CompletionRequest:
+    def _fields_fit_together(self) -> Self:
         if self.best_of not in (None, 1, self.n):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self

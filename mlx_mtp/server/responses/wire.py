@@ -1,10 +1,7 @@
 """The body of /v1/responses."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -25,10 +22,8 @@ from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.text import unwrap
 
-logger = logging.getLogger(__name__)
-
 # Codex offers these to every server; the prompt describes only tools that the client runs.
-IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "image_generation"})
+_IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -58,8 +53,7 @@ class _MessageItem(_AnyItem):
 
 
 class _DirectCaller(WireModel):
-    # The model called the function itself; of OpenAI's servers, a program may have.
-    type: Literal["direct"]
+    type: Literal["direct"]  # by the model; of OpenAI's servers, a program may have called it
 
 
 class _CallItem(_AnyItem):
@@ -71,9 +65,7 @@ class _CallItem(_AnyItem):
     namespace: str | None = None
     caller: _DirectCaller | None = None
     # The openai package sends its own name of the field, which Python has a word for.
-    runs_async: fields.OnlyFalse = Field(
-        default=False, validation_alias=AliasChoices("async", "async_")
-    )
+    runs_async: fields.OnlyFalse = Field(False, validation_alias=AliasChoices("async", "async_"))
 
     def message(self) -> Message:
         return Message("assistant", tool_calls=(ToolCall(self.name, self.arguments, self.call_id),))
@@ -126,46 +118,42 @@ def _messages(items: Iterable[_Item]) -> list[Message]:
             turns[-1].append(message)
         else:
             turns.append([message])
-    return [_joined(turn) if turn[0].role == "assistant" else turn[0] for turn in turns]
+    # At once: to add the parts one by one takes a time that grows with the square of their number.
+    return [
+        Message(
+            turn[0].role,
+            "".join(part.content for part in turn),
+            reasoning=next((part.reasoning for part in turn if part.reasoning), None),
+            tool_calls=tuple(call for part in turn for call in part.tool_calls),
+            tool_call_id=turn[0].tool_call_id,
+        )
+        for turn in turns
+    ]
 
 
 def _continues(turn: Sequence[Message], part: Message) -> bool:
-    """Whether it is a part of the answer: reasoning comes before text, and both before calls."""
+    # Of an answer: reasoning comes before text, and both before calls.
     if part.role != "assistant" or turn[0].role != "assistant":
         return False
-    if part.tool_calls:
-        return True
-    if turn[-1].tool_calls:
-        return False
+    if part.tool_calls or turn[-1].tool_calls:
+        return bool(part.tool_calls)
     return part.reasoning is None or not any(earlier.content for earlier in turn)
-
-
-def _joined(parts: Sequence[Message]) -> Message:
-    # At once: to add the parts one by one takes a time that grows with the square of their number.
-    return Message(
-        "assistant",
-        "".join(part.content for part in parts),
-        reasoning=next((part.reasoning for part in parts if part.reasoning), None),
-        tool_calls=tuple(call for part in parts for call in part.tool_calls),
-    )
-
-
-class _FunctionTool(fields.Function, fields.FunctionType):
-    defer_loading: bool | None = None
 
 
 def _without_ignored(value: object) -> object:
     if not isinstance(value, list):
         return value
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
-    ignored = sorted({kind for kind in kinds if isinstance(kind, str) and kind in IGNORED_TOOLS})
-    if ignored:
-        logger.debug("tools that are not offered here: %s", ", ".join(ignored))
-    return [tool for tool, kind in zip(value, kinds) if kind not in ignored]
+    return [tool for tool, kind in zip(value, kinds) if kind not in _IGNORED_TOOLS]
 
 
-class _NamedTool(fields.NamedFunction, fields.FunctionType):
-    pass
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    name: str
+
+
+class _FunctionTool(fields.Function, _NamedTool):
+    defer_loading: bool | None = None
 
 
 class _AllowedTools(WireModel):
@@ -188,7 +176,7 @@ class _TextFormat(WireModel):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _a_schema_is_there(self) -> _TextFormat:
+    def _a_schema_is_there(self) -> Self:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise refusal("is only for type json_schema", field="schema")
         return self
