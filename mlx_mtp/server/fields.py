@@ -108,10 +108,8 @@ def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> obje
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
-            raise refusal(
-                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
-                unsupported=True,
-            )
+            message = f"part {number} has type {json.dumps(kind)[:80]}"
+            raise refusal(f"{message}, but this server takes text only", unsupported=True)
         key = "refusal" if kind == "refusal" else "text"
         given = {name for name, inner in part.items() if inner is not None}
         if given - ignored != {"type", key} or not isinstance(part[key], str):
@@ -121,7 +119,7 @@ def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> obje
     return "".join(texts)
 
 
-def only(neutral: object) -> Callable[[Any], Any]:
+def only(neutral: object) -> AfterValidator:
     """Let the value through that changes nothing; refuse the feature by its name."""
 
     def check(value: Any) -> Any:
@@ -129,7 +127,7 @@ def only(neutral: object) -> Callable[[Any], Any]:
             raise refusal(f"this server supports only {json.dumps(neutral)}", unsupported=True)
         return value
 
-    return check
+    return AfterValidator(check)
 
 
 def _is_scalar(value: object) -> object:
@@ -160,12 +158,11 @@ Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Arguments = Annotated[str, AfterValidator(whole_characters)]
-# What the openai package's parse() made of an answer's text, which stands beside it.
-Parsed = Annotated[Any, BeforeValidator(few_values)]
+Parsed = Annotated[Any, BeforeValidator(few_values)]  # by the openai package's parse()
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
-# A wish about OpenAI's caches, which has had both spellings; here flags say what is kept where.
-Retention = Literal["in_memory", "in-memory", "24h"]
-OnlyFalse = Annotated[bool, AfterValidator(only(False))]
+Retention = Literal["in_memory", "in-memory", "24h"]  # a hint for OpenAI's caches
+OnlyFalse = Annotated[bool, only(False)]
+Verbosity = Annotated[str, only("medium")]
 
 _JSON_TYPES: dict[Any, Any] = {
     int: Int,
@@ -217,10 +214,6 @@ class OpenAILabels(WireModel):
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-
-    @property
-    def end_user(self) -> str | None:
-        return self.user or self.safety_identifier
 
 
 class StreamOptions(WireModel):

@@ -13,7 +13,12 @@ from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.openai.stored import keeper
-from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.openai.wire import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    UsageOptions,
+)
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.sse import respond
@@ -46,33 +51,35 @@ class OpenAIWriter(Writer):
         }
         self._tokenizer = admitted.context.tokenizer
         self._with_logprobs = admitted.params.top_logprobs is not None
-        options = body.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._options = body.stream_options or UsageOptions()
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
         more = {"timings": self.generation.timings()} if self.generation.is_finished else {}
         yield self.chunk(delta.index, self.empty, None, delta.finish_reason, **more)
 
     def ending(self) -> Iterable[bytes]:
-        if self._include_usage:
+        if self._options.include_usage:
             yield event(self._fields(self.chunk_kind, [], **self._costs()))
 
     def failure(self, error: Exception) -> Iterable[bytes]:
         yield event(error_body(error))
 
     def whole(self) -> dict[str, Any]:
-        choices = [self.whole_choice(index) for index in range(len(self.generation.streams))]
+        choices = []
+        for stream in self.generation.streams:
+            blocks = self.whole_blocks(stream.index)
+            tokens = [token for block in blocks for token in block.tokens]
+            content = self.content(blocks)
+            choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
         return self._fields(self.answer_kind, choices, **self._costs())
 
     @abstractmethod
-    def whole_choice(self, index: int) -> dict[str, Any]: ...
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
-        """The logprobs of some tokens; None: of something that is no text."""
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None: ...
 
-    def choice(
+    def _choice(
         self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
         logprobs = self.logprobs(tokens) if self._with_logprobs else None
@@ -87,10 +94,10 @@ class OpenAIWriter(Writer):
         **more: Any,
     ) -> bytes:
         # All chunks have a null in the place of the usage, which comes last, or the usage so far.
-        if self._include_usage:
-            so_far = _usage(self.generation) if self._continuous_usage else None
+        if self._options.include_usage:
+            so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
             more = {"usage": so_far, **more}
-        choice = self.choice(index, tokens, reason, **{self.chunk_key: content})
+        choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
         return event(self._fields(self.chunk_kind, [choice], **more))
 
     def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
@@ -129,23 +136,16 @@ class ChatWriter(OpenAIWriter):
             found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
         yield self.chunk(block.choice, found, getattr(content, "tokens", None))
 
-    def whole_choice(self, index: int) -> dict[str, Any]:
-        """One message; its content is null if all that it has is calls."""
-        blocks = self.whole_blocks(index)
-        said, thoughts, calls = (
-            [block for block in blocks if block.kind == kind]
-            for kind in ("text", "reasoning", "call")
-        )
-        text = "".join(block.text for block in said)
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        text = "".join(block.text for block in blocks if block.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if thoughts:
-            message["reasoning_content"] = "".join(block.text for block in thoughts)
-        if calls:
+        if any(block.kind == "reasoning" for block in blocks):
+            thoughts = (block.text for block in blocks if block.kind == "reasoning")
+            message["reasoning_content"] = "".join(thoughts)
+        if any(block.kind == "call" for block in blocks):
             message["content"] = text or None
-            message["tool_calls"] = [_call(block) for block in calls]
-        tokens = [token for block in said for token in block.tokens]
-        reason = self.generation.streams[index].finish_reason
-        return self.choice(index, tokens, reason, message=message)
+            message["tool_calls"] = [_call(block) for block in blocks if block.kind == "call"]
+        return {"message": message}
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -163,11 +163,8 @@ class TextWriter(OpenAIWriter):
     def add(self, block: Block, content: Content) -> Iterable[bytes]:
         yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))
 
-    def whole_choice(self, index: int) -> dict[str, Any]:
-        blocks = self.whole_blocks(index)  # Plain text has one, or none.
-        text = "".join(block.text for block in blocks)
-        tokens = [token for block in blocks for token in block.tokens]
-        return self.choice(index, tokens, self.generation.streams[index].finish_reason, text=text)
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        return {"text": "".join(block.text for block in blocks)}
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
         name = self._tokenizer.token_text

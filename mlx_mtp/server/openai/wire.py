@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     FailFast,
     Field,
@@ -23,7 +22,6 @@ from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
 
 def _joined_text(value: object, info: ValidationInfo) -> object:
     kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    # A hint for caches of other servers, which LiteLLM and others pass on.
     return fields.joined_text(value, kinds, {"cache_control"})
 
 
@@ -43,9 +41,6 @@ class _ToolCall(WireModel):
     index: int | None = None
     # LiteLLM's notes on an answer, which it sends back with the chat.
     provider_specific_fields: fields.Schema | None = None
-
-    def call(self) -> conversation.ToolCall:
-        return conversation.ToolCall(self.function.name, self.function.arguments, self.id)
 
 
 _OF_ASSISTANTS = (
@@ -91,7 +86,10 @@ class Message(WireModel):
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
-            tool_calls=tuple(call.call() for call in self.tool_calls or ()),
+            tool_calls=tuple(
+                conversation.ToolCall(call.function.name, call.function.arguments, call.id)
+                for call in self.tool_calls or ()
+            ),
             tool_call_id=self.tool_call_id,
             name=self.name,
         )
@@ -127,9 +125,10 @@ class _AllowedToolsChoice(WireModel):
     allowed_tools: _AllowedTools
 
 
-class _UsageOptions(fields.StreamOptions):
+class UsageOptions(fields.StreamOptions):
+    """Which chunks of a stream have the counts: a last one, or (vLLM's name) all."""
+
     include_usage: bool = False
-    # vLLM's name: the counts so far stand in every chunk, which may hold several tokens.
     continuous_usage_stats: bool = False
 
     @model_validator(mode="after")
@@ -147,7 +146,7 @@ class _MtpOptions(WireModel):
 class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields):
     """What both endpoints take."""
 
-    stream_options: _UsageOptions | None = None
+    stream_options: UsageOptions | None = None
     stop: fields.Stops = Field([])
     n: fields.Int = 1
     mtp: _MtpOptions | None = None
@@ -164,7 +163,7 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
             n=self.n,
             stop=self.stop,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
-            user=self.end_user,
+            user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
         )
 
@@ -183,7 +182,7 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: fields.TemplateKwargs = Field({})
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], FailFast(), at_most(1)] = Field([])
-    verbosity: Annotated[str, AfterValidator(fields.only("medium"))] = "medium"
+    verbosity: fields.Verbosity = "medium"
     store: bool = False
     prompt_cache_retention: fields.Retention | None = None
 
@@ -194,15 +193,13 @@ class ChatRequest(GenerateRequest):
         if len({self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}) > 1:
             message = "differs from max_completion_tokens; give one of them"
             raise refusal(message, field="max_tokens")
-        guided = self.guided()
-        if guided is not None and self.response_format is not None:
+        if self.response_format is not None and (guided := self.guided()) is not None:
             raise refusal("can't be combined with response_format", field=guided[0])
         return self
 
-    def options(self, **more: Any) -> RequestOptions:
-        more["max_tokens"] = self.max_completion_tokens
-        more["top_logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        return super().options(**more)
+    def options(self, **_: Any) -> RequestOptions:
+        top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
 
     def conversation(self) -> Conversation:
         kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
@@ -232,7 +229,7 @@ def _as_prompts(value: object) -> object:
         if isinstance(prompt, list) and len(prompt) > fields.MAX_PROMPT_IDS:
             most = f"at most {fields.MAX_PROMPT_IDS} are allowed"
             raise refusal(f"prompt {number} has {len(prompt)} token ids; {most}")
-        ids = isinstance(prompt, list) and all(fields.is_id(token) for token in prompt)
+        ids = isinstance(prompt, list) and all(map(fields.is_id, prompt))
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")
         if not prompt:
@@ -248,7 +245,7 @@ class CompletionRequest(GenerateRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: fields.Int | None = None
     echo: fields.OnlyFalse = False
-    suffix: Annotated[str, AfterValidator(fields.only(""))] = ""
+    suffix: Annotated[str, fields.only("")] = ""
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
@@ -256,6 +253,5 @@ class CompletionRequest(GenerateRequest):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self
 
-    def options(self, **more: Any) -> RequestOptions:
-        options = super().options(top_logprobs=self.logprobs, **more)
-        return replace(options, num_prompts=len(self.prompt))
+    def options(self, **_: Any) -> RequestOptions:
+        return replace(super().options(top_logprobs=self.logprobs), num_prompts=len(self.prompt))

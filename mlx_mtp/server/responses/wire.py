@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     AliasChoices,
     BeforeValidator,
     FailFast,
@@ -189,7 +188,7 @@ class _TextFormat(WireModel):
 
 class _TextConfig(WireModel):
     format: _TextFormat = Field(default_factory=_TextFormat)
-    verbosity: Annotated[str, AfterValidator(fields.only("medium"))] = "medium"
+    verbosity: fields.Verbosity = "medium"
 
 
 def _no_state(_: object) -> object:
@@ -215,7 +214,7 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
         FailFast(),
         at_most(fields.MAX_LABELS),
     ] = Field([])
-    truncation: Annotated[str, AfterValidator(fields.only("disabled"))] = "disabled"
+    truncation: Annotated[str, fields.only("disabled")] = "disabled"
     store: fields.OnlyFalse = False
     background: fields.OnlyFalse = False
     previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
@@ -231,7 +230,7 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
         return RequestOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
-            user=self.end_user,
+            user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
         )
 
