@@ -42,9 +42,7 @@ class Admitted(Generic[Body]):
 
         def parser() -> AnswerParser:
             return context.output_format.parser(
-                thinking=prompt.thinking,
-                schemas=schemas or None,
-                max_calls=max_calls(conversation),
+                thinking=prompt.thinking, schemas=schemas or None, max_calls=max_calls(conversation)
             )
 
         field = "tools" if conversation.response is None else conversation.response_field

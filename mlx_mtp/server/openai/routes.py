@@ -13,12 +13,7 @@ from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.openai.stored import keeper
-from mlx_mtp.server.openai.wire import (
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    UsageOptions,
-)
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest, UsageOptions
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.sse import respond

@@ -3,13 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    FailFast,
-    Field,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS

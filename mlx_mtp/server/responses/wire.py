@@ -3,14 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    FailFast,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, FailFast, Field, Tag, model_validator
 
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import fields
