@@ -23,7 +23,6 @@ from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
 
-# Agents ask / whether a server is there, and load balancers /health; neither reveals more.
 _OPEN_PATHS = frozenset({"/", "/health", "/health/"})
 ANY = "*"
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
@@ -58,15 +57,13 @@ def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
 
 def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
     """Log a warning if a server without a key can be used from elsewhere."""
-    if has_key:
-        return
-    if not _is_loopback(host):
+    if not has_key and not _is_loopback(host):
         logger.warning(
             "Everyone who can reach %s on the network can use this server: it has no key. Add "
             "--api-key or --api-key-file, or leave out --host.",
             host,
         )
-    if ANY in cors_origins:
+    if not has_key and ANY in cors_origins:
         logger.warning(
             "Every web page that a browser on this machine opens can use this server: it has no "
             "key, and --cors-origin is *. Name the origins, or add --api-key."
@@ -90,10 +87,8 @@ def check_key(digests: Collection[bytes], scope: Scope) -> None:
         for known in digests:
             allowed |= hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known)
     if not allowed:
-        raise AuthenticationError(
-            "This server requires its API key, as the header `Authorization: Bearer KEY` or "
-            "`x-api-key: KEY`."
-        )
+        header = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+        raise AuthenticationError(f"This server requires its API key, as the header {header}.")
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
@@ -107,11 +102,9 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
 
 
 def check_host(names: frozenset[str], scope: Scope) -> None:
-    """Raise ForbiddenError where the Host header has none of these names.
-
-    Addresses pass: a browser sends one only if the page itself came from there. So do requests
-    without the header, as every browser sends it. On a status of 421 browsers would try again.
-    """
+    """Raise ForbiddenError where the Host header has none of these names."""
+    # Every browser sends it, and an address only if the page itself came from there. On a status of
+    # 421 browsers would try again.
     host = Headers(scope=scope).get("host")
     if host is None or ANY in names:
         return
@@ -124,11 +117,9 @@ def check_host(names: frozenset[str], scope: Scope) -> None:
 
 
 def check_origin(origins: Collection[str], scope: Scope) -> None:
-    """Raise ForbiddenError for web pages that are neither ours nor in `origins`.
-
-    Programs send no Origin. A page's is compared by host and port alone: behind a proxy that speaks
-    TLS the server does not know its own scheme.
-    """
+    """Raise ForbiddenError for web pages that are neither ours nor in `origins`."""
+    # Programs send no Origin. A page's is compared by host and port alone: behind a proxy that
+    # speaks TLS the server does not know its own scheme.
     headers = Headers(scope=scope)
     given = headers.getlist("origin")
     if not given or ANY in origins:

@@ -15,11 +15,9 @@ from mlx_mtp.engine.engine import Engine
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
 UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
-_NUM_REMEMBERED = 64
 _CHATS = "/v1/chat/completions"
 _GENERATING = frozenset({_CHATS, "/v1/completions", "/v1/responses", "/v1/messages"})
-# Why requests are rejected before they are read; labels of the metric.
-REASONS = ("queue_full", "draining", "engine", "connections")
+REASONS = ("queue_full", "draining", "engine", "connections")  # labels of the metric
 # What a client can't choose freely (API key and address), and what it says of itself (its agent).
 # Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
 # so agents on one machine are distinguished, and inventing names gains nothing.
@@ -60,10 +58,8 @@ class RequestLimiter:
         self.held = 0
         self.rejected: Counter[str] = Counter()
         self._drain_until = math.inf
-        self._engine = engine
-        self._max_queue = max_queue
-        self._clock = clock
-        self._ends: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
+        self._engine, self._max_queue, self._clock = engine, max_queue, clock
+        self._ends: deque[tuple[float, int]] = deque(maxlen=64)
 
     def drain(self, seconds: float) -> None:
         self._drain_until = self._clock() + seconds
@@ -77,7 +73,6 @@ class RequestLimiter:
         return self._drain_until < math.inf
 
     def check(self, scope: Scope) -> None:
-        """Raise for an HTTP request that can't be served now, by its method and path."""
         path = scope["path"].rstrip("/")
         if self.draining and path not in _MONITORING:
             self.rejected["draining"] += 1
@@ -87,9 +82,8 @@ class RequestLimiter:
             return
         if not self._engine.healthy:
             self.rejected["engine"] += 1
-            raise errors.EngineStoppedError(
-                f"The engine has stopped: {self._engine.unhealthy_reason}"
-            )
+            reason = self._engine.unhealthy_reason
+            raise errors.EngineStoppedError(f"The engine has stopped: {reason}")
         if self._engine.hang_reason is not None:
             self.rejected["engine"] += 1
             message = f"No requests are accepted: {self._engine.hang_reason}."
@@ -98,12 +92,10 @@ class RequestLimiter:
             raise self._queue_full(1)
 
     def reserve(self, scope: Scope, count: int) -> None:
-        """Take a slot for each of a request's sequences, or none and raise."""
-        assert _SLOTS not in scope, "a request reserves once"
         if count > self.capacity:
+            asked = f"The request is for {count} answers (prompts times n), but this server holds"
             raise errors.InvalidRequestError(
-                f"The request is for {count} answers (prompts times n), but this server holds "
-                f"{self.capacity} at most, running and waiting ones together."
+                f"{asked} {self.capacity} at most, running and waiting ones together."
             )
         if self.held + count > self.capacity:
             raise self._queue_full(count)
@@ -111,9 +103,7 @@ class RequestLimiter:
         scope[_SLOTS] = count
 
     def release(self, scope: Scope) -> None:
-        """Free the slots of an HTTP request that has ended, if it had any."""
-        count = scope.pop(_SLOTS, 0)
-        if count:
+        if count := scope.pop(_SLOTS, 0):
             self.held -= count
             self._ends.append((self._clock(), count))
 
@@ -125,11 +115,9 @@ class RequestLimiter:
             # The first end only starts the clock; the time since the last counts too.
             ended = sum(size for _, size in self._ends) - self._ends[0][1]
             retry_after = _retry(missing * (self._clock() - self._ends[0][0]) / ended)
-        return errors.QueueFullError(
-            f"The server is busy: {self.held} answers are running or waiting, and no more than "
-            f"{self._max_queue} may wait (--max-queue). Try again later.",
-            retry_after=retry_after,
-        )
+        message = f"The server is busy: {self.held} answers are running or waiting, and no more"
+        message += f" than {self._max_queue} may wait (--max-queue). Try again later."
+        return errors.QueueFullError(message, retry_after=retry_after)
 
 
 def _retry(seconds: float) -> int:

@@ -30,8 +30,7 @@ from mlx_mtp.server.text import cut, has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
 
-# Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile.
-LARGE_BODY = 256 << 10
+LARGE_BODY = 256 << 10  # Longer bodies, in bytes, are parsed off the event loop.
 MAX_DEPTH = 256  # Most objects and lists within each other, the body's own included.
 MAX_PARTS = 1 << 17  # Most objects, lists and strings (names included); agents send thousands.
 MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a million token ids.
@@ -50,7 +49,6 @@ async def read_body(
     body = bytearray()
     try:
         async with asyncio.timeout(max_seconds):
-            # Counted as it comes: a Content-Length may be missing.
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
@@ -58,16 +56,14 @@ async def read_body(
     except TimeoutError:
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
-    if len(body) > LARGE_BODY:
-        return await asyncio.to_thread(_validated, bytes(body), model)
-    return _validated(bytes(body), model)
 
+    def validated() -> Model:
+        try:
+            return model.model_validate(parse_json(bytes(body)))
+        except ValidationError as error:
+            raise from_validation(error) from None
 
-def _validated(content: bytes, model: type[Model]) -> Model:
-    try:
-        return model.model_validate(parse_json(content))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return await asyncio.to_thread(validated) if len(body) > LARGE_BODY else validated()
 
 
 def _check_headers(headers: Headers, max_bytes: int) -> None:
@@ -75,22 +71,18 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     if encoding not in ("", "identity"):
         message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
         raise UnsupportedMediaTypeError(message)
-    # Without the header a body is taken for JSON: curl users and old scripts leave it out.
-    given = headers.get("content-type")
-    if given is not None:
+    # Curl users and old scripts leave the header out.
+    if (given := headers.get("content-type")) is not None:
         kind = Message()
         kind["content-type"] = given
         name, charset = kind.get_content_type(), kind.get_param("charset", "utf-8")
         if name != "application/json" and not name.endswith("+json"):
-            raise UnsupportedMediaTypeError(
-                f"Content-Type {cut(given)!r}: the body must be JSON, with the header "
-                "`Content-Type: application/json`."
-            )
+            wanted = "the body must be JSON, with the header `Content-Type: application/json`"
+            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: {wanted}.")
         if str(charset).lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
     if length and "transfer-encoding" in headers:
-        # Two servers in a row could read two different bodies.
         message = "Content-Length and Transfer-Encoding exclude each other; send one of them."
         raise InvalidRequestError(message)
     if length.isdecimal() and int(length[:20]) > max_bytes:
@@ -98,16 +90,12 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
 
 
 def _too_long(max_bytes: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(
-        f"The body is longer than {max_bytes} bytes (--max-body-size allows more)."
-    )
+    message = f"The body is longer than {max_bytes} bytes (--max-body-size allows more)."
+    return PayloadTooLargeError(message)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """One object within the bounds above: UTF-8, each name once, finite numbers.
-
-    Anything else is an InvalidRequestError.
-    """
+    """One object within the bounds above, or InvalidRequestError."""
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
     _check_size(body)
@@ -122,9 +110,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except ValueError:
         # Python's own bound: without it the time would grow with the square of the digits.
-        raise InvalidRequestError(
-            "The body's JSON has an integer of too many digits; no field takes more than 19."
-        ) from None
+        message = "The body's JSON has an integer of too many digits; no field takes more than 19."
+        raise InvalidRequestError(message) from None
     if has_half_character(text, value):
         raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
@@ -159,9 +146,8 @@ def _check_size(body: bytes) -> None:
         # As many are closed as are opened; what is closed beyond that is an error.
         brackets = outside.translate(_STEPS, _OTHERS)[: 2 * MAX_PARTS]
         if max(accumulate(step - 1 for step in brackets)) > MAX_DEPTH:
-            raise InvalidRequestError(
-                f"The body's JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed."
-            )
+            message = "The body's JSON is nested too deeply"
+            raise InvalidRequestError(f"{message}; at most {MAX_DEPTH} levels are allowed.")
 
 
 def _check_count(count: int, limit: int, what: str) -> None:
@@ -184,11 +170,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        message = f"The body is not valid JSON: the number {text[:40]} is too large."
-        raise InvalidRequestError(message)
-    return value
+    if math.isfinite(value := float(text)):
+        return value
+    message = f"The body is not valid JSON: the number {text[:40]} is too large."
+    raise InvalidRequestError(message)
 
 
 _DECODER = json.JSONDecoder(

@@ -26,19 +26,12 @@ class Context:
     """One application's parts, from what `create_app` is given."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        config: ServerConfig,
-        generation_config: Mapping[str, Any],
+        self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig, given: Mapping[str, Any]
     ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.config = config
-        self.defaults = model_defaults(generation_config)
-        self.output_format = OutputFormat.choose(
-            tokenizer.template, config.reasoning_parser, config.tool_call_parser
-        )
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.defaults = model_defaults(given)
+        parsers = config.reasoning_parser, config.tool_call_parser
+        self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
         self.prompter = Prompter(tokenizer, self.output_format, config.template_seconds)
         self.grammars = Grammars(tokenizer, engine.info.eos_token_ids)
         self.limiter = RequestLimiter(engine, config.max_queue)
@@ -49,28 +42,22 @@ class Context:
         self._created = int(time.time())
 
     def check_model(self, name: str) -> None:
-        """Raise ModelNotFoundError, which names the served model, for any other."""
-        if name != self.config.model_name:
-            raise ModelNotFoundError(
-                f"The model {name[:120]!r} is not served here; this server has "
-                f"{self.config.model_name!r}.",
-                param="model",
-            )
+        served = self.config.model_name
+        if name != served:
+            message = f"The model {name[:120]!r} is not served here; this server has {served!r}."
+            raise ModelNotFoundError(message, param="model")
 
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Token ids from a client; raises InvalidRequestError if one is out of range."""
         limit = self.engine.info.vocab_size
-        wrong = next((token for token in token_ids if not 0 <= token < limit), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"{field} has token {str(wrong)[:40]}, but this model's token ids are 0 to "
-                f"{limit - 1}.",
-                param=field,
-            )
+        for token in token_ids:
+            if not 0 <= token < limit:
+                valid = f"but this model's token ids are 0 to {limit - 1}."
+                message = f"{field} has token {str(token)[:40]}, {valid}"
+                raise InvalidRequestError(message, param=field)
         return tuple(token_ids)
 
     def model_card(self) -> dict[str, Any]:
-        """The served model, as /v1/models lists it."""
         name, length = self.config.model_name, self.engine.info.max_model_len
         return {
             "id": name,
@@ -78,7 +65,6 @@ class Context:
             "created": self._created,
             "owned_by": "mlx-mtp",
             "max_model_len": length,
-            # Anthropic's words for the same.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
@@ -96,10 +82,8 @@ def context_of(request: Request) -> Context:
 async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """The application's parts and the body; raises RequestError for a wrong one or model."""
     context = context_of(request)
-    body = await read_body(
-        request, model, context.config.max_body_bytes, context.config.body_timeout
-    )
-    name = getattr(body, "model", None)
-    if name is not None:
+    config = context.config
+    body = await read_body(request, model, config.max_body_bytes, config.body_timeout)
+    if (name := getattr(body, "model", None)) is not None:
         context.check_model(name)
     return context, body

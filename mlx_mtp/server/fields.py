@@ -29,12 +29,8 @@ MAX_TOOLS = 1024  # of a chat, and tool calls of a message
 MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
 MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
 MAX_FIELDS = 100  # of an object of the API
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
 MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
-MAX_SALT_CHARACTERS = 256
 MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
-MAX_LABEL_CHARACTERS = 512  # of a name and of a value of `metadata`, as OpenAI has it
 
 FORM = "\0"  # begins the tag of a union's form, which pydantic puts among the names of fields
 UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
@@ -87,10 +83,8 @@ def few_values(value: Any) -> Any:
     return value
 
 
-def whole_characters(arguments: str) -> str:
-    """Check a call's arguments, JSON or not, which a template may have to write."""
-    value = few_values(conversation.object_or_text(arguments))
-    if has_half_character(arguments, value):
+def _whole_characters(arguments: str) -> str:
+    if has_half_character(arguments, few_values(conversation.object_or_text(arguments))):
         raise refusal("its JSON has half of a surrogate pair, which is no character")
     return arguments
 
@@ -144,33 +138,25 @@ ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
 # Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[
-    list[Stop],
-    at_most(MAX_STOPS),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Stops = Annotated[list[_Stop], at_most(16), _one_or_more]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
-_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+_Label = Annotated[str, Field(max_length=512)]  # as OpenAI has it
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
-Arguments = Annotated[str, AfterValidator(whole_characters)]
+Arguments = Annotated[str, AfterValidator(_whole_characters)]
 Parsed = Annotated[Any, BeforeValidator(few_values)]  # by the openai package's parse()
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
 Retention = Literal["in_memory", "in-memory", "24h"]  # a hint for OpenAI's caches
 OnlyFalse = Annotated[bool, only(False)]
 Verbosity = Annotated[str, only("medium")]
 
-_JSON_TYPES: dict[Any, Any] = {
-    int: Int,
-    float: Float,
-    bool: bool,
-    tuple[int, ...]: StopTokenIds,
-    tuple[tuple[int, float], ...]: LogitBias,
-}
+_JSON_TYPES: dict[Any, Any] = {int: Int, float: Float, bool: bool}
+_JSON_TYPES |= {tuple[int, ...]: StopTokenIds, tuple[tuple[int, float], ...]: LogitBias}
 _HINTS = get_type_hints(SamplingParams)
 # The fields of `SamplingParams` that clients may set.
 SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
@@ -183,9 +169,7 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     def with_fields(kind: type[Model]) -> type[Model]:
         # Not `| None`: an explicit null is absent before a field's type is looked at.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
-        return create_model(
-            kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields
-        )
+        return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
 
     return with_fields
 
@@ -198,7 +182,7 @@ class GenerateRequest(WireModel):
     cache_salt: CacheSalt | None = None
 
     def sampling(self, **more: Any) -> dict[str, Any]:
-        """What is given of `SamplingParams`, by its names; `more` has other names in this API."""
+        # What is given of `SamplingParams`; `more` has other names in this API.
         same = {name: getattr(self, name, None) for name in SAMPLING}
         return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
@@ -249,15 +233,13 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
 
 Named = TypeVar("Named", bound=WireModel)
 Allowed = TypeVar("Allowed", bound=WireModel)
+_CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
 # Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[Named, Tag(FORM + "function")]
     | Annotated[Allowed, Tag(FORM + "allowed_tools")],
-    one_of(
-        'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"',
-        word="word",
-    ),
+    one_of(_CHOICES, word="word"),
 ]
 
 
@@ -268,5 +250,4 @@ def tool_choice(choice: Any) -> conversation.ToolChoice:
     if choice.type == "function":
         return conversation.ToolChoice("required", frozenset({choice.name}))
     allowed = getattr(choice, "allowed_tools", choice)
-    names = frozenset(tool.name for tool in allowed.tools)
-    return conversation.ToolChoice(allowed.mode, names)
+    return conversation.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))

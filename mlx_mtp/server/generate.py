@@ -54,16 +54,13 @@ class Admitted(Generic[Body]):
         context = self.context
         limit = context.engine.info.max_model_len
 
-        def encode() -> list[tuple[int, ...]]:
-            return [
-                context.tokenizer.encode(prompt, limit=limit)
-                if isinstance(prompt, str)
-                else context.checked_ids(prompt, "prompt")
-                for prompt in prompts
-            ]
+        def encode(prompt: str | list[int]) -> tuple[int, ...]:
+            if isinstance(prompt, str):
+                return context.tokenizer.encode(prompt, limit=limit)
+            return context.checked_ids(prompt, "prompt")
 
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        token_ids = await context.prompter.in_thread(size, encode)
+        token_ids = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
         return await self._generation(token_ids, PlainParser, *(guided or ("", None)))
 
     async def _generation(
@@ -74,20 +71,14 @@ class Admitted(Generic[Body]):
         spec: GrammarSpec | None,
     ) -> Generation:
         context, options = self.context, self.options
+        params, limit = replace(self.params, grammar=spec), context.engine.info.max_model_len
+        grammar = None if spec is None else await context.grammars.compile(spec, field)
         requests = engine_requests(
-            self.answer_id,
-            prompts,
-            replace(self.params, grammar=spec),
-            options,
-            context.engine.info.max_model_len,
-            grammar=None if spec is None else await context.grammars.compile(spec, field),
-            client=self.client,
+            self.answer_id, prompts, params, options, limit, grammar=grammar, client=self.client
         )
         text_bytes = context.tokenizer.text_bytes_with(context.output_format.markers)
-        streams = [
-            OutputStream(index, Detokenizer(text_bytes, options.stop), make_parser())
-            for index in range(len(requests))
-        ]
+        texts = (Detokenizer(text_bytes, options.stop) for _ in requests)
+        streams = [OutputStream(i, text, make_parser()) for i, text in enumerate(texts)]
         parts = context.dispatcher, context.metrics, requests, streams
         return Generation(*parts, options.n, context.config.request_timeout)
 

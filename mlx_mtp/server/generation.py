@@ -71,11 +71,7 @@ class Dispatcher:
 
 
 class Generation:
-    """The choices of one HTTP request, `num_choices` of each prompt, until their last tokens.
-
-    Entering it submits the requests, leaving it cancels those that are unfinished. All may take
-    `timeout` seconds; 0: any time.
-    """
+    """The choices of one HTTP request; entering it submits them, leaving it cancels the rest."""
 
     def __init__(
         self,
@@ -83,8 +79,8 @@ class Generation:
         metrics: Metrics,
         requests: Sequence[Request],
         streams: Sequence[OutputStream],
-        num_choices: int = 1,
-        timeout: float = 0.0,
+        num_choices: int = 1,  # of each prompt
+        timeout: float = 0.0,  # in seconds; 0: none
     ) -> None:
         self.streams = streams
         self.prompt_tokens = sum(len(r.prompt_token_ids) for r in requests[::num_choices])
@@ -95,11 +91,10 @@ class Generation:
         self._arrived: list[tuple[float, RequestOutput]] = []
         self._error: MlxMtpError | None = None
         self._wakeup = asyncio.Event()
-        self._began = 0.0
+        self._began = self._last = 0.0
         self._times: dict[str, float] = {}
         self._first: float | None = None
         self._first_tokens = 0
-        self._last = 0.0
 
     def __enter__(self) -> Generation:
         self._began = self._last = time.perf_counter()
@@ -127,23 +122,18 @@ class Generation:
         self._wakeup.clear()
         arrived, self._arrived = self._arrived, []
         if not arrived:
-            # What has arrived is sent first; the error follows.
             self._error = self._error or self._dispatcher.engine_failure()
             if self._error is not None:
                 raise self._error
         return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """What is new, as it comes, until all is finished; nothing after `patience` seconds.
-
-        Raises MlxMtpError: the time is up, a choice or the engine failed, or the server stops.
-        """
+        """What is new, as it comes, until all is finished; nothing after `patience` seconds."""
         while not self.is_finished:
             arrived = await self._receive(min(patience, self._seconds_left()))
             if not arrived:
                 self._seconds_left()  # Raise on timeout instead of reporting a silence.
                 yield []
-                continue
             found: list[Delta] = []
             for at, output in arrived:
                 try:
@@ -207,12 +197,10 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that were not computed."""
         total, n = 0, self._num_choices
         for first in range(0, len(self.streams), n):
             reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
-            # Never a prompt's last one, which the answer's first token is drawn from: clients take
-            # a prompt of no tokens for a fault.
+            # Never a prompt's last one: clients take a prompt of no tokens for a fault.
             total += min(*reused, len(self._requests[first].prompt_token_ids) - 1)
         return total
 

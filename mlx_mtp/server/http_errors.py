@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -14,16 +13,15 @@ from mlx_mtp import errors
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
 from mlx_mtp.server.text import cut
 
+Check = Callable[[Scope], None]
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.AuthenticationError: {"WWW-Authenticate": "Bearer"},
     errors.BodyTimeoutError: _CLOSE,
     errors.ConnectionLimitError: _CLOSE,
     errors.DrainingError: _CLOSE,
-    # OpenAI's and Anthropic's libraries would send it again, and wait as long once more.
-    errors.RequestTimeoutError: {"x-should-retry": "false"},
+    errors.RequestTimeoutError: {"x-should-retry": "false"},  # SDKs would wait as long again.
 }
-# Where Anthropic's types differ from OpenAI's.
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
@@ -50,8 +48,7 @@ def error_response(
     if shown.retry_after is not None:
         more["Retry-After"] = str(shown.retry_after)
     if shown is not error:
-        # An unexpected error is raised again for the log, and uvicorn then closes the connection.
-        more |= _CLOSE
+        more |= _CLOSE  # It is raised again for the log, and uvicorn then closes.
     body = anthropic_error_body if path.startswith("/v1/messages") else error_body
     return JSONResponse(body(shown), status_code=shown.status, headers=more)
 
@@ -59,12 +56,7 @@ def error_response(
 class CheckMiddleware:
     """Answers with the error that `check` raises, and calls `at_end` after each response."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        check: Callable[[Scope], None],
-        at_end: Callable[[Scope], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, check: Check, at_end: Check = lambda _: None) -> None:
         self._app, self._check, self._at_end = app, check, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,9 +80,8 @@ def from_validation(error: ValidationError) -> errors.RequestError:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     param = cut(name.removeprefix(".")) or None
     if first["type"] == "extra_forbidden":
-        return errors.UnsupportedParameterError(
-            f"{param} is not a parameter of this server.", param=param
-        )
+        message = f"{param} is not a parameter of this server."
+        return errors.UnsupportedParameterError(message, param=param)
     if first["type"] == "missing":
         return errors.InvalidRequestError(f"{param} is required.", param=param)
     unsupported = first["type"] in (UNSUPPORTED, "literal_error")
@@ -98,25 +89,17 @@ def from_validation(error: ValidationError) -> errors.RequestError:
     return kind(f"{param or 'The body'}: {first['msg']}.", param=param)
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of `app` in this module's way."""
-    for kind in (errors.MlxMtpError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _on_error)
-
-
 def _shown(error: Exception) -> errors.MlxMtpError:
     if isinstance(error, errors.MlxMtpError):
         return error
-    return errors.MlxMtpError(
-        "The server failed; see its log."
-    )  # What it is, is for the log alone.
+    return errors.MlxMtpError("The server failed; see its log.")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer an error that a route raised."""
     path, headers = request.url.path, None
     if isinstance(error, ClientDisconnect):
-        # nginx's status for this; only the access log shows it.
-        return Response(status_code=499)
+        return Response(status_code=499)  # nginx's, for the access log
     if isinstance(error, HTTPException):
         route = cut(f"{request.method} {path}")
         status, text, headers = error.status_code, error.detail, error.headers

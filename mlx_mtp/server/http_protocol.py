@@ -22,7 +22,7 @@ MAX_HEADERS = 100
 # costs 15 us of the event loop.
 FREE_CHUNKS = 1024
 CHUNK_BYTES = 256
-# Of the rest of a rejected request that is read, so that its client gets to read the response.
+# What is read of the rest of a rejected request, so that its client gets to read the response.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 16 << 20
 _PIECE = 16 << 10
@@ -57,11 +57,7 @@ class BoundedConnection(h11.Connection):
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. It is busy from a request's head to the end of the response, else idle.
-
-    Of too many, the one that has been idle for longest is closed; if all are busy, a new one's
-    request gets a 503.
-    """
+    """One connection; of too many, the longest idle is closed, or the new one gets a 503."""
 
     def __init__(
         self, settings: ServerConfig, limiter: RequestLimiter, most: int, **of_uvicorn: Any
@@ -69,10 +65,8 @@ class LimitedProtocol(H11Protocol):
         super().__init__(**of_uvicorn)
         self.conn = BoundedConnection()
         self._settings, self._limiter, self._max_connections = settings, limiter, most
-        # "idle" runs while the connection is idle, "stall" while its client reads nothing.
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        # Bytes read after the last response, which closes the connection; None before it.
-        self._dropped: int | None = None
+        self._dropped: int | None = None  # bytes that were read after the last response
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,21 +91,17 @@ class LimitedProtocol(H11Protocol):
         self._update_busy()
 
     def eof_received(self) -> None:
-        begun = self._head_begun or self.conn.their_state is h11.SEND_BODY
-        if self._dropped is None and begun:
-            self._answer_and_close(
-                errors.InvalidRequestError("The request ended before it was complete.")
-            )
+        if self._dropped is None and (self._head_begun or self.conn.their_state is h11.SEND_BODY):
+            error = errors.InvalidRequestError("The request ended before it was complete.")
+            self._answer_and_close(error)
 
     def on_response_complete(self) -> None:
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
-        # This may begin the next request, if it has arrived already.
         super().on_response_complete()
-        self._update_busy()
+        self._update_busy()  # The next request may have arrived already.
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Not close(), which would wait for the client to take what is left.
         self._start_timer("stall", self._settings.stall_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -126,10 +116,9 @@ class LimitedProtocol(H11Protocol):
             what = str(cause).partition(": bytearray")[0]
             error = errors.InvalidRequestError(f"This is not valid HTTP: {what}.")
             if cause.error_status_hint == errors.HeadersTooLargeError.status:
-                error = errors.HeadersTooLargeError(
-                    "The request line and headers are too large: at most "
-                    f"{MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed."
-                )
+                most = f"at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed"
+                message = f"The request line and headers are too large: {most}."
+                error = errors.HeadersTooLargeError(message)
         self._answer_and_close(error)
 
     def _should_upgrade(self) -> bool:
@@ -149,31 +138,26 @@ class LimitedProtocol(H11Protocol):
 
     def _end_idle(self) -> None:
         if self._head_begun and self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            self._answer_and_close(
-                errors.BodyTimeoutError("The request's head did not arrive in time.")
-            )
+            error = errors.BodyTimeoutError("The request's head did not arrive in time.")
+            self._answer_and_close(error)
         elif self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def _close_idle_one(self) -> bool:
-        idle = [
-            other
-            for other in self.connections
-            if isinstance(other, LimitedProtocol) and other is not self
-            if "idle" in other._timers and not other.transport.is_closing()
-        ]
+        others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+        others = [each for each in others if not (each is self or each.transport.is_closing())]
+        idle = [each for each in others if "idle" in each._timers]
         if idle:
-            min(idle, key=lambda other: other._timers["idle"].when()).transport.abort()
+            min(idle, key=lambda each: each._timers["idle"].when()).transport.abort()
         return bool(idle)
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._limiter.rejected["connections"] += 1
-        error = errors.ConnectionLimitError(
-            f"{self._max_connections} clients are connected and busy; there is no room for more.",
-            retry_after=UNKNOWN_RETRY_SECONDS,
-        )
+        most = self._max_connections
+        message = f"{most} clients are connected and busy; there is no room for more."
+        error = errors.ConnectionLimitError(message, retry_after=UNKNOWN_RETRY_SECONDS)
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _answer_and_close(self, error: errors.RequestError) -> None:
@@ -184,8 +168,7 @@ class LimitedProtocol(H11Protocol):
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            # A response had begun, and what follows would be taken for a part of it.
-            self.transport.close()
+            self.transport.close()  # A response had begun: what follows would be a part of it.
             return
         if self.cycle is not None:
             self.cycle.disconnected = True

@@ -18,8 +18,7 @@ class Metrics(Collector):
     """One app's metrics, in a registry of its own."""
 
     def __init__(self, engine: Engine, limiter: RequestLimiter) -> None:
-        self._engine = engine
-        self._limiter = limiter
+        self._engine, self._limiter = engine, limiter
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -37,7 +36,6 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's statistics, read at each scrape so that nothing is counted twice."""
         stats, limiter = self._engine.stats(), self._limiter
         prefixes = stats.prefix_cache
         dropped = "Prefixes not written: the disk is slow or full, or they are too large."

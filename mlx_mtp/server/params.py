@@ -33,30 +33,23 @@ class RequestOptions:
         if not 1 <= self.n <= max_choices:
             raise InvalidRequestError(f"n is {self.n}, but must be 1 to {max_choices}.", param="n")
         if self.num_prompts * self.n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"{self.num_prompts} prompts times n = {self.n} are more than the {MAX_SEQUENCES} "
-                "answers that one request may ask for.",
-                param="prompt",
-            )
+            asked = f"{self.num_prompts} prompts times n = {self.n}"
+            most = f"the {MAX_SEQUENCES} answers that one request may ask for"
+            raise InvalidRequestError(f"{asked} are more than {most}.", param="prompt")
         check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
 
     def room(self, prompt_tokens: int, max_model_len: int) -> int:
         """Most tokens that the answer to a prompt may have; ContextLengthError if too few."""
         wanted = self.sampling.get("max_tokens")
         left = max_model_len - prompt_tokens
+        length = f"This model's maximum context length is {max_model_len} tokens"
         if left <= 0:
-            raise ContextLengthError(
-                f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum. "
-                f"This model's maximum context length is {max_model_len} tokens, the answer "
-                "included."
-            )
+            fault = f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum."
+            raise ContextLengthError(f"{fault} {length}, the answer included.")
         if wanted is not None and wanted > left and not self.cut_to_context:
-            raise ContextLengthError(
-                f"This model's maximum context length is {max_model_len} tokens, but "
-                f"{prompt_tokens + wanted} were asked for: {prompt_tokens} of prompt and {wanted} "
-                "of answer.",
-                param=self.max_tokens_field,
-            )
+            parts = f"{prompt_tokens} of prompt and {wanted} of answer"
+            message = f"{length}, but {prompt_tokens + wanted} were asked for: {parts}."
+            raise ContextLengthError(message, param=self.max_tokens_field)
         return left if wanted is None else min(wanted, left)
 
 
@@ -130,7 +123,6 @@ def _all_kept(values: Mapping[str, Any]) -> dict[str, Any]:
 def _token_id(key: str) -> int:
     # As an integer prints itself, so that no two keys name one token.
     if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
-        raise InvalidRequestError(
-            f"logit_bias has the key {key[:40]!r}, which is not a token id.", param="logit_bias"
-        )
+        message = f"logit_bias has the key {key[:40]!r}, which is not a token id."
+        raise InvalidRequestError(message, param="logit_bias")
     return int(key)

@@ -60,8 +60,7 @@ async def _metrics(request: Request) -> Response:
 
 
 _CHATS = "/v1/chat/completions"
-# Methods, path and handler. `admission` and `http_errors` know which paths generate, and which are
-# Anthropic's.
+# `admission` and `http_errors` know which paths generate, and which are Anthropic's.
 ROUTES = (
     ("POST", _CHATS, openai.chat_completions),
     ("GET", _CHATS, stored.list_chats),

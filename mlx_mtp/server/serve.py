@@ -13,16 +13,17 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
@@ -31,16 +32,12 @@ from mlx_mtp.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Neither a thread of the engine that hangs nor clients that don't read their error may keep the
-# process alive for longer.
-STOP_SECONDS = 10.0
-FLUSH_SECONDS = 5
-# After this time a thread that builds a step in Python lets the event loop go on, which needs the
-# interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step.
+STOP_SECONDS = 10.0  # for the engine's thread to end
+FLUSH_SECONDS = 5  # for clients to read the error that ended their response
+# The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
+# would wait for a step to be built.
 SWITCH_SECONDS = 0.001
-_BACKLOG = 2048
 _SPARE_FILES = 64  # Open beside the clients' connections.
-_LOGGERS = ("", "uvicorn", "uvicorn.access")
 
 
 def create_app(
@@ -65,7 +62,8 @@ def create_app(
         # With and without a slash at the end: a redirect would lose some clients' bodies.
         for either in {path, path.rstrip("/") + "/"}:
             app.add_api_route(either, handler, methods=methods.split())
-    http_errors.install(app)
+    for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, http_errors.on_error)
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
     limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
@@ -90,14 +88,13 @@ def create_app(
 def bind(host: str, port: int) -> socket.socket:
     """Listen on the address, or raise a UsageError; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only for sockets that say that they are TCP's; left on,
-    # it delays each event of a stream by 40 ms.
+    # Only for sockets that say that they are TCP's asyncio switches Nagle's algorithm off.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
         # At once: with SO_REUSEADDR an address is in use only where a socket listens.
-        sock.listen(_BACKLOG)
+        sock.listen(2048)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -107,10 +104,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which calls `on_ready` when it takes requests, and drains when it is stopped.
+    """uvicorn, which drains when it is stopped, for `drain_timeout` seconds at most.
 
-    The first signal begins the drain, for `drain_timeout` seconds at most. The second ends open
-    requests with an error at once, the third doesn't wait for clients to read that.
+    A second signal ends open requests at once, a third doesn't wait for clients to read that.
     """
 
     def __init__(
@@ -119,8 +115,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._context, self._limiter, self._on_ready = context, context.limiter, on_ready
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Instead of uvicorn's own handler, which would raise the signal again at the end.
+    def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
             self.force_exit = True
         elif self._limiter.draining:
@@ -134,21 +129,20 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        # Ten times a second: whether to shut down.
         drained = self._limiter.drain_seconds <= 0 or not self.server_state.tasks
         return await super().on_tick(counter) or (self._limiter.draining and drained)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._limiter.drain(0.0)
-        ending = asyncio.create_task(self._end_requests())
+
+        async def end_requests() -> None:
+            while True:  # Some may be about to be submitted.
+                self._context.dispatcher.end_all()
+                await asyncio.sleep(0.05)
+
+        ending = asyncio.create_task(end_requests())
         await super().shutdown(sockets)
         ending.cancel()
-
-    async def _end_requests(self) -> None:
-        # Again and again: some may be about to be submitted.
-        while True:
-            self._context.dispatcher.end_all()
-            await asyncio.sleep(0.05)
 
 
 def make_server(
@@ -157,7 +151,6 @@ def make_server(
     """The server for `create_app`'s application; run it with the bound socket."""
     context = app.state.context
     settings = context.config
-    # As many as can be held, and some beside them for monitoring.
     wanted = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
     most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
     protocol: Any = partial(LimitedProtocol, settings, context.limiter, most)
@@ -183,8 +176,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool
         try:
             server.run(sockets=[sock])
         finally:
-            # Leaving by force, uvicorn doesn't stop the engine.
-            ended = stop_engine(STOP_SECONDS)
+            ended = stop_engine(STOP_SECONDS)  # Leaving by force, uvicorn doesn't do it.
     if not log.close():
         os._exit(0 if ended else 1)  # Nobody reads the log, and to write to it would block.
     return ended
@@ -220,7 +212,7 @@ class BackgroundLog:
         self._thread.start()
 
     @contextlib.contextmanager
-    def attached(self, names: Iterable[str] = _LOGGERS) -> Iterator[None]:
+    def attached(self, names: Iterable[str] = ("", "uvicorn", "uvicorn.access")) -> Iterator[None]:
         before = {name: logging.getLogger(name).handlers for name in names}
         for name, handlers in before.items():
             logging.getLogger(name).handlers = [self._queued(each) for each in handlers]

@@ -15,6 +15,8 @@ from mlx_mtp.server.parsing import events
 
 Kind = Literal["text", "reasoning", "call"]
 State = Literal["open", "complete", "cut", "broken"]
+_KINDS: Mapping[type, Kind]
+_KINDS = {events.Text: "text", events.Reasoning: "reasoning", events.ToolArguments: "call"}
 Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
 Steps = Iterator[Callable[[], Iterable[bytes]]]  # each step of an answer: call it for its events
 
@@ -41,8 +43,8 @@ class Block:
 class Writer(ABC):
     """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
-    A stream begins with `opening`; `start`, `add` and `stop` get a block, and `finish` the last
-    delta of a choice. Then comes `ending` or `failure`. `whole` is the answer that isn't streamed.
+    Of a stream: `opening`; `start`, `add` and `stop` of blocks; `finish` of a choice; `ending` or
+    `failure`. `whole` is the answer that isn't streamed.
     """
 
     keep_alive = b": keep-alive\n\n"  # breaks a silence
@@ -58,14 +60,8 @@ class Writer(ABC):
     def read(self, delta: Delta) -> Steps:
         for found in delta.events:
             match found:
-                case events.Text():
-                    yield from self._extend(delta, "text", found)
-                case events.Reasoning():
-                    yield from self._extend(delta, "reasoning", found)
                 case events.ToolStart():
                     yield from self._start(delta, "call", name=found.name, number=found.call)
-                case events.ToolArguments():
-                    yield from self._extend(delta, "call", found)
                 case events.ToolEnd():
                     yield from self._stop(delta, "complete")
                 case events.ToolCut():
@@ -73,12 +69,14 @@ class Writer(ABC):
                 case events.ToolBroken():
                     yield from self._stop(delta, "broken")
                     yield from self._extend(delta, "text", found)
+                case _:
+                    yield from self._extend(delta, _KINDS[type(found)], found)
         if delta.finish_reason is not None:
             yield from self._stop(delta, "cut" if delta.finish_reason == "length" else "complete")
             yield partial(self.finish, delta)
 
     def whole_blocks(self, choice: int) -> list[Block]:
-        """A whole answer's blocks: a broken call is none, and the texts around it are one."""
+        # A broken call is none, and the texts around it are one.
         found: list[Block] = []
         for block in self.blocks[choice]:
             if block.state == "broken":

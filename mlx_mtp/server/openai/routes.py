@@ -13,21 +13,18 @@ from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.openai.stored import keeper
-from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest, UsageOptions
+from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.sse import respond
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
-# JSON has no infinity; OpenAI's servers write this for an impossible token.
-_LEAST_LOGPROB = -9999.0
+_LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 Tokens = Sequence[OutputToken]
 
 
-class OpenAIWriter(Writer):
-    """What chats and completions have in common."""
-
+class _OpenAIWriter(Writer):
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
@@ -46,11 +43,10 @@ class OpenAIWriter(Writer):
         }
         self._tokenizer = admitted.context.tokenizer
         self._with_logprobs = admitted.params.top_logprobs is not None
-        self._options = body.stream_options or UsageOptions()
+        self._options = body.stream_options
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
-        more = {"timings": self.generation.timings()} if self.generation.is_finished else {}
-        yield self.chunk(delta.index, self.empty, None, delta.finish_reason, **more)
+        yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
 
     def ending(self) -> Iterable[bytes]:
         if self._options.include_usage:
@@ -81,36 +77,32 @@ class OpenAIWriter(Writer):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def chunk(
-        self,
-        index: int,
-        content: Any,
-        tokens: Tokens | None = None,
-        reason: str | None = None,
-        **more: Any,
+        self, index: int, content: Any, tokens: Tokens | None = None, reason: str | None = None
     ) -> bytes:
+        more: dict[str, Any] = {}
         # All chunks have a null in the place of the usage, which comes last, or the usage so far.
         if self._options.include_usage:
             so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
-            more = {"usage": so_far, **more}
+            more["usage"] = so_far
+        if reason is not None and self.generation.is_finished:
+            more["timings"] = self.generation.timings()
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
         return event(self._fields(self.chunk_kind, [choice], **more))
 
     def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
-        head = {"id": self.answer_id, "object": kind}
-        return {**head, **self._shared, "choices": choices, **more}
+        return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
         return {"usage": _usage(self.generation), "timings": self.generation.timings()}
 
 
-class ChatWriter(OpenAIWriter):
+class ChatWriter(_OpenAIWriter):
     """/v1/chat/completions."""
 
     answer_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
-    # An answer that is streamed and then stored has the same ids in both.
     prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
 
     def opening(self) -> Iterable[bytes]:
@@ -148,9 +140,7 @@ class ChatWriter(OpenAIWriter):
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class TextWriter(OpenAIWriter):
-    """/v1/completions."""
-
+class _TextWriter(_OpenAIWriter):
     answer_kind = chunk_kind = "text_completion"
     chunk_key = "text"
     empty = ""
@@ -181,19 +171,14 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
     """The logprobs of some tokens, each with its alternatives."""
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": _finite(logprob),
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
+        text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
 
-    return [
-        {
-            **candidate(token.token_id, token.logprobs.logprob),
-            "top_logprobs": [candidate(*pair) for pair in token.logprobs.top],
-        }
-        for token in tokens
-    ]
+    entries = []
+    for token in tokens:
+        top = [candidate(*pair) for pair in token.logprobs.top]
+        entries.append(candidate(token.token_id, token.logprobs.logprob) | {"top_logprobs": top})
+    return entries
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
@@ -229,4 +214,4 @@ async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     admitted = await admit(request, CompletionRequest, "cmpl-")
     generation = await admitted.complete(admitted.body.prompt, admitted.body.guided())
-    return await respond(request, TextWriter(admitted, generation), admitted.body.stream)
+    return await respond(request, _TextWriter(admitted, generation), admitted.body.stream)

@@ -23,7 +23,6 @@ from mlx_mtp.server.text import cut
 from mlx_mtp.server.writer import packed_json
 
 MAX_STORED_BYTES = 64 << 20  # of JSON that are kept in all; only the newest may be larger
-MAX_PAGE = 100
 _LABEL = re.compile(r"metadata\[(.*)\]")
 
 
@@ -43,10 +42,10 @@ class StoredChat:
 
 
 def _packed(
-    completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
+    answer: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
 ) -> StoredChat:
-    packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
-    return StoredChat(completion["id"], completion["model"], metadata, packed, messages)
+    packed = packed_json(answer | {"metadata": dict(metadata)}).encode()
+    return StoredChat(answer["id"], answer["model"], metadata, packed, messages)
 
 
 class StoredChats:
@@ -55,12 +54,9 @@ class StoredChats:
     def __init__(self, max_count: int, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_count, self._max_bytes, self._size = max_count, max_bytes, 0
         self._chats: dict[str, StoredChat] = {}
-
-    def all(self) -> list[StoredChat]:
-        return list(self._chats.values())
+        self.all = self._chats.values
 
     def keep(self, chat: StoredChat) -> None:
-        """Store a completion, or another version of one that is stored."""
         self._size += chat.size - (self._chats[chat.id].size if chat.id in self._chats else 0)
         self._chats[chat.id] = chat
         while len(self._chats) > self._max_count or (
@@ -113,7 +109,7 @@ class _Labels(WireModel):
 
 class _PageQuery(WireModel):
     after: str | None = None  # The id of the last item of the page before this one.
-    limit: Annotated[int, Field(strict=False, ge=1, le=MAX_PAGE)] = 20
+    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
 
 
@@ -184,7 +180,6 @@ def _query(request: Request, model: type[Query]) -> Query:
 
 
 def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
-    # The entries are the id and the JSON of each item, oldest first.
     listed = list(entries) if query.order == "asc" else list(reversed(entries))
     ids = [name for name, _ in listed]
     if query.after is not None and query.after not in ids:

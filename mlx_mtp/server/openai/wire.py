@@ -33,8 +33,7 @@ class _ToolCall(WireModel):
     type: Literal["function"] = "function"
     id: str | None = None
     index: int | None = None
-    # LiteLLM's notes on an answer, which it sends back with the chat.
-    provider_specific_fields: fields.Schema | None = None
+    provider_specific_fields: fields.Schema | None = None  # LiteLLM's notes on an answer
 
 
 _OF_ASSISTANTS = (
@@ -53,7 +52,6 @@ class Message(WireModel):
     reasoning_content: str | None = None
     reasoning: str | None = None  # OpenRouter's and vLLM's name for it
     refusal: str | None = None
-    # Of an earlier answer: no instruction, and a prompt has no place for them.
     annotations: Annotated[list[Any], at_most(fields.MAX_MESSAGES)] | None = None
     parsed: fields.Parsed | None = None
     tool_calls: Annotated[list[_ToolCall], at_most(fields.MAX_TOOLS)] | None = None
@@ -67,7 +65,6 @@ class Message(WireModel):
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
             raise refusal("differs from reasoning_content; give one of them", field="reasoning")
-        # An answer that was cut while the model thought has reasoning alone.
         said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
         if all(text is None for text in said) and not self.tool_calls:
             more = " or tool_calls" if self.role == "assistant" else ""
@@ -76,7 +73,6 @@ class Message(WireModel):
 
     def message(self) -> conversation.Message:
         return conversation.Message(
-            # Templates know no developer; OpenAI made it the new name of system.
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
@@ -119,11 +115,9 @@ class _AllowedToolsChoice(WireModel):
     allowed_tools: _AllowedTools
 
 
-class UsageOptions(fields.StreamOptions):
-    """Which chunks of a stream have the counts: a last one, or (vLLM's name) all."""
-
+class _UsageOptions(fields.StreamOptions):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far are in every chunk
 
     @model_validator(mode="after")
     def _continuous_needs_usage(self) -> Self:
@@ -140,14 +134,14 @@ class _MtpOptions(WireModel):
 class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields):
     """What both endpoints take."""
 
-    stream_options: UsageOptions | None = None
+    stream_options: _UsageOptions = _UsageOptions()
     stop: fields.Stops = Field([])
     n: fields.Int = 1
     mtp: _MtpOptions | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
         return self
 
@@ -212,7 +206,6 @@ class ChatRequest(GenerateRequest):
 
 
 def _as_prompts(value: object) -> object:
-    """One prompt, as text or as token ids, becomes a list of one."""
     if isinstance(value, str) or (isinstance(value, list) and value and fields.is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -234,8 +227,7 @@ def _as_prompts(value: object) -> object:
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
-    # Each prompt is a text or a list of token ids.
-    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]  # texts or lists of token ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: fields.Int | None = None
     echo: fields.OnlyFalse = False

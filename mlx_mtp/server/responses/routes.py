@@ -24,9 +24,7 @@ _STATUS = {"open": "in_progress", "complete": _DONE, "cut": _CUT, "broken": _CUT
 _TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 
 
-class ResponseWriter(Writer):
-    """/v1/responses. Each output item is made of one block."""
-
+class _ResponseWriter(Writer):
     prefixes: ClassVar[dict[Kind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
     def __init__(self, admitted: Admitted[ResponsesRequest], generation: Generation) -> None:
@@ -105,13 +103,11 @@ class ResponseWriter(Writer):
 
     def _place(self, block: Block) -> tuple[str, dict[str, Any]]:
         # The name of a block's events, and the fields that say where its text is in the item.
-        if block.kind == "text":
-            return "output_text", {"content_index": 0}
         if block.kind == "call":
             return "function_call_arguments", {}
-        if self._as_summary:
+        if block.kind == "reasoning" and self._as_summary:
             return "reasoning_summary_text", {"summary_index": 0}
-        return "reasoning_text", {"content_index": 0}
+        return "output_text" if block.kind == "text" else "reasoning_text", {"content_index": 0}
 
     def _part_event(self, change: str, block: Block) -> Iterable[bytes]:
         if block.kind == "text" or (block.kind == "reasoning" and self._as_summary):
@@ -181,8 +177,7 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "temperature": params.temperature,
         "top_p": params.top_p,
-        # Not of this API: the seed that was given, or chosen, to ask for the same again.
-        "seed": params.seed,
+        "seed": params.seed,  # not of this API
         "top_logprobs": params.top_logprobs or 0,
         "truncation": "disabled",
         "store": False,
@@ -198,4 +193,4 @@ async def responses(request: Request) -> Response:
     """POST /v1/responses."""
     admitted = await admit(request, ResponsesRequest, "resp_")
     generation = await admitted.chat(admitted.body.chat())
-    return await respond(request, ResponseWriter(admitted, generation), admitted.body.stream)
+    return await respond(request, _ResponseWriter(admitted, generation), admitted.body.stream)

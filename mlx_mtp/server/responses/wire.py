@@ -17,15 +17,13 @@ from mlx_mtp.server.text import unwrap
 # Codex offers these to every server; the prompt describes only tools that the client runs.
 _IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
 ENCRYPTED = "reasoning.encrypted_content"
-LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS = "message.output_text.logprobs"
+_Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 _KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 _IGNORED = {"annotations", "logprobs"}  # of an earlier answer
-_Text = Annotated[
-    str,
-    BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED)),
-    at_most(fields.MAX_MESSAGES),
-]
+_join = BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED))
+_Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
@@ -80,21 +78,17 @@ class _ReasoningItem(_AnyItem):
     encrypted_content: str | None = None
 
     def message(self) -> Message:
-        # Itself, in the opaque form of this server, or in short.
         text = self.content or unwrap(self.encrypted_content or "") or self.summary
         return Message("assistant", reasoning=text)
 
 
+_TYPES = "message, function_call, function_call_output, reasoning"
 _Item = Annotated[
     Annotated[_MessageItem, Tag(FORM + "message")]
     | Annotated[_CallItem, Tag(FORM + "function_call")]
     | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
     | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
-    fields.one_of(
-        "this server takes items of these types only: message, function_call, "
-        "function_call_output, reasoning",
-        role="message",
-    ),
+    fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
 ]
 
 
@@ -103,14 +97,13 @@ def _as_items(value: object) -> object:
 
 
 def _messages(items: Iterable[_Item]) -> list[Message]:
-    """The chat that the items make up: one message for all that one answer brought."""
+    # One message for all that one answer brought.
     turns: list[list[Message]] = []
     for message in (item.message() for item in items):
         if turns and _continues(turns[-1], message):
             turns[-1].append(message)
         else:
             turns.append([message])
-    # At once: to add the parts one by one takes a time that grows with the square of their number.
     return [
         Message(
             turn[0].role,
@@ -156,7 +149,6 @@ class _AllowedTools(WireModel):
 
 class _Reasoning(WireModel):
     effort: Effort | None = None
-    # Asks for the thoughts as their own summary, which more clients show.
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -202,23 +194,18 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     parallel_tool_calls: bool = True
     reasoning: _Reasoning = Field(default_factory=_Reasoning)
     text: _TextConfig = Field(default_factory=_TextConfig)
-    include: Annotated[
-        list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
-        FailFast(),
-        at_most(fields.MAX_LABELS),
-    ] = Field([])
+    include: Annotated[list[_Included], FailFast(), at_most(fields.MAX_LABELS)] = Field([])
     truncation: Annotated[str, fields.only("disabled")] = "disabled"
     store: fields.OnlyFalse = False
     background: fields.OnlyFalse = False
     previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
-    # Of the tools that a server runs itself, of which there are none here.
-    max_tool_calls: fields.Int | None = None
+    max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
     prompt_cache_retention: fields.Retention | None = None
 
     def options(self) -> RequestOptions:
-        wanted = 0 if LOGPROBS in self.include else None
+        wanted = 0 if _LOGPROBS in self.include else None
         top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
         return RequestOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
