@@ -1,10 +1,7 @@
 """Who may call the server: API keys, the host names it answers to, and web pages.
 
-A server on 127.0.0.1 is reached by every program of the machine, also by its browser, which runs
-whatever a web page brings. Two checks keep such pages out. The Origin header names the page that
-sent a request; only pages of the server's own address and those of --cors-origin are served. A page
-can make itself "of the server's own address" by letting its own name point to 127.0.0.1 (DNS
-rebinding), so the name in the Host header must be one that the server knows.
+Any web page in a browser on this machine reaches a server on 127.0.0.1. The Origin header names the
+page; one that lets its own name point to 127.0.0.1 (DNS rebinding) is found by the Host header.
 """
 
 import hashlib
@@ -18,8 +15,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 
 from mlx_mtp.errors import AuthenticationError, ForbiddenError, UsageError
 from mlx_mtp.flags import key_fault
@@ -27,19 +23,14 @@ from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
 
-# Agents ask / whether a server is there, and load balancers /health; neither reveals more.
-OPEN_PATHS = frozenset({"/", "/health", "/health/"})
+_OPEN_PATHS = frozenset({"/", "/health", "/health/"})
 ANY = "*"
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
-    """The keys of --api-key and --api-key-file: one per line, without empty lines and comments (#).
-
-    Raises:
-        UsageError: the file can't be read, has no key, or has one that no client could send.
-    """
+    """The keys of --api-key and --api-key-file, or a UsageError: one a line, # begins a comment."""
     keys = [] if key is None else [key]
     if file is None:
         return tuple(keys)
@@ -53,28 +44,26 @@ def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
         raise UsageError(f"--api-key-file {path} is not valid UTF-8.") from None
     if mode & stat.S_IROTH:
         logger.warning("Every user of this machine can read %s; chmod 600 it.", path)
-    lines = {number: line.strip() for number, line in enumerate(text.split("\n"), start=1)}
-    found = {number: line for number, line in lines.items() if line and not line.startswith("#")}
-    for number, line in found.items():
-        fault = key_fault(line)
-        if fault is not None:
-            raise UsageError(f"--api-key-file {path}: the key in line {number} {fault}.")
+    found = []
+    for number, line in enumerate(map(str.strip, text.split("\n")), start=1):
+        if line and not line.startswith("#"):
+            if (fault := key_fault(line)) is not None:
+                raise UsageError(f"--api-key-file {path}: the key in line {number} {fault}.")
+            found.append(line)
     if not found:
         raise UsageError(f"--api-key-file {path} has no key: write one per line.")
-    return tuple(dict.fromkeys([*keys, *found.values()]))
+    return tuple(dict.fromkeys([*keys, *found]))
 
 
 def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
     """Log a warning if a server without a key can be used from elsewhere."""
-    if has_key:
-        return
-    if not _is_loopback(host):
+    if not has_key and not _is_loopback(host):
         logger.warning(
             "Everyone who can reach %s on the network can use this server: it has no key. Add "
             "--api-key or --api-key-file, or leave out --host.",
             host,
         )
-    if ANY in cors_origins:
+    if not has_key and ANY in cors_origins:
         logger.warning(
             "Every web page that a browser on this machine opens can use this server: it has no "
             "key, and --cors-origin is *. Name the origins, or add --api-key."
@@ -87,8 +76,8 @@ def digest_of(key: bytes) -> bytes:
 
 
 def check_key(digests: Collection[bytes], scope: Scope) -> None:
-    """Raise AuthenticationError without one of the keys, on all routes but `OPEN_PATHS`."""
-    if scope["path"] in OPEN_PATHS:
+    """Raise AuthenticationError without one of the keys, on all but the open paths."""
+    if scope["path"] in _OPEN_PATHS:
         return
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -98,10 +87,8 @@ def check_key(digests: Collection[bytes], scope: Scope) -> None:
         for known in digests:
             allowed |= hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known)
     if not allowed:
-        raise AuthenticationError(
-            "This server requires its API key, as the header `Authorization: Bearer KEY` or "
-            "`x-api-key: KEY`."
-        )
+        header = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+        raise AuthenticationError(f"This server requires its API key, as the header {header}.")
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
@@ -115,12 +102,9 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
 
 
 def check_host(names: frozenset[str], scope: Scope) -> None:
-    """Raise ForbiddenError where the Host header has none of these names.
-
-    Addresses always pass: a browser sends one only if the page itself came from there. So do
-    requests without the header, which HTTP/1.0 has; every browser sends it. The status is not 421
-    (misdirected request), on which browsers try again by themselves.
-    """
+    """Raise ForbiddenError where the Host header has none of these names."""
+    # Every browser sends it, and an address only if the page itself came from there. On a status of
+    # 421 browsers would try again.
     host = Headers(scope=scope).get("host")
     if host is None or ANY in names:
         return
@@ -133,11 +117,9 @@ def check_host(names: frozenset[str], scope: Scope) -> None:
 
 
 def check_origin(origins: Collection[str], scope: Scope) -> None:
-    """Raise ForbiddenError for web pages that are neither ours nor in `origins`.
-
-    Requests without an Origin are those of programs (SDKs, curl). A page's is compared by host and
-    port alone: behind a proxy that speaks TLS the server does not know its own scheme.
-    """
+    """Raise ForbiddenError for web pages that are neither ours nor in `origins`."""
+    # Programs send no Origin. A page's is compared by host and port alone: behind a proxy that
+    # speaks TLS the server does not know its own scheme.
     headers = Headers(scope=scope)
     given = headers.getlist("origin")
     if not given or ANY in origins:
@@ -149,17 +131,6 @@ def check_origin(origins: Collection[str], scope: Scope) -> None:
     raise ForbiddenError(
         f"Web pages of the origin {shown!r} may not call this server. If they should, "
         f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."
-    )
-
-
-def cors(app: ASGIApp, origins: Iterable[str]) -> CORSMiddleware:
-    """Let browsers show the responses to pages of these origins."""
-    return CORSMiddleware(
-        app,
-        allow_origins=list(origins),
-        allow_methods=["GET", "HEAD", "POST", "DELETE"],
-        allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
-        expose_headers=["Retry-After"],
     )
 
 

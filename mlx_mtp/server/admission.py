@@ -1,39 +1,23 @@
-"""Admission: rejects requests that can't be served now, before anything is computed for them.
-
-The server holds as many sequences as the engine computes at once and `max_queue` more, counted over
-all HTTP requests from their check to their end. So no request is rejected while a row is free.
-"""
-
-from __future__ import annotations
+"""Rejects requests that can't be served now, before anything is computed for them."""
 
 import hashlib
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlx_mtp.errors import (
-    DrainingError,
-    EngineHungError,
-    EngineStoppedError,
-    InvalidRequestError,
-    QueueFullError,
-)
-from mlx_mtp.server.routes import generates
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
+from mlx_mtp import errors
+from mlx_mtp.engine.engine import Engine
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
 UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
-_NUM_REMEMBERED = 64
-# Why requests are rejected before they are read; labels of the metric.
-REASONS = ("queue_full", "draining", "engine", "connections")
+_CHATS = "/v1/chat/completions"
+_GENERATING = frozenset({_CHATS, "/v1/completions", "/v1/responses", "/v1/messages"})
+REASONS = ("queue_full", "draining", "engine", "connections")  # labels of the metric
 # What a client can't choose freely (API key and address), and what it says of itself (its agent).
 # Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
 # so agents on one machine are distinguished, and inventing names gains nothing.
@@ -43,11 +27,11 @@ _MONITORING = frozenset({"/health", "/metrics"})
 _SLOTS = "mlx_mtp.slots"
 
 
-def client_of(scope: Scope) -> Client:
-    """The client that an HTTP request belongs to, by its connection and headers."""
+def client_of(scope: Scope, user: str | None) -> Client:
+    """The client that an HTTP request belongs to; a `user` in its body replaces its agent."""
     address = scope["client"][0] if scope.get("client") else ""
-    agent = Headers(scope=scope).get("user-agent", "")
-    return f"{key_of(scope)}@{address}", _digest(agent)
+    agent = _digest(Headers(scope=scope).get("user-agent", ""))
+    return f"{key_of(scope)}@{address}", f"user {_digest(user)}" if user else agent
 
 
 def key_of(scope: Scope) -> str:
@@ -57,22 +41,14 @@ def key_of(scope: Scope) -> str:
     return _digest((headers.get("x-api-key") or token).strip())
 
 
-def named(client: Client, user: str | None) -> Client:
-    """The client with its agent replaced by the request's `user`, where the body gives one."""
-    return (client[0], f"user {_digest(user)}") if user else client
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 class RequestLimiter:
-    """Limits queued and running sequences, and rejects requests while the server can't serve them.
+    """Holds as many sequences as the engine computes at once and `max_queue` more.
 
-    Attributes:
-        capacity: most sequences that may be held.
-        held: sequences of all open requests.
-        rejected: requests rejected, by `REASONS`.
+    They are counted over all HTTP requests, from their check to their end.
     """
 
     def __init__(
@@ -82,18 +58,14 @@ class RequestLimiter:
         self.held = 0
         self.rejected: Counter[str] = Counter()
         self._drain_until = math.inf
-        self._engine = engine
-        self._max_queue = max_queue
-        self._clock = clock
-        self._ends: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
+        self._engine, self._max_queue, self._clock = engine, max_queue, clock
+        self._ends: deque[tuple[float, int]] = deque(maxlen=64)
 
     def drain(self, seconds: float) -> None:
-        """Reject new requests from now on; those that are open have so long to end."""
         self._drain_until = self._clock() + seconds
 
     @property
     def drain_seconds(self) -> float:
-        """What is left of the drain; infinite before it."""
         return self._drain_until - self._clock()
 
     @property
@@ -101,39 +73,29 @@ class RequestLimiter:
         return self._drain_until < math.inf
 
     def check(self, scope: Scope) -> None:
-        """Raise for an HTTP request that can't be served now, by its method and path."""
         path = scope["path"].rstrip("/")
         if self.draining and path not in _MONITORING:
             self.rejected["draining"] += 1
-            raise DrainingError(
-                "The server is shutting down.", retry_after=_retry(self.drain_seconds)
-            )
-        if scope["method"] != "POST" or not generates(path):
+            left = _retry(self.drain_seconds)
+            raise errors.DrainingError("The server is shutting down.", retry_after=left)
+        if scope["method"] != "POST" or path not in _GENERATING:
             return
         if not self._engine.healthy:
             self.rejected["engine"] += 1
-            raise EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
-        hang = self._engine.hang_reason
-        if hang is not None:
+            reason = self._engine.unhealthy_reason
+            raise errors.EngineStoppedError(f"The engine has stopped: {reason}")
+        if self._engine.hang_reason is not None:
             self.rejected["engine"] += 1
-            raise EngineHungError(
-                f"No requests are accepted: {hang}.", retry_after=UNKNOWN_RETRY_SECONDS
-            )
+            message = f"No requests are accepted: {self._engine.hang_reason}."
+            raise errors.EngineHungError(message, retry_after=UNKNOWN_RETRY_SECONDS)
         if self.held >= self.capacity:
             raise self._queue_full(1)
 
     def reserve(self, scope: Scope, count: int) -> None:
-        """Take a slot for each of a request's sequences, or none; `release` must follow.
-
-        Raises:
-            QueueFullError: too few are free.
-            InvalidRequestError: there are fewer in all.
-        """
-        assert _SLOTS not in scope, "a request reserves once"
         if count > self.capacity:
-            raise InvalidRequestError(
-                f"The request is for {count} answers (prompts times n), but this server holds "
-                f"{self.capacity} at most, running and waiting ones together."
+            asked = f"The request is for {count} answers (prompts times n), but this server holds"
+            raise errors.InvalidRequestError(
+                f"{asked} {self.capacity} at most, running and waiting ones together."
             )
         if self.held + count > self.capacity:
             raise self._queue_full(count)
@@ -141,13 +103,11 @@ class RequestLimiter:
         scope[_SLOTS] = count
 
     def release(self, scope: Scope) -> None:
-        """Free the slots of an HTTP request that has ended, if it had any."""
-        count = scope.pop(_SLOTS, 0)
-        if count:
+        if count := scope.pop(_SLOTS, 0):
             self.held -= count
             self._ends.append((self._clock(), count))
 
-    def _queue_full(self, count: int) -> QueueFullError:
+    def _queue_full(self, count: int) -> errors.QueueFullError:
         self.rejected["queue_full"] += 1
         retry_after = UNKNOWN_RETRY_SECONDS
         if len(self._ends) > 1:
@@ -155,11 +115,9 @@ class RequestLimiter:
             # The first end only starts the clock; the time since the last counts too.
             ended = sum(size for _, size in self._ends) - self._ends[0][1]
             retry_after = _retry(missing * (self._clock() - self._ends[0][0]) / ended)
-        return QueueFullError(
-            f"The server is busy: {self.held} answers are running or waiting, and no more than "
-            f"{self._max_queue} may wait (--max-queue). Try again later.",
-            retry_after=retry_after,
-        )
+        message = f"The server is busy: {self.held} answers are running or waiting, and no more"
+        message += f" than {self._max_queue} may wait (--max-queue). Try again later."
+        return errors.QueueFullError(message, retry_after=retry_after)
 
 
 def _retry(seconds: float) -> int:

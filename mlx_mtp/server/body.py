@@ -1,8 +1,7 @@
 """A request's body as a validated model: whatever bytes a client sends, the answer is no 500.
 
-The JSON parser lets no other thread run while it works. Eight million bytes of text take it 10 ms,
-but of empty lists a second, in which every stream stands still. So the body's parts are counted
-before it is parsed.
+The JSON parser lets no other thread run: eight million bytes of text take it 10 ms, but of empty
+lists a second. So the body's parts are counted before it is parsed.
 """
 
 import asyncio
@@ -31,8 +30,7 @@ from mlx_mtp.server.text import cut, has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
 
-# Longer bodies, in bytes, are parsed off the event loop, which other streams need meanwhile.
-LARGE_BODY = 256 << 10
+LARGE_BODY = 256 << 10  # Longer bodies, in bytes, are parsed off the event loop.
 MAX_DEPTH = 256  # Most objects and lists within each other, the body's own included.
 MAX_PARTS = 1 << 17  # Most objects, lists and strings (names included); agents send thousands.
 MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a million token ids.
@@ -46,79 +44,58 @@ _one_at_a_time = threading.Lock()
 async def read_body(
     request: Request, model: type[Model], max_bytes: int, max_seconds: float
 ) -> Model:
-    """Read, parse and validate the body.
-
-    Raises:
-        UnsupportedMediaTypeError: it is compressed, or not JSON by its Content-Type.
-        PayloadTooLargeError, BodyTimeoutError: it is too long, or takes too long to arrive.
-        InvalidRequestError, UnsupportedParameterError: it is no JSON object, or not this model's.
-    """
+    """Read, parse and validate the body; raises RequestError."""
     _check_headers(request.headers, max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(max_seconds):
-            # Counted as it comes: a Content-Length may be missing.
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
     except TimeoutError:
-        raise BodyTimeoutError(
-            f"The request's body did not arrive within {max_seconds:g} seconds."
-        ) from None
-    if len(body) > LARGE_BODY:
-        return await asyncio.to_thread(_validated, bytes(body), model)
-    return _validated(bytes(body), model)
+        message = f"The request's body did not arrive within {max_seconds:g} seconds."
+        raise BodyTimeoutError(message) from None
 
+    def validated() -> Model:
+        try:
+            return model.model_validate(parse_json(bytes(body)))
+        except ValidationError as error:
+            raise from_validation(error) from None
 
-def _validated(content: bytes, model: type[Model]) -> Model:
-    try:
-        return model.model_validate(parse_json(content))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return await asyncio.to_thread(validated) if len(body) > LARGE_BODY else validated()
 
 
 def _check_headers(headers: Headers, max_bytes: int) -> None:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise UnsupportedMediaTypeError(
-            f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
-        )
-    # Without the header a body is taken for JSON: curl users and old scripts leave it out.
-    given = headers.get("content-type")
-    if given is not None:
+        message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
+        raise UnsupportedMediaTypeError(message)
+    # Curl users and old scripts leave the header out.
+    if (given := headers.get("content-type")) is not None:
         kind = Message()
         kind["content-type"] = given
         name, charset = kind.get_content_type(), kind.get_param("charset", "utf-8")
         if name != "application/json" and not name.endswith("+json"):
-            raise UnsupportedMediaTypeError(
-                f"Content-Type {cut(given)!r}: the body must be JSON, with the header "
-                "`Content-Type: application/json`."
-            )
+            wanted = "the body must be JSON, with the header `Content-Type: application/json`"
+            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: {wanted}.")
         if str(charset).lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
     if length and "transfer-encoding" in headers:
-        # Two servers in a row could read two different bodies.
-        raise InvalidRequestError(
-            "Content-Length and Transfer-Encoding exclude each other; send one of them."
-        )
+        message = "Content-Length and Transfer-Encoding exclude each other; send one of them."
+        raise InvalidRequestError(message)
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)
 
 
 def _too_long(max_bytes: int) -> PayloadTooLargeError:
-    return PayloadTooLargeError(
-        f"The body is longer than {max_bytes} bytes (--max-body-size allows more)."
-    )
+    message = f"The body is longer than {max_bytes} bytes (--max-body-size allows more)."
+    return PayloadTooLargeError(message)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Strict JSON: one object, UTF-8, each name once, finite numbers, no half characters.
-
-    Raises:
-        InvalidRequestError: it is anything else, or more than the bounds above.
-    """
+    """One object within the bounds above, or InvalidRequestError."""
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
     _check_size(body)
@@ -133,9 +110,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except ValueError:
         # Python's own bound: without it the time would grow with the square of the digits.
-        raise InvalidRequestError(
-            "The body's JSON has an integer of too many digits; no field takes more than 19."
-        ) from None
+        message = "The body's JSON has an integer of too many digits; no field takes more than 19."
+        raise InvalidRequestError(message) from None
     if has_half_character(text, value):
         raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
@@ -170,25 +146,22 @@ def _check_size(body: bytes) -> None:
         # As many are closed as are opened; what is closed beyond that is an error.
         brackets = outside.translate(_STEPS, _OTHERS)[: 2 * MAX_PARTS]
         if max(accumulate(step - 1 for step in brackets)) > MAX_DEPTH:
-            raise InvalidRequestError(
-                f"The body's JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed."
-            )
+            message = "The body's JSON is nested too deeply"
+            raise InvalidRequestError(f"{message}; at most {MAX_DEPTH} levels are allowed.")
 
 
 def _check_count(count: int, limit: int, what: str) -> None:
     if count > limit:
-        raise InvalidRequestError(
-            f"The body's JSON has too many {what}; at most {limit} are allowed."
-        )
+        message = f"The body's JSON has too many {what}; at most {limit} are allowed."
+        raise InvalidRequestError(message)
 
 
 def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise InvalidRequestError(
-            f"The body's JSON has the name {cut(twice)!r} twice in one object."
-        )
+        message = f"The body's JSON has the name {cut(twice)!r} twice in one object."
+        raise InvalidRequestError(message)
     return value
 
 
@@ -197,12 +170,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise InvalidRequestError(
-            f"The body is not valid JSON: the number {text[:40]} is too large."
-        )
-    return value
+    if math.isfinite(value := float(text)):
+        return value
+    message = f"The body is not valid JSON: the number {text[:40]} is too large."
+    raise InvalidRequestError(message)
 
 
 _DECODER = json.JSONDecoder(

@@ -1,16 +1,15 @@
 """What every route works with."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.admission import RequestLimiter
 from mlx_mtp.server.body import Model, read_body
@@ -22,58 +21,43 @@ from mlx_mtp.server.prompting import Prompter
 from mlx_mtp.server.structured import Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
-
 
 class Context:
     """One application's parts, from what `create_app` is given."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        config: ServerConfig,
-        generation_config: Mapping[str, Any],
+        self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig, given: Mapping[str, Any]
     ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.config = config
-        self.defaults = model_defaults(generation_config)
-        self.output_format = OutputFormat.choose(
-            tokenizer.template, config.reasoning_parser, config.tool_call_parser
-        )
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.defaults = model_defaults(given)
+        parsers = config.reasoning_parser, config.tool_call_parser
+        self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
         self.prompter = Prompter(tokenizer, self.output_format, config.template_seconds)
         self.grammars = Grammars(tokenizer, engine.info.eos_token_ids)
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.metrics = Metrics(engine, self.limiter)
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
+        self.stored: dict[str, Any] = {}  # `StoredChats` by API key
         self._created = int(time.time())
 
     def check_model(self, name: str) -> None:
-        """Raise ModelNotFoundError, which names the served model, for any other."""
-        if name != self.config.model_name:
-            raise ModelNotFoundError(
-                f"The model {name[:120]!r} is not served here; this server has "
-                f"{self.config.model_name!r}.",
-                param="model",
-            )
+        served = self.config.model_name
+        if name != served:
+            message = f"The model {name[:120]!r} is not served here; this server has {served!r}."
+            raise ModelNotFoundError(message, param="model")
 
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Token ids from a client; raises InvalidRequestError if one is out of range."""
         limit = self.engine.info.vocab_size
         for token in token_ids:
             if not 0 <= token < limit:
-                raise InvalidRequestError(
-                    f"{field} has token {str(token)[:40]}, but this model's token ids are 0 to "
-                    f"{limit - 1}.",
-                    param=field,
-                )
+                valid = f"but this model's token ids are 0 to {limit - 1}."
+                message = f"{field} has token {str(token)[:40]}, {valid}"
+                raise InvalidRequestError(message, param=field)
         return tuple(token_ids)
 
     def model_card(self) -> dict[str, Any]:
-        """The served model, as /v1/models lists it."""
         name, length = self.config.model_name, self.engine.info.max_model_len
         return {
             "id": name,
@@ -81,7 +65,6 @@ class Context:
             "created": self._created,
             "owned_by": "mlx-mtp",
             "max_model_len": length,
-            # Anthropic's words for the same.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
@@ -92,17 +75,15 @@ class Context:
 
 def context_of(request: Request) -> Context:
     """The application's parts."""
-    context = request.app.state.context
-    assert isinstance(context, Context)
+    context: Context = request.app.state.context
     return context
 
 
 async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """The application's parts and the body; raises RequestError for a wrong one or model."""
     context = context_of(request)
-    limits = context.config.max_body_bytes, context.config.body_timeout
-    body = await read_body(request, model, *limits)
-    name = getattr(body, "model", None)
-    if name is not None:
+    config = context.config
+    body = await read_body(request, model, config.max_body_bytes, config.body_timeout)
+    if (name := getattr(body, "model", None)) is not None:
         context.check_model(name)
     return context, body

@@ -29,12 +29,8 @@ MAX_TOOLS = 1024  # of a chat, and tool calls of a message
 MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
 MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
 MAX_FIELDS = 100  # of an object of the API
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
 MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
-MAX_SALT_CHARACTERS = 256
 MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
-MAX_LABEL_CHARACTERS = 512  # of a name and of a value of `metadata`, as OpenAI has it
 
 FORM = "\0"  # begins the tag of a union's form, which pydantic puts among the names of fields
 UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
@@ -87,14 +83,8 @@ def few_values(value: Any) -> Any:
     return value
 
 
-def whole_characters(arguments: str) -> str:
-    """Check a call's arguments, JSON or not, which a template may have to write."""
-    value = few_values(conversation.object_or_text(arguments))
-    try:
-        half = has_half_character(arguments, value)
-    except RecursionError:
-        raise refusal("its JSON is nested too deeply") from None
-    if half:
+def _whole_characters(arguments: str) -> str:
+    if has_half_character(arguments, few_values(conversation.object_or_text(arguments))):
         raise refusal("its JSON has half of a surrogate pair, which is no character")
     return arguments
 
@@ -112,10 +102,8 @@ def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> obje
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in kinds:
-            raise refusal(
-                f"part {number} has type {json.dumps(kind)[:80]}, but this server takes text only",
-                unsupported=True,
-            )
+            message = f"part {number} has type {json.dumps(kind)[:80]}"
+            raise refusal(f"{message}, but this server takes text only", unsupported=True)
         key = "refusal" if kind == "refusal" else "text"
         given = {name for name, inner in part.items() if inner is not None}
         if given - ignored != {"type", key} or not isinstance(part[key], str):
@@ -125,7 +113,7 @@ def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> obje
     return "".join(texts)
 
 
-def only(neutral: object) -> Callable[[Any], Any]:
+def only(neutral: object) -> AfterValidator:
     """Let the value through that changes nothing; refuse the feature by its name."""
 
     def check(value: Any) -> Any:
@@ -133,7 +121,7 @@ def only(neutral: object) -> Callable[[Any], Any]:
             raise refusal(f"this server supports only {json.dumps(neutral)}", unsupported=True)
         return value
 
-    return check
+    return AfterValidator(check)
 
 
 def _is_scalar(value: object) -> object:
@@ -150,35 +138,25 @@ ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
 # Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
-# Without it nobody can find out, by the time to the first token, that such a prompt was here.
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[
-    list[Stop],
-    at_most(MAX_STOPS),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Stops = Annotated[list[_Stop], at_most(16), _one_or_more]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
-_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+_Label = Annotated[str, Field(max_length=512)]  # as OpenAI has it
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
-Arguments = Annotated[str, AfterValidator(whole_characters)]
-# What the openai package's parse() made of an answer's text, which stands beside it.
-Parsed = Annotated[Any, BeforeValidator(few_values)]
+Arguments = Annotated[str, AfterValidator(_whole_characters)]
+Parsed = Annotated[Any, BeforeValidator(few_values)]  # by the openai package's parse()
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
-# A wish about OpenAI's caches, which has had both spellings; here flags say what is kept where.
-Retention = Literal["in_memory", "in-memory", "24h"]
-OnlyFalse = Annotated[bool, AfterValidator(only(False))]
+Retention = Literal["in_memory", "in-memory", "24h"]  # a hint for OpenAI's caches
+OnlyFalse = Annotated[bool, only(False)]
+Verbosity = Annotated[str, only("medium")]
 
-_JSON_TYPES: dict[Any, Any] = {
-    int: Int,
-    float: Float,
-    bool: bool,
-    tuple[int, ...]: StopTokenIds,
-    tuple[tuple[int, float], ...]: LogitBias,
-}
+_JSON_TYPES: dict[Any, Any] = {int: Int, float: Float, bool: bool}
+_JSON_TYPES |= {tuple[int, ...]: StopTokenIds, tuple[tuple[int, float], ...]: LogitBias}
 _HINTS = get_type_hints(SamplingParams)
 # The fields of `SamplingParams` that clients may set.
 SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
@@ -191,9 +169,7 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     def with_fields(kind: type[Model]) -> type[Model]:
         # Not `| None`: an explicit null is absent before a field's type is looked at.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
-        return create_model(
-            kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **fields
-        )
+        return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
 
     return with_fields
 
@@ -206,7 +182,7 @@ class GenerateRequest(WireModel):
     cache_salt: CacheSalt | None = None
 
     def sampling(self, **more: Any) -> dict[str, Any]:
-        """What is given of `SamplingParams`, by its names; `more` has other names in this API."""
+        # What is given of `SamplingParams`; `more` has other names in this API.
         same = {name: getattr(self, name, None) for name in SAMPLING}
         return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
@@ -223,27 +199,11 @@ class OpenAILabels(WireModel):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    @property
-    def end_user(self) -> str | None:
-        return self.user or self.safety_identifier
-
 
 class StreamOptions(WireModel):
     """What a stream carries beside the answer."""
 
     include_obfuscation: OnlyFalse = False
-
-
-class FunctionType(WireModel):
-    """An object that is about a function."""
-
-    type: Literal["function"]
-
-
-class NamedFunction(WireModel):
-    """A function, by its name."""
-
-    name: str
 
 
 class Function(WireModel):
@@ -259,10 +219,7 @@ class Function(WireModel):
 
 
 def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
-    """Finds the form of an object by its `type`; `message` is for a value of no form.
-
-    `word` is the form of other values, `role` that of objects with a role and without a type.
-    """
+    """Finds the form of an object by its `type`, or by having a `role`; `word`: of other values."""
 
     def form(value: object) -> str | None:
         if isinstance(value, dict):
@@ -274,17 +231,15 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
     return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
 
 
-Named = TypeVar("Named", bound=FunctionType)
+Named = TypeVar("Named", bound=WireModel)
 Allowed = TypeVar("Allowed", bound=WireModel)
+_CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
 # Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[Named, Tag(FORM + "function")]
     | Annotated[Allowed, Tag(FORM + "allowed_tools")],
-    one_of(
-        'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"',
-        word="word",
-    ),
+    one_of(_CHOICES, word="word"),
 ]
 
 
@@ -295,5 +250,4 @@ def tool_choice(choice: Any) -> conversation.ToolChoice:
     if choice.type == "function":
         return conversation.ToolChoice("required", frozenset({choice.name}))
     allowed = getattr(choice, "allowed_tools", choice)
-    names = frozenset(tool.name for tool in allowed.tools)
-    return conversation.ToolChoice(allowed.mode, names)
+    return conversation.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))

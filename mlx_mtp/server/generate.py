@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.server.admission import client_of, named
+from mlx_mtp.server.admission import client_of
 from mlx_mtp.server.answer_grammar import check_tools, max_calls
 from mlx_mtp.server.context import Context, read
 from mlx_mtp.server.conversation import Conversation
@@ -24,7 +24,7 @@ Body = TypeVar("Body", bound=GenerateRequest)
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Generic[Body]):
-    """A request that was admitted, its client, and how its answer is made and sampled."""
+    """A request that was admitted; `chat` or `complete` makes its generation."""
 
     context: Context
     body: Body
@@ -34,17 +34,15 @@ class Admitted(Generic[Body]):
     params: SamplingParams
 
     async def chat(self, conversation: Conversation) -> Generation:
-        """Make the answer to a conversation; raises RequestError if that can't be."""
         context = self.context
         check_tools(conversation, context.output_format)
         limit = context.engine.info.max_model_len
         prompt = await context.prompter.prompt(conversation, limit, with_grammar=True)
-        tools = conversation.offered_tools
-        schemas = {tool.name: tool.parameters or {} for tool in tools} if tools else None
+        schemas = {tool.name: tool.parameters or {} for tool in conversation.offered_tools}
 
         def parser() -> AnswerParser:
             return context.output_format.parser(
-                thinking=prompt.thinking, schemas=schemas, max_calls=max_calls(conversation)
+                thinking=prompt.thinking, schemas=schemas or None, max_calls=max_calls(conversation)
             )
 
         field = "tools" if conversation.response is None else conversation.response_field
@@ -53,20 +51,16 @@ class Admitted(Generic[Body]):
     async def complete(
         self, prompts: Sequence[str | list[int]], guided: tuple[str, GrammarSpec] | None
     ) -> Generation:
-        """Continue texts or token ids; `guided` is a field, and the form that it asks for."""
         context = self.context
         limit = context.engine.info.max_model_len
 
-        def encode() -> list[tuple[int, ...]]:
-            return [
-                context.tokenizer.encode(prompt, limit=limit)
-                if isinstance(prompt, str)
-                else context.checked_ids(prompt, "prompt")
-                for prompt in prompts
-            ]
+        def encode(prompt: str | list[int]) -> tuple[int, ...]:
+            if isinstance(prompt, str):
+                return context.tokenizer.encode(prompt, limit=limit)
+            return context.checked_ids(prompt, "prompt")
 
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        token_ids = await context.prompter.in_thread(size, encode)
+        token_ids = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
         return await self._generation(token_ids, PlainParser, *(guided or ("", None)))
 
     async def _generation(
@@ -77,36 +71,24 @@ class Admitted(Generic[Body]):
         spec: GrammarSpec | None,
     ) -> Generation:
         context, options = self.context, self.options
+        params, limit = replace(self.params, grammar=spec), context.engine.info.max_model_len
+        grammar = None if spec is None else await context.grammars.compile(spec, field)
         requests = engine_requests(
-            self.answer_id,
-            prompts,
-            replace(self.params, grammar=spec),
-            options,
-            context.engine.info.max_model_len,
-            grammar=None if spec is None else await context.grammars.compile(spec, field),
-            client=self.client,
+            self.answer_id, prompts, params, options, limit, grammar=grammar, client=self.client
         )
         text_bytes = context.tokenizer.text_bytes_with(context.output_format.markers)
-        streams = [
-            OutputStream(index, Detokenizer(text_bytes, options.stop), make_parser())
-            for index in range(len(requests))
-        ]
-        timeout = context.config.request_timeout
-        return Generation(
-            context.dispatcher, context.metrics, requests, streams, options.n, timeout
-        )
+        texts = (Detokenizer(text_bytes, options.stop) for _ in requests)
+        streams = [OutputStream(i, text, make_parser()) for i, text in enumerate(texts)]
+        parts = context.dispatcher, context.metrics, requests, streams
+        return Generation(*parts, options.n, context.config.request_timeout)
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Body]:
-    """Read and check what is asked for, and reserve slots for its sequences.
-
-    `prefix` begins the answer's id. Raises RequestError if it can't be answered, as it is or now.
-    """
+    """Read and check what is asked for, and reserve slots; `prefix` begins the answer's id."""
     context, body = await read(request, model)
     options, info = body.options(), context.engine.info
     options.check(context.config.max_choices, mtp_enabled=info.mtp_enabled)
     params = sampling_params(options, context.defaults, context.seeds, info.vocab_size)
-    # Before any work is done for them.
     context.limiter.reserve(request.scope, options.n * options.num_prompts)
-    client = named(client_of(request.scope), options.user)
+    client = client_of(request.scope, options.user)
     return Admitted(context, body, new_id(prefix), client, options, params)

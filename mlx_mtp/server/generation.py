@@ -7,15 +7,13 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.output_stream import Delta, OutputStream
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
 
 
 class Dispatcher:
@@ -36,12 +34,10 @@ class Dispatcher:
         self.end_all()
 
     def end_all(self) -> None:
-        """End every open request with an error, because the server is stopping."""
         for generation in set(self._open.values()):
             generation.fail(EngineStoppedError("The server is shutting down."))
 
     def submit(self, requests: Sequence[Request], generation: Generation) -> None:
-        """Submit all sequences, or none and raise what `Engine.submit` raised."""
         try:
             for request in requests:
                 self._open[request.request_id] = generation
@@ -51,47 +47,31 @@ class Dispatcher:
             raise
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Free the rows of those sequences that have not ended."""
         for request_id in request_ids:
             if self._open.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)
 
     def engine_failure(self) -> MlxMtpError | None:
-        """The error that requests end with when the engine can't serve them any more."""
         if self._engine.healthy:
             return None
         return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        assert self._loop is not None, "the engine delivers only after start()"
+        assert self._loop is not None
         # On the engine's thread. The loop may have been closed by force.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
 
     def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            generation = self._open.get(output.request_id)
-            if generation is not None:
+            if (generation := self._open.get(output.request_id)) is not None:
                 if output.finish_reason is not None:
                     del self._open[output.request_id]
                 generation.put(at, output)
 
 
-class Usage(NamedTuple):
-    """Counts of tokens; of the prompts', `cached_tokens` were not computed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
-    cached_tokens: int
-
-
 class Generation:
-    """The choices of one HTTP request, `num_choices` of each prompt, until their last tokens.
-
-    Use as a context manager: entering submits the requests, and leaving cancels those that are
-    unfinished. All of it may take `timeout` seconds; 0: any time.
-    """
+    """The choices of one HTTP request; entering it submits them, leaving it cancels the rest."""
 
     def __init__(
         self,
@@ -99,25 +79,22 @@ class Generation:
         metrics: Metrics,
         requests: Sequence[Request],
         streams: Sequence[OutputStream],
-        num_choices: int = 1,
-        timeout: float = 0.0,
+        num_choices: int = 1,  # of each prompt
+        timeout: float = 0.0,  # in seconds; 0: none
     ) -> None:
         self.streams = streams
+        self.prompt_tokens = sum(len(r.prompt_token_ids) for r in requests[::num_choices])
         self._requests = requests
         self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
-        self._lengths = [len(request.prompt_token_ids) for request in requests[::num_choices]]
         self._num_choices = num_choices
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._timeout = timeout
+        self._dispatcher, self._metrics, self._timeout = dispatcher, metrics, timeout
         self._arrived: list[tuple[float, RequestOutput]] = []
         self._error: MlxMtpError | None = None
         self._wakeup = asyncio.Event()
-        self._began = 0.0
+        self._began = self._last = 0.0
         self._times: dict[str, float] = {}
         self._first: float | None = None
         self._first_tokens = 0
-        self._last = 0.0
 
     def __enter__(self) -> Generation:
         self._began = self._last = time.perf_counter()
@@ -136,7 +113,6 @@ class Generation:
         self._wakeup.set()
 
     async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        """All that has arrived, in order; nothing after `timeout` seconds of silence."""
         if self._error is None:
             # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
             # the wakeup, and a client that left would be answered for ever.
@@ -146,25 +122,18 @@ class Generation:
         self._wakeup.clear()
         arrived, self._arrived = self._arrived, []
         if not arrived:
-            # What has arrived is sent first; the error follows.
             self._error = self._error or self._dispatcher.engine_failure()
             if self._error is not None:
                 raise self._error
         return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """What is new, as it comes, until all is finished; nothing after `patience` seconds.
-
-        Raises:
-            RequestTimeoutError: it has taken too long.
-            MlxMtpError: a choice failed, or the engine did, or the server is stopping.
-        """
+        """What is new, as it comes, until all is finished; nothing after `patience` seconds."""
         while not self.is_finished:
             arrived = await self._receive(min(patience, self._seconds_left()))
             if not arrived:
                 self._seconds_left()  # Raise on timeout instead of reporting a silence.
                 yield []
-                continue
             found: list[Delta] = []
             for at, output in arrived:
                 try:
@@ -182,7 +151,7 @@ class Generation:
             return math.inf
         left = self._began + self._timeout - time.perf_counter()
         if left <= 0:
-            self._metrics.timed_out()
+            self._metrics.timeouts.inc()
             raise RequestTimeoutError(
                 f"The request has waited and run for more than the {self._timeout:g} seconds that "
                 f"this server allows (--request-timeout); {self.completion_tokens} tokens had been "
@@ -205,9 +174,10 @@ class Generation:
     def _note_times(self, at: float, request_id: str, count: int) -> None:
         previous = self._times.get(request_id)
         if previous is None:
-            self._metrics.first_token(at - self._began)
+            self._metrics.first_token.observe(at - self._began)
         else:
-            self._metrics.more_tokens(at - previous, count)
+            for _ in range(count):
+                self._metrics.inter_token.observe((at - previous) / count)
         self._times[request_id] = self._last = at
         self._first = at if self._first is None else self._first
         if at == self._first:
@@ -221,37 +191,37 @@ class Generation:
     def completion_tokens(self) -> int:
         return sum(stream.num_tokens for stream in self.streams)
 
-    def usage(self) -> Usage:
-        reasoning = sum(stream.num_reasoning_tokens for stream in self.streams)
-        return Usage(sum(self._lengths), self.completion_tokens, reasoning, self._cached_tokens)
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(stream.num_reasoning_tokens for stream in self.streams)
 
     @property
-    def _cached_tokens(self) -> int:
-        # Never a prompt's last one, which the answer's first token is drawn from: clients take a
-        # prompt of no tokens for a fault.
-        reused, n = [stream.num_reused_tokens for stream in self.streams], self._num_choices
-        return sum(
-            min(*reused[i * n : i * n + n], length - 1) for i, length in enumerate(self._lengths)
-        )
+    def cached_tokens(self) -> int:
+        total, n = 0, self._num_choices
+        for first in range(0, len(self.streams), n):
+            reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
+            # Never a prompt's last one: clients take a prompt of no tokens for a fault.
+            total += min(*reused, len(self._requests[first].prompt_token_ids) - 1)
+        return total
 
     def timings(self) -> dict[str, Any]:
         """The times, in llama.cpp's form; up to the first step's end they are the prompt's."""
         first = self._last if self._first is None else self._first
         prompt, predicted = first - self._began, self._last - first
-        cached = self._cached_tokens
-        computed = sum(self._lengths) - cached
+        cached = self.cached_tokens
+        computed = self.prompt_tokens - cached
+
+        def rate(count: int, seconds: float) -> float:
+            return count / seconds if seconds > 0 else 0.0
+
         return {
             "cache_n": cached,
             "prompt_n": computed,
             "prompt_ms": prompt * 1e3,
-            "prompt_per_second": _rate(computed, prompt),
+            "prompt_per_second": rate(computed, prompt),
             "predicted_n": self.completion_tokens,
             "predicted_ms": predicted * 1e3,
-            "predicted_per_second": _rate(self.completion_tokens - self._first_tokens, predicted),
+            "predicted_per_second": rate(self.completion_tokens - self._first_tokens, predicted),
             "draft_n": sum(stream.num_drafts for stream in self.streams),
             "draft_n_accepted": sum(stream.num_accepted for stream in self.streams),
         }
-
-
-def _rate(count: int, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0

@@ -3,46 +3,32 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_mtp.errors import (
-    AuthenticationError,
-    BodyTimeoutError,
-    ConnectionLimitError,
-    DrainingError,
-    InvalidRequestError,
-    MlxMtpError,
-    NotFoundError,
-    RequestError,
-    RequestTimeoutError,
-    UnsupportedParameterError,
-)
+from mlx_mtp import errors
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
-from mlx_mtp.server.routes import error_style
 from mlx_mtp.server.text import cut
 
+Check = Callable[[Scope], None]
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {
-    AuthenticationError: {"WWW-Authenticate": "Bearer"},
-    BodyTimeoutError: _CLOSE,
-    ConnectionLimitError: _CLOSE,
-    DrainingError: _CLOSE,
-    # OpenAI's and Anthropic's libraries would send it again, and wait as long once more.
-    RequestTimeoutError: {"x-should-retry": "false"},
+    errors.AuthenticationError: {"WWW-Authenticate": "Bearer"},
+    errors.BodyTimeoutError: _CLOSE,
+    errors.ConnectionLimitError: _CLOSE,
+    errors.DrainingError: _CLOSE,
+    errors.RequestTimeoutError: {"x-should-retry": "false"},  # SDKs would wait as long again.
 }
-# Where Anthropic's types differ from OpenAI's.
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON of an error in OpenAI's shape, as responses and streams carry it."""
-    shown = _shown(error)
-    fields = {"message": str(shown), "type": shown.type, "param": shown.param, "code": shown.code}
+    error = _shown(error)
+    fields = {"message": str(error), "type": error.type, "param": error.param, "code": error.code}
     return {"error": fields}
 
 
@@ -62,34 +48,23 @@ def error_response(
     if shown.retry_after is not None:
         more["Retry-After"] = str(shown.retry_after)
     if shown is not error:
-        # An unexpected error is raised again for the log, and uvicorn then closes the connection.
-        more |= _CLOSE
-    body = (anthropic_error_body if error_style(path) == "anthropic" else error_body)(shown)
-    return JSONResponse(body, status_code=shown.status, headers=more)
+        more |= _CLOSE  # It is raised again for the log, and uvicorn then closes.
+    body = anthropic_error_body if path.startswith("/v1/messages") else error_body
+    return JSONResponse(body(shown), status_code=shown.status, headers=more)
 
 
 class CheckMiddleware:
-    """Answers with the error that `check` raises, and calls `at_end` after each response.
+    """Answers with the error that `check` raises, and calls `at_end` after each response."""
 
-    Pure ASGI, so that streams pass untouched.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        check: Callable[[Scope], None],
-        at_end: Callable[[Scope], None] = lambda _: None,
-    ) -> None:
-        self._app = app
-        self._check = check
-        self._at_end = at_end
+    def __init__(self, app: ASGIApp, check: Check, at_end: Check = lambda _: None) -> None:
+        self._app, self._check, self._at_end = app, check, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         try:
             if scope["type"] == "http":
                 self._check(scope)
-        except MlxMtpError as error:
+        except errors.MlxMtpError as error:
             app = error_response(error, scope["path"])
         try:
             await app(scope, receive, send)
@@ -97,7 +72,7 @@ class CheckMiddleware:
             self._at_end(scope)
 
 
-def from_validation(error: ValidationError) -> RequestError:
+def from_validation(error: ValidationError) -> errors.RequestError:
     """The first thing that pydantic found wrong, with the field's name as a client writes it."""
     first = error.errors(include_url=False, include_input=False)[0]
     location = [*first["loc"], first.get("ctx", {}).get("field")]
@@ -105,36 +80,31 @@ def from_validation(error: ValidationError) -> RequestError:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     param = cut(name.removeprefix(".")) or None
     if first["type"] == "extra_forbidden":
-        return UnsupportedParameterError(f"{param} is not a parameter of this server.", param=param)
+        message = f"{param} is not a parameter of this server."
+        return errors.UnsupportedParameterError(message, param=param)
     if first["type"] == "missing":
-        return InvalidRequestError(f"{param} is required.", param=param)
+        return errors.InvalidRequestError(f"{param} is required.", param=param)
     unsupported = first["type"] in (UNSUPPORTED, "literal_error")
-    kind = UnsupportedParameterError if unsupported else InvalidRequestError
+    kind = errors.UnsupportedParameterError if unsupported else errors.InvalidRequestError
     return kind(f"{param or 'The body'}: {first['msg']}.", param=param)
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of `app` in this module's way."""
-    for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _on_error)
-
-
-def _shown(error: Exception) -> MlxMtpError:
-    if isinstance(error, MlxMtpError):
+def _shown(error: Exception) -> errors.MlxMtpError:
+    if isinstance(error, errors.MlxMtpError):
         return error
-    return MlxMtpError("The server failed; see its log.")  # What it is, is for the log alone.
+    return errors.MlxMtpError("The server failed; see its log.")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer an error that a route raised."""
     path, headers = request.url.path, None
     if isinstance(error, ClientDisconnect):
-        # nginx's status for this; only the access log shows it.
-        return Response(status_code=499)
+        return Response(status_code=499)  # nginx's, for the access log
     if isinstance(error, HTTPException):
         route = cut(f"{request.method} {path}")
         status, text, headers = error.status_code, error.detail, error.headers
-        error = NotFoundError(f"There is no route {route}.")
-        if status != NotFoundError.status:
-            error = RequestError(f"{text}: {route}.")
+        error = errors.NotFoundError(f"There is no route {route}.")
+        if status != errors.NotFoundError.status:
+            error = errors.RequestError(f"{text}: {route}.")
             error.status = status
     return error_response(error, path, headers)

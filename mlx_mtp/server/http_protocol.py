@@ -1,11 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it with h11, with limits and with errors as JSON.
-
-uvicorn by itself bounds neither the headers that arrive complete nor the number of chunks (each
-costs 15 us of the event loop). It waits without limit for a request's head, for the rest of a body
-that the application no longer reads, and for a client to take its response. Its errors are plain
-text, and are lost when the connection is reset under a client that still sends. Its
-`limit_concurrency` rejects new connections while idle ones hold the places.
-"""
+"""HTTP/1.1 as uvicorn speaks it with h11, with the limits that it lacks and with errors as JSON."""
 
 import asyncio
 import re
@@ -18,24 +11,18 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.errors import (
-    BodyTimeoutError,
-    ConnectionLimitError,
-    HeadersTooLargeError,
-    InvalidRequestError,
-    RequestError,
-)
 from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
 from mlx_mtp.server.http_errors import error_response
 
 MAX_HEADER_BYTES = 16 << 10  # Request line and headers; node.js and h11 have the same bound.
 MAX_HEADERS = 100
-# Chunks of a body that may be of any size; further ones must hold `CHUNK_BYTES` on average.
+# Chunks of a body that may be of any size; further ones must hold `CHUNK_BYTES` on average, as each
+# costs 15 us of the event loop.
 FREE_CHUNKS = 1024
 CHUNK_BYTES = 256
-# How long, and how much of, the rest of a rejected request is read, so that its client gets to
-# read the response.
+# What is read of the rest of a rejected request, so that its client gets to read the response.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 16 << 20
 _PIECE = 16 << 10
@@ -43,7 +30,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class BoundedConnection(h11.Connection):
-    """h11's state machine; headers and chunks beyond the limits are a RemoteProtocolError."""
+    """h11's state machine, with limits for headers and chunks."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
@@ -70,28 +57,16 @@ class BoundedConnection(h11.Connection):
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. It is busy from a request's head to the end of the response, else idle.
-
-    When there are too many connections, the one that has been idle for longest is closed; when all
-    are busy, the new one's request gets a 503.
-    """
+    """One connection; of too many, the longest idle is closed, or the new one gets a 503."""
 
     def __init__(
-        self,
-        settings: ServerConfig,
-        limiter: RequestLimiter,
-        max_connections: int,
-        **of_uvicorn: Any,
+        self, settings: ServerConfig, limiter: RequestLimiter, most: int, **of_uvicorn: Any
     ) -> None:
         super().__init__(**of_uvicorn)
         self.conn = BoundedConnection()
-        self._settings = settings
-        self._limiter = limiter
-        self._max_connections = max_connections
-        # "idle" runs while the connection is idle, "stall" while its client reads nothing.
+        self._settings, self._limiter, self._max_connections = settings, limiter, most
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        # Bytes read after the last response, which closes the connection; None before it.
-        self._dropped: int | None = None
+        self._dropped: int | None = None  # bytes that were read after the last response
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -116,20 +91,17 @@ class LimitedProtocol(H11Protocol):
         self._update_busy()
 
     def eof_received(self) -> None:
-        """The client sends no more; a request that is incomplete gets a 400."""
-        begun = self._head_begun or self.conn.their_state is h11.SEND_BODY
-        if self._dropped is None and begun:
-            self._answer_and_close(InvalidRequestError("The request ended before it was complete."))
+        if self._dropped is None and (self._head_begun or self.conn.their_state is h11.SEND_BODY):
+            error = errors.InvalidRequestError("The request ended before it was complete.")
+            self._answer_and_close(error)
 
     def on_response_complete(self) -> None:
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
-        # This may begin the next request, if it has arrived already.
         super().on_response_complete()
-        self._update_busy()
+        self._update_busy()  # The next request may have arrived already.
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Not close(), which would wait for the client to take what is left.
         self._start_timer("stall", self._settings.stall_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -137,65 +109,58 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer("stall")
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not valid HTTP, or beyond the limits, and close the connection."""
         cause = sys.exc_info()[1]
-        error: RequestError = InvalidRequestError(msg)
+        error: errors.RequestError = errors.InvalidRequestError(msg)
         if isinstance(cause, h11.RemoteProtocolError):
             # h11 quotes the client's own line, which may hold its key.
             what = str(cause).partition(": bytearray")[0]
-            error = InvalidRequestError(f"This is not valid HTTP: {what}.")
-            if cause.error_status_hint == HeadersTooLargeError.status:
-                error = HeadersTooLargeError(
-                    "The request line and headers are too large: at most "
-                    f"{MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed."
-                )
+            error = errors.InvalidRequestError(f"This is not valid HTTP: {what}.")
+            if cause.error_status_hint == errors.HeadersTooLargeError.status:
+                most = f"at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed"
+                message = f"The request line and headers are too large: {most}."
+                error = errors.HeadersTooLargeError(message)
         self._answer_and_close(error)
 
     def _should_upgrade(self) -> bool:
         return False  # There are no web sockets here; the request is answered as what it is.
 
     @property
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    @property
     def _head_begun(self) -> bool:
         return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0].strip())
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _update_busy(self) -> None:
         if self._busy:
             self._stop_timer("idle")
 
     def _end_idle(self) -> None:
-        """Close: there is no head or not all of it, an unread body, or an untaken response."""
         if self._head_begun and self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            self._answer_and_close(BodyTimeoutError("The request's head did not arrive in time."))
+            error = errors.BodyTimeoutError("The request's head did not arrive in time.")
+            self._answer_and_close(error)
         elif self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def _close_idle_one(self) -> bool:
-        """Close the connection that has been idle for longest, if there is one but this."""
-        idle = [
-            other
-            for other in self.connections
-            if isinstance(other, LimitedProtocol) and other is not self
-            if "idle" in other._timers and not other.transport.is_closing()
-        ]
+        others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+        others = [each for each in others if not (each is self or each.transport.is_closing())]
+        idle = [each for each in others if "idle" in each._timers]
         if idle:
-            min(idle, key=lambda other: other._timers["idle"].when()).transport.abort()
+            min(idle, key=lambda each: each._timers["idle"].when()).transport.abort()
         return bool(idle)
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._limiter.rejected["connections"] += 1
-        error = ConnectionLimitError(
-            f"{self._max_connections} clients are connected and busy; there is no room for more.",
-            retry_after=UNKNOWN_RETRY_SECONDS,
-        )
+        most = self._max_connections
+        message = f"{most} clients are connected and busy; there is no room for more."
+        error = errors.ConnectionLimitError(message, retry_after=UNKNOWN_RETRY_SECONDS)
         await error_response(error, scope["path"])(scope, receive, send)
 
-    def _answer_and_close(self, error: RequestError) -> None:
+    def _answer_and_close(self, error: errors.RequestError) -> None:
         answer = error_response(error, "", {"Connection": "close"})
         reason = HTTPStatus(error.status).phrase.encode()
         head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
@@ -203,8 +168,7 @@ class LimitedProtocol(H11Protocol):
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            # A response had begun, and what follows would be taken for a part of it.
-            self.transport.close()
+            self.transport.close()  # A response had begun: what follows would be a part of it.
             return
         if self.cycle is not None:
             self.cycle.disconnected = True

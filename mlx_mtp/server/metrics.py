@@ -1,18 +1,13 @@
 """Prometheus metrics: the engine's counters as they are when asked for, and two latencies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.server.admission import REASONS, RequestLimiter
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -23,8 +18,7 @@ class Metrics(Collector):
     """One app's metrics, in a registry of its own."""
 
     def __init__(self, engine: Engine, limiter: RequestLimiter) -> None:
-        self._engine = engine
-        self._limiter = limiter
+        self._engine, self._limiter = engine, limiter
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -32,30 +26,16 @@ class Metrics(Collector):
             return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
         text = "Requests that took longer than --request-timeout."
-        self._timeouts = Counter(PREFIX + "request_timeouts", text, registry=self._registry)
+        self.timeouts = Counter(PREFIX + "request_timeouts", text, registry=self._registry)
         text = "From a request's arrival in the engine to its first token."
-        self._first = histogram("time_to_first_token_seconds", text, _FIRST_TOKEN_BUCKETS)
+        self.first_token = histogram("time_to_first_token_seconds", text, _FIRST_TOKEN_BUCKETS)
         text = "Time per token after the first; the tokens of one step share its time."
-        self._between = histogram("inter_token_latency_seconds", text, _TOKEN_BUCKETS)
-
-    def first_token(self, seconds: float) -> None:
-        """A sequence's first token came after this time."""
-        self._first.observe(seconds)
-
-    def more_tokens(self, seconds: float, count: int) -> None:
-        """So many more tokens of a sequence came in one step, after this time."""
-        for _ in range(count):
-            self._between.observe(seconds / count)
-
-    def timed_out(self) -> None:
-        self._timeouts.inc()
+        self.inter_token = histogram("inter_token_latency_seconds", text, _TOKEN_BUCKETS)
 
     def render(self) -> bytes:
-        """All of it in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's statistics, read at each scrape so that nothing is counted twice."""
         stats, limiter = self._engine.stats(), self._limiter
         prefixes = stats.prefix_cache
         dropped = "Prefixes not written: the disk is slow or full, or they are too large."
@@ -84,28 +64,22 @@ class Metrics(Collector):
             parked = "1: the last step was planned without drafts."
             gauges.append(("spec_decode_parked", parked, stats.parked))
             text = "Drafts per step chosen last for this batch size."
-            yield _by_label(
-                GaugeMetricFamily, "spec_decode_depth", text, "batch_size", stats.depths
-            )
+            depths = GaugeMetricFamily(PREFIX + "spec_decode_depth", text, labels=["batch_size"])
+            yield _filled(depths, stats.depths)
         yield from (GaugeMetricFamily(PREFIX + name, *rest) for name, *rest in gauges)
         yield from (CounterMetricFamily(PREFIX + name, *rest) for name, *rest in counters)
         text = "Requests rejected before any work was done for them."
-        rejected = [(reason, limiter.rejected[reason]) for reason in REASONS]
-        yield _by_label(CounterMetricFamily, "requests_rejected", text, "reason", rejected)
-        name = "spec_decode_num_accepted_tokens_per_pos"
+        rejected = CounterMetricFamily(PREFIX + "requests_rejected", text, labels=["reason"])
+        yield _filled(rejected, [(reason, limiter.rejected[reason]) for reason in REASONS])
+        name = PREFIX + "spec_decode_num_accepted_tokens_per_pos"
         text = "Drafts accepted, by position in the window."
-        accepted = enumerate(stats.num_accepted_tokens_per_pos)
-        yield _by_label(CounterMetricFamily, name, text, "position", accepted)
+        accepted = CounterMetricFamily(name, text, labels=["position"])
+        yield _filled(accepted, enumerate(stats.num_accepted_tokens_per_pos))
 
 
-def _by_label(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    text: str,
-    label: str,
-    values: Iterable[tuple[object, int]],
+def _filled(
+    family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[object, int]]
 ) -> Metric:
-    family = kind(PREFIX + name, text, labels=[label])
     for key, value in values:
         family.add_metric([str(key)], value)
     return family

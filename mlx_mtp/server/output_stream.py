@@ -14,7 +14,7 @@ from mlx_mtp.server.parsing.events import Event, OutputToken, Text, ToolBroken, 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice; the last one has a finish reason, as in `OutputStream`."""
+    """What is new in one choice; the last one has a finish reason."""
 
     index: int
     events: Sequence[Event] = ()
@@ -22,33 +22,21 @@ class Delta:
 
 
 class OutputStream:
-    """Detokenizes one sequence, parses it and counts its tokens.
-
-    Tokens are read singly: nothing of what comes out depends on how many a step brought, but for
-    the number of events that it comes in.
-
-    Attributes:
-        num_reused_tokens: of the prompt, from the prefix cache.
-        finish_reason: "stop", "length" or "tool_calls"; None until the choice has ended.
-    """
+    """Detokenizes one sequence, parses it and counts its tokens, independent of step sizes."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, parser: AnswerParser) -> None:
         self.index = index
-        self.num_tokens = 0
-        self.num_reasoning_tokens = 0
-        self.num_reused_tokens = 0
-        self.num_drafts = 0
-        self.num_accepted = 0
-        self.finish_reason: str | None = None
-        self._detokenizer = detokenizer
-        self._parser = parser
+        self.num_tokens = self.num_reasoning_tokens = 0
+        self.num_reused_tokens = 0  # of the prompt, from the prefix cache
+        self.num_drafts = self.num_accepted = 0
+        self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
+        self._detokenizer, self._parser = detokenizer, parser
         # Tokens whose text has not been emitted as content, and where that content ended.
         self._waiting: deque[OutputToken] = deque()
         self._emitted = 0
         self._in_content = True
 
     def push(self, output: RequestOutput) -> Delta:
-        """Read one step's output; raises the error that it carries, or one for logprobs of NaN."""
         if output.error is not None:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):
@@ -57,8 +45,7 @@ class OutputStream:
         before = self.num_tokens
         events: list[Event] = []
         for position, token in enumerate(output.token_ids):
-            is_last = position == len(output.token_ids) - 1
-            if is_last and output.finish_reason == "stop":
+            if output.finish_reason == "stop" and position == len(output.token_ids) - 1:
                 self.num_tokens += 1
                 break  # The token that stopped the sequence counts, but isn't shown.
             events += self._read(token, output.logprobs[position : position + 1])
@@ -87,12 +74,10 @@ class OutputStream:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text."""
         return self._detokenizer.stop
 
     @property
     def _ended_early(self) -> bool:
-        # The engine would go on, but nothing more is wanted.
         return self.stop is not None or self._parser.done
 
     def _finish(self, reason: str, events: list[Event]) -> Delta:
@@ -107,14 +92,12 @@ class OutputStream:
         self.finish_reason = reason
         events = self._with_tokens(events)
         if self.stop is None and self._in_content:
-            # Tokens without any text of their own, at the end of the answer proper.
             rest = tuple(token for token in self._waiting if token.start >= self._emitted)
-            if rest:
+            if rest:  # These have no text of their own.
                 events.append(Text("", self._emitted, rest))
         return Delta(self.index, events, reason)
 
     def _with_tokens(self, events: Iterable[Event]) -> list[Event]:
-        """Join a step's events, and give each piece of content its tokens."""
         joined = merged(events)
         for number, event in enumerate(joined):
             self._in_content = False

@@ -10,8 +10,7 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, SamplingParams
 
-MAX_SEQUENCES = 128
-"""Most prompts times choices in one request."""
+MAX_SEQUENCES = 128  # most prompts times choices in one request
 _SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
 
 
@@ -31,34 +30,26 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def check(self, max_choices: int, *, mtp_enabled: bool) -> None:
-        """Raise InvalidRequestError for too many sequences or none, and for wrong drafts."""
         if not 1 <= self.n <= max_choices:
             raise InvalidRequestError(f"n is {self.n}, but must be 1 to {max_choices}.", param="n")
         if self.num_prompts * self.n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"{self.num_prompts} prompts times n = {self.n} are more than the {MAX_SEQUENCES} "
-                "answers that one request may ask for.",
-                param="prompt",
-            )
+            asked = f"{self.num_prompts} prompts times n = {self.n}"
+            most = f"the {MAX_SEQUENCES} answers that one request may ask for"
+            raise InvalidRequestError(f"{asked} are more than {most}.", param="prompt")
         check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
 
     def room(self, prompt_tokens: int, max_model_len: int) -> int:
         """Most tokens that the answer to a prompt may have; ContextLengthError if too few."""
         wanted = self.sampling.get("max_tokens")
         left = max_model_len - prompt_tokens
+        length = f"This model's maximum context length is {max_model_len} tokens"
         if left <= 0:
-            raise ContextLengthError(
-                f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum. "
-                f"This model's maximum context length is {max_model_len} tokens, the answer "
-                "included."
-            )
+            fault = f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum."
+            raise ContextLengthError(f"{fault} {length}, the answer included.")
         if wanted is not None and wanted > left and not self.cut_to_context:
-            raise ContextLengthError(
-                f"This model's maximum context length is {max_model_len} tokens, but "
-                f"{prompt_tokens + wanted} were asked for: {prompt_tokens} of prompt and {wanted} "
-                "of answer.",
-                param=self.max_tokens_field,
-            )
+            parts = f"{prompt_tokens} of prompt and {wanted} of answer"
+            message = f"{length}, but {prompt_tokens + wanted} were asked for: {parts}."
+            raise ContextLengthError(message, param=self.max_tokens_field)
         return left if wanted is None else min(wanted, left)
 
 
@@ -81,16 +72,12 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 def sampling_params(
     options: RequestOptions, defaults: SamplingParams, seeds: random.Random, vocab_size: int
 ) -> SamplingParams:
-    """How the request's sequences are sampled, before the context's room is known.
-
-    The `defaults` are the model's; `seeds` chooses a seed where the request has none. Raises
-    InvalidRequestError, which names the field, for a value that is out of its range.
-    """
+    """The client's values over the model's defaults; InvalidRequestError: one is out of range."""
     values = _all_kept(options.sampling)
     if "seed" not in values:
         values["seed"] = seeds.getrandbits(_SEED_BITS)
-    bias = values.get("logit_bias", {})
-    values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias.items())
+    bias = values.get("logit_bias", {}).items()
+    values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     params = replace(defaults, **values)
     params.validate(vocab_size)
@@ -107,19 +94,15 @@ def engine_requests(
     grammar: Grammar | None = None,
     client: tuple[str, ...] = (),
 ) -> list[Request]:
-    """One engine request for each prompt and choice, in the order of the answer's choices.
-
-    Raises:
-        InvalidRequestError, ContextLengthError: a prompt is empty, or it and the answer don't fit.
-    """
-    requests = []
-    for number, prompt in enumerate(prompts):
+    """One engine request for each prompt and choice, in the order of the answer's choices."""
+    requests: list[Request] = []
+    for prompt in prompts:
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
         room = options.room(len(prompt), max_model_len)
-        for choice in range(options.n):
-            request = Request(
-                f"{answer_id}-{number * options.n + choice}",
+        requests += [
+            Request(
+                f"{answer_id}-{len(requests) + choice}",
                 prompt,
                 replace(params, max_tokens=room, choice=choice),
                 num_draft_tokens=options.num_draft_tokens,
@@ -127,7 +110,8 @@ def engine_requests(
                 client=client,
                 cache_salt=options.cache_salt or "",
             )
-            requests.append(request)
+            for choice in range(options.n)
+        ]
     return requests
 
 
@@ -139,7 +123,6 @@ def _all_kept(values: Mapping[str, Any]) -> dict[str, Any]:
 def _token_id(key: str) -> int:
     # As an integer prints itself, so that no two keys name one token.
     if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
-        raise InvalidRequestError(
-            f"logit_bias has the key {key[:40]!r}, which is not a token id.", param="logit_bias"
-        )
+        message = f"logit_bias has the key {key[:40]!r}, which is not a token id."
+        raise InvalidRequestError(message, param="logit_bias")
     return int(key)

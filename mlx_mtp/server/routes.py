@@ -1,59 +1,84 @@
-"""Every route, one line each. No imports of handlers: middleware reads this table as well."""
+"""All routes, and the handlers of those that say what the server is and how it is."""
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-ErrorStyle = Literal["openai", "anthropic"]
+from mlx_mtp.errors import NotFoundError
+from mlx_mtp.server import token_routes
+from mlx_mtp.server.anthropic import routes as anthropic
+from mlx_mtp.server.context import context_of
+from mlx_mtp.server.openai import routes as openai
+from mlx_mtp.server.openai import stored
+from mlx_mtp.server.responses.routes import responses
+from mlx_mtp.server.text import cut
 
 
-class Route(NamedTuple):
-    """A route."""
+async def _models(request: Request) -> Response:
+    card = context_of(request).model_card()
+    # OpenAI's form and Anthropic's at once: no name means two things.
+    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+    return JSONResponse({"object": "list", "data": [card], **page})
 
-    methods: str  # of HTTP, with spaces between them
-    path: str  # as FastAPI takes it; it is served with a slash at its end too
-    handler: str  # module and function within this package
-    generates: bool = False  # its requests take slots of the engine's
-    errors: ErrorStyle = "openai"  # their form, and that for unknown paths that begin so
 
-    def load(self) -> Callable[..., Any]:
-        module, _, function = self.handler.rpartition(".")
-        handler: Callable[..., Any] = getattr(import_module(f"mlx_mtp.server.{module}"), function)
-        return handler
+async def _model(request: Request) -> Response:
+    context = context_of(request)
+    context.check_model(request.path_params["model_id"].rstrip("/"))
+    return JSONResponse(context.model_card())
+
+
+async def _root(_: Request) -> Response:
+    # Agents ask whether there is a server. No version: it is open to all.
+    return JSONResponse({"name": "mlx-mtp"})
+
+
+async def _stored_response(request: Request) -> Response:
+    name = cut(request.path_params["name"])
+    raise NotFoundError(f"There is no {name!r}: this server stores no responses.")
+
+
+async def _embeddings(_: Request) -> Response:
+    raise NotFoundError(
+        "This server has no embeddings: it serves one model, which generates text. Point the "
+        "client's embeddings at a server with an embedding model."
+    )
+
+
+async def _health(request: Request) -> Response:
+    context = context_of(request)
+    reason = context.engine.unhealthy_reason or context.engine.hang_reason
+    if context.limiter.draining:
+        reason = f"the server is shutting down; {context.limiter.held} answers are not finished"
+        return JSONResponse({"status": "draining", "reason": reason}, 503)
+    if reason is not None:
+        return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(context_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 _CHATS = "/v1/chat/completions"
-
+# `admission` and `http_errors` know which paths generate, and which are Anthropic's.
 ROUTES = (
-    Route("POST", _CHATS, "openai.routes.chat_completions", generates=True),
-    Route("GET", _CHATS, "openai.stored.list_chats"),
-    Route("GET", _CHATS + "/{name}", "openai.stored.get_chat"),
-    Route("POST", _CHATS + "/{name}", "openai.stored.label_chat"),
-    Route("DELETE", _CHATS + "/{name}", "openai.stored.delete_chat"),
-    Route("GET", _CHATS + "/{name}/messages", "openai.stored.list_messages"),
-    Route("POST", "/v1/completions", "openai.routes.completions", generates=True),
-    Route("POST", "/v1/responses", "responses.routes.responses", generates=True),
-    Route("GET DELETE", "/v1/responses/{name}", "info_routes.stored_response"),
-    Route("POST", "/v1/messages", "anthropic.routes.messages", generates=True, errors="anthropic"),
-    Route("POST", "/v1/messages/count_tokens", "anthropic.routes.count_tokens", errors="anthropic"),
-    Route("POST", "/tokenize", "token_routes.tokenize"),
-    Route("POST", "/detokenize", "token_routes.detokenize"),
-    Route("POST", "/v1/embeddings", "info_routes.embeddings"),
-    Route("GET", "/v1/models", "info_routes.models"),
-    Route("GET", "/v1/models/{model_id:path}", "info_routes.model"),
-    Route("GET HEAD", "/health", "info_routes.health"),
-    Route("GET", "/metrics", "info_routes.metrics"),
-    Route("GET HEAD", "/", "info_routes.root"),
+    ("POST", _CHATS, openai.chat_completions),
+    ("GET", _CHATS, stored.list_chats),
+    ("GET", _CHATS + "/{name}", stored.get_chat),
+    ("POST", _CHATS + "/{name}", stored.label_chat),
+    ("DELETE", _CHATS + "/{name}", stored.delete_chat),
+    ("GET", _CHATS + "/{name}/messages", stored.list_messages),
+    ("POST", "/v1/completions", openai.completions),
+    ("POST", "/v1/responses", responses),
+    ("GET DELETE", "/v1/responses/{name}", _stored_response),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    ("POST", "/tokenize", token_routes.tokenize),
+    ("POST", "/detokenize", token_routes.detokenize),
+    ("POST", "/v1/embeddings", _embeddings),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{model_id:path}", _model),
+    ("GET HEAD", "/health", _health),
+    ("GET", "/metrics", _metrics),
+    ("GET HEAD", "/", _root),
 )
-_GENERATING = frozenset(route.path for route in ROUTES if route.generates)
-_ANTHROPIC = tuple(route.path for route in ROUTES if route.errors == "anthropic")
-
-
-def generates(path: str) -> bool:
-    """POST to this path takes slots of the engine's."""
-    return path.rstrip("/") in _GENERATING
-
-
-def error_style(path: str) -> ErrorStyle:
-    """The API in whose form errors on this path are."""
-    return "anthropic" if path.startswith(_ANTHROPIC) else "openai"

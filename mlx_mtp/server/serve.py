@@ -1,7 +1,5 @@
 """The HTTP application, run with uvicorn on a socket that was bound before the model was loaded."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -15,46 +13,37 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
-from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.errors import UsageError
+from mlx_mtp.engine.engine import Engine
+from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
-
 logger = logging.getLogger(__name__)
 
-# How long the engine's thread may take to end; one that hangs must not keep the process alive.
-STOP_SECONDS = 10.0
-# How long clients may take to read the error that ended their response.
-FLUSH_SECONDS = 5
-# After this time a thread that builds a step in Python lets the event loop go on, which needs the
-# interpreter's lock several times for each token. Python's own 5 ms make clients wait for a step.
+STOP_SECONDS = 10.0  # for the engine's thread to end
+FLUSH_SECONDS = 5  # for clients to read the error that ended their response
+# The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
+# would wait for a step to be built.
 SWITCH_SECONDS = 0.001
-_BACKLOG = 2048
 _SPARE_FILES = 64  # Open beside the clients' connections.
-_LOGGERS = ("", "uvicorn", "uvicorn.access")
-_Waiting = queue.Queue[Callable[[], object] | None]
 
 
 def create_app(
     engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
 ) -> FastAPI:
-    """Build the application; serving it starts the engine, and ending it stops the engine.
-
-    `defaults` is the model's generation_config.json.
-    """
+    """Build the application, which starts and stops the engine, with the model's defaults."""
     context = Context(engine, tokenizer, config, defaults)
 
     @contextlib.asynccontextmanager
@@ -66,20 +55,15 @@ def create_app(
             await context.dispatcher.stop(STOP_SECONDS)
             context.grammars.close()
 
-    app = FastAPI(
-        title="mlx-mtp",
-        version=__version__,
-        lifespan=lifespan,
-        # The bodies are read by hand, so FastAPI could not describe them.
-        openapi_url=None,
-        redirect_slashes=False,
-    )
+    # The bodies are read by hand, so FastAPI could not describe them.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.context = context
-    for route in ROUTES:
+    for methods, path, handler in ROUTES:
         # With and without a slash at the end: a redirect would lose some clients' bodies.
-        for path in {route.path, route.path.rstrip("/") + "/"}:
-            app.add_api_route(path, route.load(), methods=route.methods.split())
-    http_errors.install(app)
+        for either in {path, path.rstrip("/") + "/"}:
+            app.add_api_route(either, handler, methods=methods.split())
+    for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, http_errors.on_error)
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
     limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
@@ -88,7 +72,13 @@ def create_app(
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
         app.add_middleware(check, check=partial(access.check_key, digests))
     if origins:
-        app.add_middleware(access.cors, origins=origins)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
+            expose_headers=["Retry-After"],
+        )
     app.add_middleware(check, check=partial(access.check_origin, origins))
     names = access.known_names(config.host, config.allowed_hosts)
     app.add_middleware(check, check=partial(access.check_host, names))
@@ -96,16 +86,15 @@ def create_app(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen on the address; port 0 takes a free one. A UsageError says why it can't."""
+    """Listen on the address, or raise a UsageError; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only for sockets that say that they are TCP's; left on,
-    # it delays each event of a stream by 40 ms.
+    # Only for sockets that say that they are TCP's asyncio switches Nagle's algorithm off.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
         # At once: with SO_REUSEADDR an address is in use only where a socket listens.
-        sock.listen(_BACKLOG)
+        sock.listen(2048)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -115,23 +104,18 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which calls `on_ready` when it takes requests, and drains when it is stopped.
+    """uvicorn, which drains when it is stopped, for `drain_timeout` seconds at most.
 
-    The first signal (SIGTERM or ctrl-C) begins the drain: new requests get 503, and running and
-    waiting ones are finished, for `drain_timeout` seconds at most; those that are left end with an
-    error. The second signal ends them at once, the third doesn't wait for clients to read that.
+    A second signal ends open requests at once, a third doesn't wait for clients to read that.
     """
 
     def __init__(
         self, config: uvicorn.Config, context: Context, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self._context = context
-        self._limiter = context.limiter
-        self._on_ready = on_ready
+        self._context, self._limiter, self._on_ready = context, context.limiter, on_ready
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; uvicorn's own handler would raise it again at the end."""
+    def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
             self.force_exit = True
         elif self._limiter.draining:
@@ -145,46 +129,39 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether to shut down."""
         drained = self._limiter.drain_seconds <= 0 or not self.server_state.tasks
         return await super().on_tick(counter) or (self._limiter.draining and drained)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop: open requests end with an error that says why."""
         self._limiter.drain(0.0)
-        ending = asyncio.create_task(self._end_requests())
+
+        async def end_requests() -> None:
+            while True:  # Some may be about to be submitted.
+                self._context.dispatcher.end_all()
+                await asyncio.sleep(0.05)
+
+        ending = asyncio.create_task(end_requests())
         await super().shutdown(sockets)
         ending.cancel()
-
-    async def _end_requests(self) -> None:
-        # Again and again: some may be about to be submitted.
-        while True:
-            self._context.dispatcher.end_all()
-            await asyncio.sleep(0.05)
 
 
 def make_server(
     app: FastAPI, *, log_level: str = "info", on_ready: Callable[[], None] = lambda: None
 ) -> Server:
     """The server for `create_app`'s application; run it with the bound socket."""
-    context: Context = app.state.context
+    context = app.state.context
     settings = context.config
-    # As many as can be held, and some beside them for monitoring.
     wanted = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
     most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
-    # Other implementations than h11's, where they are installed, lack the limits.
     protocol: Any = partial(LimitedProtocol, settings, context.limiter, most)
     config = uvicorn.Config(
         app,
         http=protocol,
         ws="none",
-        # Any client on this machine could write X-Forwarded-For.
-        proxy_headers=False,
+        proxy_headers=False,  # Any client on this machine could write X-Forwarded-For.
         log_level=log_level,
-        # The limit for heads ends idle connections, later than clients do (most after 5 s), as
-        # these may send on what is just being closed.
+        # Later than clients do (most after 5 s), as these may send on what is just being closed.
         timeout_keep_alive=math.ceil(settings.head_timeout),
-        # Clients that don't read their error must not keep the process alive.
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
     )
@@ -192,20 +169,16 @@ def make_server(
 
 
 def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
-    """Serve until a signal, then stop the engine; returns whether that has ended.
-
-    If nobody reads the log, the process ends here, as lines that can't be written would block it.
-    """
+    """Serve until a signal, then stop the engine; returns whether that has ended."""
     sys.setswitchinterval(SWITCH_SECONDS)
     log = BackgroundLog()
     with log.attached():
         try:
             server.run(sockets=[sock])
         finally:
-            # Leaving by force, uvicorn doesn't stop the engine.
-            ended = stop_engine(STOP_SECONDS)
+            ended = stop_engine(STOP_SECONDS)  # Leaving by force, uvicorn doesn't do it.
     if not log.close():
-        os._exit(0 if ended else 1)
+        os._exit(0 if ended else 1)  # Nobody reads the log, and to write to it would block.
     return ended
 
 
@@ -213,16 +186,15 @@ def give_up(reason: str) -> NoReturn:
     """End the process with status 1 where its threads don't allow an orderly end."""
     logger.critical("The process is ended: %s.", reason)
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(1)
 
 
 def _file_limit(wanted: int) -> int:
-    """Raise this process's limit of open files (256 on a Mac) up to `wanted`; returns the limit."""
+    # The limit of open files is 256 on a Mac; returns what it can be raised to.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
     aim = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= aim:
+        return aim
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (aim, hard))
     except (ValueError, OSError):
@@ -232,23 +204,18 @@ def _file_limit(wanted: int) -> int:
 
 
 class BackgroundLog:
-    """A thread that writes log records; more than `capacity` waiting ones are dropped.
-
-    A pipe that nobody empties, or a terminal stopped with ctrl-S, blocks any thread that writes.
-    """
+    """Writes log records on a thread, as a pipe that nobody empties blocks whoever writes."""
 
     def __init__(self, capacity: int = 10_000) -> None:
-        self._waiting: _Waiting = queue.Queue(capacity)
+        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
-    def attached(self, names: Iterable[str] = _LOGGERS) -> Iterator[None]:
-        """Within it, the handlers of these loggers write in the background."""
+    def attached(self, names: Iterable[str] = ("", "uvicorn", "uvicorn.access")) -> Iterator[None]:
         before = {name: logging.getLogger(name).handlers for name in names}
         for name, handlers in before.items():
-            queued: list[logging.Handler] = [_Queued(each, self._waiting) for each in handlers]
-            logging.getLogger(name).handlers = queued
+            logging.getLogger(name).handlers = [self._queued(each) for each in handlers]
         try:
             yield
         finally:
@@ -256,7 +223,6 @@ class BackgroundLog:
                 logging.getLogger(name).handlers = handlers
 
     def close(self, seconds: float = 1.0) -> bool:
-        """Write what waits, for so long at most; returns whether all of it was written."""
         try:
             self._waiting.put(None, timeout=seconds)
         except queue.Full:
@@ -268,13 +234,11 @@ class BackgroundLog:
         while (write := self._waiting.get()) is not None:
             write()
 
+    def _queued(self, handler: logging.Handler) -> logging.Handler:
+        def emit(record: logging.LogRecord) -> None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(partial(handler.handle, record))
 
-class _Queued(logging.Handler):
-    def __init__(self, handler: logging.Handler, waiting: _Waiting) -> None:
-        super().__init__(handler.level)
-        self._handler = handler
-        self._waiting = waiting
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait(partial(self._handler.handle, record))
+        queued = logging.Handler(handler.level)
+        queued.emit = emit  # type: ignore[method-assign]
+        return queued

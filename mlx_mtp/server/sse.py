@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -18,8 +17,7 @@ from mlx_mtp.server.writer import Writer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Keep = Callable[[dict[str, Any]], None]
-"""Gets the JSON of a whole answer at its end, streamed or not."""
+Keep = Callable[[dict[str, Any]], None]  # gets a whole answer at its end, streamed or not
 
 
 async def respond(
@@ -28,22 +26,20 @@ async def respond(
     """Generate for as long as the client stays, and answer in the writer's words."""
     patience = context_of(request).config.keep_alive_seconds
     if stream:
-        return EventStreamResponse(writer, patience, keep)
+        return _EventStream(writer, patience, keep)
     with writer.generation:
-        answer = await until_disconnect(request.receive, collect_response(writer, patience))
+        answer = await _until_disconnect(request.receive, _collect_response(writer, patience))
     if keep is not None:
         keep(answer)
     return JSONResponse(answer)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` for as long as the client stays; the body must have been read.
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-    Raises:
-        ClientDisconnect: the client left first; `work` has been cancelled.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -55,16 +51,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def collect_response(writer: Writer, patience: float) -> dict[str, Any]:
-    """The whole answer of a generation that has been submitted."""
+async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
     async for deltas in writer.generation.deltas(patience):
         for delta in deltas:
-            deque(writer.read(delta), maxlen=0)
+            list(writer.read(delta))  # which adds it to the writer's blocks
     return writer.whole()
 
 
@@ -73,18 +63,17 @@ async def stream_events(
 ) -> AsyncIterator[bytes]:
     """One generation as server-sent events; those that have come together are one piece.
 
-    An error before the first of them is raised, so that it can still become an HTTP status; a later
-    one is an event of the stream. Any silence longer than `patience`, in seconds, is broken.
+    An error before the first is raised, as it can still become an HTTP status; a later one is an
+    event. Any silence longer than `patience`, in seconds, is broken.
     """
-    begun = opened = False
+    begun, opening = False, iter(writer.opening())
     try:
         async for deltas in writer.generation.deltas(patience):
             if not deltas:
                 begun = True
                 yield writer.keep_alive
                 continue
-            events = [] if opened else [*writer.opening()]
-            opened = True
+            events = [*opening]  # There are none later.
             for delta in deltas:
                 for words in writer.read(delta):
                     events += words()
@@ -103,9 +92,7 @@ async def stream_events(
         yield b"".join((*writer.failure(error), writer.done))
 
 
-class EventStreamResponse(Response):
-    """Submits a generation, sends its events, and cancels it when the client leaves."""
-
+class _EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, writer: Writer, patience: float, keep: Keep | None) -> None:
@@ -117,7 +104,7 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # After the first byte nobody above could turn a disconnect into anything.
         with self._generation, contextlib.suppress(ClientDisconnect):
-            await until_disconnect(receive, self._send(send))
+            await _until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         # Not before the first event: until then an error is still an HTTP status.

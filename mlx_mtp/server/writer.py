@@ -15,9 +15,10 @@ from mlx_mtp.server.parsing import events
 
 Kind = Literal["text", "reasoning", "call"]
 State = Literal["open", "complete", "cut", "broken"]
+_KINDS: Mapping[type, Kind]
+_KINDS = {events.Text: "text", events.Reasoning: "reasoning", events.ToolArguments: "call"}
 Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
-Steps = Iterator[Callable[[], Iterable[bytes]]]
-"""Each step of an answer: call it for its events."""
+Steps = Iterator[Callable[[], Iterable[bytes]]]  # each step of an answer: call it for its events
 
 
 @dataclass(slots=True)
@@ -42,9 +43,8 @@ class Block:
 class Writer(ABC):
     """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
-    A stream begins with `opening`; `start` gets a block that is empty, `add` one that has just got
-    some content, `stop` one with the state that it ended in, and `finish` the last delta of a
-    choice. Then comes `ending` or `failure`. `whole` is the answer that isn't streamed.
+    Of a stream: `opening`; `start`, `add` and `stop` of blocks; `finish` of a choice; `ending` or
+    `failure`. `whole` is the answer that isn't streamed.
     """
 
     keep_alive = b": keep-alive\n\n"  # breaks a silence
@@ -58,17 +58,10 @@ class Writer(ABC):
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)
 
     def read(self, delta: Delta) -> Steps:
-        """Add what is new to the choice's blocks, step by step."""
         for found in delta.events:
             match found:
-                case events.Text():
-                    yield from self._extend(delta, "text", found)
-                case events.Reasoning():
-                    yield from self._extend(delta, "reasoning", found)
                 case events.ToolStart():
                     yield from self._start(delta, "call", name=found.name, number=found.call)
-                case events.ToolArguments():
-                    yield from self._extend(delta, "call", found)
                 case events.ToolEnd():
                     yield from self._stop(delta, "complete")
                 case events.ToolCut():
@@ -76,12 +69,14 @@ class Writer(ABC):
                 case events.ToolBroken():
                     yield from self._stop(delta, "broken")
                     yield from self._extend(delta, "text", found)
+                case _:
+                    yield from self._extend(delta, _KINDS[type(found)], found)
         if delta.finish_reason is not None:
             yield from self._stop(delta, "cut" if delta.finish_reason == "length" else "complete")
             yield partial(self.finish, delta)
 
     def whole_blocks(self, choice: int) -> list[Block]:
-        """A whole answer's blocks: a broken call is none, and the texts around it are one."""
+        # A broken call is none, and the texts around it are one.
         found: list[Block] = []
         for block in self.blocks[choice]:
             if block.state == "broken":
@@ -146,7 +141,6 @@ class Writer(ABC):
 
 
 packed_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""JSON without spaces."""
 
 
 def event(fields: dict[str, Any], name: str | None = None) -> bytes:

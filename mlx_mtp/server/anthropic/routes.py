@@ -1,7 +1,4 @@
-"""Anthropic's routes, and how their answers are worded.
-
-Any `anthropic-version` will do: the form has not changed with it.
-"""
+"""Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
 
 import json
 from collections.abc import Iterable
@@ -20,22 +17,19 @@ from mlx_mtp.server.sse import respond
 from mlx_mtp.server.text import wrap
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
-SIGNATURE = "mlx-mtp"
-"""Clients send thinking blocks back only if they have a signature, which they don't look into."""
+# Clients send thinking blocks back only if they have a signature, which they don't look into.
+_SIGNATURE = "mlx-mtp"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageWriter(Writer):
-    """/v1/messages."""
-
+class _MessageWriter(Writer):
     keep_alive = event({"type": "ping"}, "ping")
     prefixes: ClassVar[dict[Kind, str]] = {"call": "toolu_"}
 
     def __init__(self, admitted: Admitted[MessagesRequest], generation: Generation) -> None:
         super().__init__(admitted.answer_id, generation)
         self._model = admitted.body.model
-        # Not of this API: clients get the seed so that they can ask for the same again.
-        self._seed = admitted.params.seed
+        self._seed = admitted.params.seed  # not of this API
         self._omit_thinking = admitted.body.thinking.display == "omitted"
 
     def opening(self) -> Iterable[bytes]:
@@ -43,7 +37,7 @@ class MessageWriter(Writer):
         yield _event("message_start", message=self._message([], nothing))
 
     def ending(self) -> Iterable[bytes]:
-        usage = usage_fields(self.generation)
+        usage = _usage(self.generation)
         yield _event("message_delta", delta=self._reason(), usage=usage, seed=self._seed)
         yield _event("message_stop")
 
@@ -77,23 +71,16 @@ class MessageWriter(Writer):
         return self._message(content, self._reason())
 
     def _content(self, block: Block) -> dict[str, Any]:
-        """A block as it is so far; of a call in a stream, the beginning."""
         if block.kind == "reasoning":
             whole = block.text
-            shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, SIGNATURE)
-            is_open = block.state == "open"
-            return {
-                "type": "thinking",
-                "thinking": shown,
-                "signature": "" if is_open else signature,
-            }
+            shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, _SIGNATURE)
+            signature = "" if block.state == "open" else signature
+            return {"type": "thinking", "thinking": shown, "signature": signature}
         if block.kind == "call" and block.state != "cut":
-            # Complete calls have an object for arguments: the parsers see to that.
             given = json.loads(block.text) if block.state == "complete" else {}
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
-        # A `tool_use` has an object for its input, and an object made of half a call looks like a
-        # whole one: a client would write half a file. So a call that is cut is text in a whole
-        # message; in a stream its input is left open, which no client takes for whole.
+        # An object made of half a call would look like a whole one, and a client write half a file.
+        # So a call that is cut is text; in a stream its input is left open.
         return {"type": "text", "text": block.raw or block.text}
 
     def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +92,7 @@ class MessageWriter(Writer):
             "seed": self._seed,
             "content": content,
             **reason,
-            "usage": usage_fields(self.generation),
+            "usage": _usage(self.generation),
         }
 
     def _reason(self) -> dict[str, Any]:
@@ -122,15 +109,14 @@ class MessageWriter(Writer):
         return _event(f"content_block_{kind}", index=len(self.blocks[0]) - 1, **fields)
 
 
-def usage_fields(generation: Generation) -> dict[str, Any]:
-    """The counts in Anthropic's form: `input_tokens` are those that were computed."""
-    usage = generation.usage()
+def _usage(generation: Generation) -> dict[str, Any]:
+    cached = generation.cached_tokens
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": generation.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "cache_read_input_tokens": cached,
+        "output_tokens": generation.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": generation.reasoning_tokens},
     }
 
 
@@ -142,7 +128,7 @@ async def messages(request: Request) -> Response:
     """POST /v1/messages."""
     admitted = await admit(request, MessagesRequest, "msg_")
     generation = await admitted.chat(admitted.body.conversation())
-    return await respond(request, MessageWriter(admitted, generation), admitted.body.stream)
+    return await respond(request, _MessageWriter(admitted, generation), admitted.body.stream)
 
 
 async def count_tokens(request: Request) -> Response:

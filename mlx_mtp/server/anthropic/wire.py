@@ -1,10 +1,8 @@
 """The bodies of /v1/messages and of its count_tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
@@ -21,7 +19,6 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 
 
 class _CacheControl(WireModel):
-    # A hint for caches: this server's own needs none.
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
     scope: str | None = None
@@ -39,13 +36,8 @@ class _ThinkingBlock(WireModel):
     thinking: str
     signature: str | None = None
 
-    @property
-    def text(self) -> str:
-        return self.thinking or unwrap(self.signature or "")
-
 
 class _RedactedThinkingBlock(WireModel):
-    # What another server's model thought, encrypted.
     type: Literal["redacted_thinking"]
     data: str
 
@@ -82,7 +74,6 @@ class _ToolResultBlock(WireModel):
     cache_control: _CacheControl | None = None
 
     def message(self) -> conversation.Message:
-        # As text, from which a model sees what is an error.
         content = "\n".join(block.text for block in self.content)
         if self.is_error and "error" not in content.lower():
             content = f"Error: {content}"
@@ -112,7 +103,7 @@ class _Message(WireModel):
     content: Annotated[Many[_Block], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
-    def _blocks_fit_the_role(self) -> _Message:
+    def _blocks_fit_the_role(self) -> Self:
         for number, block in enumerate(self.content):
             role = _ROLES.get(type(block), self.role)
             if role != self.role:
@@ -121,11 +112,11 @@ class _Message(WireModel):
         return self
 
     def messages(self) -> Iterator[conversation.Message]:
-        """The message as the server knows it: a tool's result is a message of its own."""
         yield from (b.message() for b in self.content if isinstance(b, _ToolResultBlock))
         text = _text_of(self.content)
         if self.role == "assistant":
-            thoughts = [b.text for b in self.content if isinstance(b, _ThinkingBlock)]
+            blocks = (block for block in self.content if isinstance(block, _ThinkingBlock))
+            thoughts = [block.thinking or unwrap(block.signature or "") for block in blocks]
             calls = tuple(b.call() for b in self.content if isinstance(b, _ToolUseBlock))
             reasoning = "\n".join(thoughts) or None
             yield conversation.Message("assistant", text, reasoning, calls)
@@ -136,7 +127,6 @@ class _Message(WireModel):
 class _Tool(fields.Function):
     parameters: fields.Schema = Field(alias="input_schema")
     type: Literal["custom"] = "custom"
-    # Nothing of these changes what a server does that streams every call and loads every tool.
     cache_control: _CacheControl | None = None
     defer_loading: bool = False
     eager_input_streaming: bool | None = None
@@ -156,16 +146,15 @@ class _ToolChoice(WireModel):
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")
-    def _a_tool_has_a_name(self) -> _ToolChoice:
+    def _a_tool_has_a_name(self) -> Self:
         if (self.name is not None) != (self.type == "tool"):
             raise refusal("is only for type tool", field="name")
         return self
 
     def choice(self) -> conversation.ToolChoice:
-        if self.name is not None:
-            return conversation.ToolChoice("required", frozenset({self.name}))
-        if self.type == "any":
-            return conversation.ToolChoice("required")
+        if self.type in ("any", "tool"):
+            names = None if self.name is None else frozenset({self.name})
+            return conversation.ToolChoice("required", names)
         return conversation.ToolChoice("none" if self.type == "none" else "auto")
 
 
@@ -175,7 +164,7 @@ class _Thinking(WireModel):
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
-    def _a_budget_is_for_enabled(self) -> _Thinking:
+    def _a_budget_is_for_enabled(self) -> Self:
         if self.budget_tokens is not None and self.type != "enabled":
             raise refusal("is for type enabled", field="budget_tokens")
         return self
@@ -203,7 +192,6 @@ class KeptThinking(WireModel):
 
 
 class _ContextEdit(WireModel):
-    # Thinking of earlier turns alone: Qwen's templates keep what they need of it by themselves.
     type: Literal["clear_thinking_20251015"]
     keep: KeptThinking | Literal["all"] | None = None
 
@@ -224,25 +212,21 @@ class CountRequest(WireModel):
     output_config: _OutputConfig = Field(default_factory=_OutputConfig)
     output_format: _OutputFormat | None = None
     context_management: _ContextManagement | None = None
-    # Hints for Anthropic's own servers.
     cache_control: _CacheControl | None = None
     speed: Literal["standard"] | None = None
 
     @model_validator(mode="after")
-    def _calls_have_results(self) -> CountRequest:
+    def _calls_have_results(self) -> Self:
         # The last message would be the beginning of the answer, and a call can't be gone on with.
         if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
-            raise refusal(
-                "the last message has a tool_use block, and its result is missing: add a message "
-                "of role user with a tool_result block, or leave the tool_use out",
-                field="messages",
-            )
+            message = "the last message has a tool_use block, and its result is missing: add a "
+            message += "message of role user with a tool_result block, or leave the tool_use out"
+            raise refusal(message, field="messages")
         return self
 
     def conversation(self) -> Conversation:
         messages = [message for given in self.messages for message in given.messages()]
-        system = _text_of(self.system)
-        if system:
+        if system := _text_of(self.system):
             messages.insert(0, conversation.Message("system", system))
         thinking, budget = self.thinking, BUDGETS.get(self.output_config.effort or "")
         form = self.output_config.format or self.output_format
@@ -266,7 +250,6 @@ class MessagesRequest(CountRequest, fields.GenerateRequest):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
     temperature: Annotated[fields.Float, Field(le=1.0)] | None = None
     stop_sequences: fields.Stops = Field([])
-    # Labels, which mean nothing to a model.
     metadata: _Metadata = Field(default_factory=_Metadata)
     service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None

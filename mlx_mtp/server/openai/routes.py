@@ -20,14 +20,11 @@ from mlx_mtp.server.sse import respond
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
-# JSON has no infinity; OpenAI's servers write this for an impossible token.
-_LEAST_LOGPROB = -9999.0
+_LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
 Tokens = Sequence[OutputToken]
 
 
-class OpenAIWriter(Writer):
-    """What chats and completions have in common."""
-
+class _OpenAIWriter(Writer):
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
@@ -46,69 +43,66 @@ class OpenAIWriter(Writer):
         }
         self._tokenizer = admitted.context.tokenizer
         self._with_logprobs = admitted.params.top_logprobs is not None
-        options = body.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._options = body.stream_options
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
-        more = {"timings": self.generation.timings()} if self.generation.is_finished else {}
-        yield self.chunk(delta.index, self.empty, None, delta.finish_reason, **more)
+        yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
 
     def ending(self) -> Iterable[bytes]:
-        if self._include_usage:
+        if self._options.include_usage:
             yield event(self._fields(self.chunk_kind, [], **self._costs()))
 
     def failure(self, error: Exception) -> Iterable[bytes]:
         yield event(error_body(error))
 
     def whole(self) -> dict[str, Any]:
-        choices = [self.whole_choice(index) for index in range(len(self.generation.streams))]
+        choices = []
+        for stream in self.generation.streams:
+            blocks = self.whole_blocks(stream.index)
+            tokens = [token for block in blocks for token in block.tokens]
+            content = self.content(blocks)
+            choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
         return self._fields(self.answer_kind, choices, **self._costs())
 
     @abstractmethod
-    def whole_choice(self, index: int) -> dict[str, Any]: ...
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
-        """The logprobs of some tokens; None: of something that is no text."""
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None: ...
 
-    def choice(
+    def _choice(
         self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
         logprobs = self.logprobs(tokens) if self._with_logprobs else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def chunk(
-        self,
-        index: int,
-        content: Any,
-        tokens: Tokens | None = None,
-        reason: str | None = None,
-        **more: Any,
+        self, index: int, content: Any, tokens: Tokens | None = None, reason: str | None = None
     ) -> bytes:
+        more: dict[str, Any] = {}
         # All chunks have a null in the place of the usage, which comes last, or the usage so far.
-        if self._include_usage:
-            so_far = usage_fields(self.generation) if self._continuous_usage else None
-            more = {"usage": so_far, **more}
-        choice = self.choice(index, tokens, reason, **{self.chunk_key: content})
+        if self._options.include_usage:
+            so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
+            more["usage"] = so_far
+        if reason is not None and self.generation.is_finished:
+            more["timings"] = self.generation.timings()
+        choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
         return event(self._fields(self.chunk_kind, [choice], **more))
 
     def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
-        head = {"id": self.answer_id, "object": kind}
-        return {**head, **self._shared, "choices": choices, **more}
+        return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
-        return {"usage": usage_fields(self.generation), "timings": self.generation.timings()}
+        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
 
 
-class ChatWriter(OpenAIWriter):
+class ChatWriter(_OpenAIWriter):
     """/v1/chat/completions."""
 
     answer_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
-    # An answer that is streamed and then stored has the same ids in both.
     prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
 
     def opening(self) -> Iterable[bytes]:
@@ -129,23 +123,16 @@ class ChatWriter(OpenAIWriter):
             found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
         yield self.chunk(block.choice, found, getattr(content, "tokens", None))
 
-    def whole_choice(self, index: int) -> dict[str, Any]:
-        """One message; its content is null if all that it has is calls."""
-        blocks = self.whole_blocks(index)
-        said, thoughts, calls = (
-            [block for block in blocks if block.kind == kind]
-            for kind in ("text", "reasoning", "call")
-        )
-        text = "".join(block.text for block in said)
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        text = "".join(block.text for block in blocks if block.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if thoughts:
-            message["reasoning_content"] = "".join(block.text for block in thoughts)
-        if calls:
+        if any(block.kind == "reasoning" for block in blocks):
+            thoughts = (block.text for block in blocks if block.kind == "reasoning")
+            message["reasoning_content"] = "".join(thoughts)
+        if any(block.kind == "call" for block in blocks):
             message["content"] = text or None
-            message["tool_calls"] = [_call(block) for block in calls]
-        tokens = [token for block in said for token in block.tokens]
-        reason = self.generation.streams[index].finish_reason
-        return self.choice(index, tokens, reason, message=message)
+            message["tool_calls"] = [_call(block) for block in blocks if block.kind == "call"]
+        return {"message": message}
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
         if tokens is None:
@@ -153,9 +140,7 @@ class ChatWriter(OpenAIWriter):
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class TextWriter(OpenAIWriter):
-    """/v1/completions."""
-
+class _TextWriter(_OpenAIWriter):
     answer_kind = chunk_kind = "text_completion"
     chunk_key = "text"
     empty = ""
@@ -163,11 +148,8 @@ class TextWriter(OpenAIWriter):
     def add(self, block: Block, content: Content) -> Iterable[bytes]:
         yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))
 
-    def whole_choice(self, index: int) -> dict[str, Any]:
-        blocks = self.whole_blocks(index)  # Plain text has one, or none.
-        text = "".join(block.text for block in blocks)
-        tokens = [token for block in blocks for token in block.tokens]
-        return self.choice(index, tokens, self.generation.streams[index].finish_reason, text=text)
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        return {"text": "".join(block.text for block in blocks)}
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
         name = self._tokenizer.token_text
@@ -189,30 +171,24 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
     """The logprobs of some tokens, each with its alternatives."""
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": _finite(logprob),
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
+        text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
 
-    return [
-        {
-            **candidate(token.token_id, token.logprobs.logprob),
-            "top_logprobs": [candidate(*pair) for pair in token.logprobs.top],
-        }
-        for token in tokens
-    ]
+    entries = []
+    for token in tokens:
+        top = [candidate(*pair) for pair in token.logprobs.top]
+        entries.append(candidate(token.token_id, token.logprobs.logprob) | {"top_logprobs": top})
+    return entries
 
 
-def usage_fields(generation: Generation) -> dict[str, Any]:
-    """The counts in OpenAI's form."""
-    usage = generation.usage()
+def _usage(generation: Generation) -> dict[str, Any]:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
     }
 
 
@@ -238,4 +214,4 @@ async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     admitted = await admit(request, CompletionRequest, "cmpl-")
     generation = await admitted.complete(admitted.body.prompt, admitted.body.guided())
-    return await respond(request, TextWriter(admitted, generation), admitted.body.stream)
+    return await respond(request, _TextWriter(admitted, generation), admitted.body.stream)

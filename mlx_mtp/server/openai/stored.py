@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
@@ -21,9 +22,7 @@ from mlx_mtp.server.sse import Keep
 from mlx_mtp.server.text import cut
 from mlx_mtp.server.writer import packed_json
 
-MAX_STORED_BYTES = 64 << 20
-"""Most bytes of JSON that are kept in all; only the newest completion may be larger."""
-MAX_PAGE = 100
+MAX_STORED_BYTES = 64 << 20  # of JSON that are kept in all; only the newest may be larger
 _LABEL = re.compile(r"metadata\[(.*)\]")
 
 
@@ -43,28 +42,22 @@ class StoredChat:
 
 
 def _packed(
-    completion: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
+    answer: dict[str, Any], metadata: Mapping[str, str], messages: tuple[bytes, ...]
 ) -> StoredChat:
-    packed = packed_json(completion | {"metadata": dict(metadata)}).encode()
-    return StoredChat(completion["id"], completion["model"], metadata, packed, messages)
+    packed = packed_json(answer | {"metadata": dict(metadata)}).encode()
+    return StoredChat(answer["id"], answer["model"], metadata, packed, messages)
 
 
 class StoredChats:
     """The latest stored completions, oldest first; the oldest are evicted for new ones."""
 
     def __init__(self, max_count: int, max_bytes: int = MAX_STORED_BYTES) -> None:
-        self._max_count = max_count
-        self._max_bytes = max_bytes
-        self._size = 0
+        self._max_count, self._max_bytes, self._size = max_count, max_bytes, 0
         self._chats: dict[str, StoredChat] = {}
-
-    def all(self) -> list[StoredChat]:
-        return list(self._chats.values())
+        self.all = self._chats.values
 
     def keep(self, chat: StoredChat) -> None:
-        """Store a completion, or another version of one that is stored."""
-        old = self._chats.get(chat.id)
-        self._size += chat.size - (old.size if old is not None else 0)
+        self._size += chat.size - (self._chats[chat.id].size if chat.id in self._chats else 0)
         self._chats[chat.id] = chat
         while len(self._chats) > self._max_count or (
             self._size > self._max_bytes and len(self._chats) > 1
@@ -72,55 +65,51 @@ class StoredChats:
             self.delete(next(iter(self._chats)))
 
     def get(self, name: str) -> StoredChat:
-        """The one with this id; raises NotFoundError."""
-        chat = self._chats.get(name)
-        if chat is None:
+        if name not in self._chats:
             raise NotFoundError(
                 f"There is no stored chat completion {cut(name)!r}: it was made without "
                 "`store: true`, was deleted, or was replaced by newer ones."
             )
-        return chat
+        return self._chats[name]
 
     def delete(self, name: str) -> None:
         self._size -= self.get(name).size
         del self._chats[name]
 
 
-def stored_chats(request: Request) -> StoredChats:
-    """The completions that were stored with the request's API key; without keys, all."""
-    config, state = context_of(request).config, request.app.state
-    if not hasattr(state, "stored"):
-        state.stored = {}
+def _stored_chats(request: Request) -> StoredChats:
+    context = context_of(request)
     # Without keys anything may stand there, and each would get its own share of memory.
-    key = key_of(request.scope) if config.api_keys else ""
-    found: StoredChats = state.stored.setdefault(key, StoredChats(config.max_stored_completions))
+    key = key_of(request.scope) if context.config.api_keys else ""
+    empty = StoredChats(context.config.max_stored_completions)
+    found: StoredChats = context.stored.setdefault(key, empty)
     return found
 
 
 async def keeper(request: Request, body: ChatRequest, answer_id: str) -> Keep:
     """What stores the answer and its request; raises UnsupportedParameterError if none is kept."""
     if not context_of(request).config.max_stored_completions:
-        raise UnsupportedParameterError(
-            "store: this server keeps no completions (--max-stored-completions 0).", param="store"
-        )
+        message = "store: this server keeps no completions (--max-stored-completions 0)."
+        raise UnsupportedParameterError(message, param="store")
 
     def pack() -> tuple[bytes, ...]:
-        asked = (message.model_dump(exclude_none=True) for message in body.messages)
-        named = ({"id": f"{answer_id}-{n}", **m} for n, m in enumerate(asked))
-        return tuple(packed_json(message).encode() for message in named)
+        return tuple(
+            packed_json({"id": f"{answer_id}-{n}", **m.model_dump(exclude_none=True)}).encode()
+            for n, m in enumerate(body.messages)
+        )
 
     messages = await asyncio.to_thread(pack)
-    stored = stored_chats(request)
+    stored = _stored_chats(request)
     return lambda answer: stored.keep(_packed(answer, body.metadata or {}, messages))
 
 
 class _Labels(WireModel):
-    metadata: Labels = Field(default_factory=dict)
+    metadata: Labels = Field({})
 
 
 class _PageQuery(WireModel):
     after: str | None = None  # The id of the last item of the page before this one.
-    limit: Annotated[int, Field(strict=False, ge=1, le=MAX_PAGE)] = 20
+    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
 
 
@@ -128,15 +117,18 @@ class _ChatsQuery(_PageQuery, _Labels):
     model: str | None = None
 
 
+Query = TypeVar("Query", bound=_PageQuery)
+
+
 async def list_chats(request: Request) -> Response:
     """GET /v1/chat/completions."""
     query = _query(request, _ChatsQuery)
     chats = [
-        chat
-        for chat in stored_chats(request).all()
+        (chat.id, chat.completion)
+        for chat in _stored_chats(request).all()
         if query.model in (None, chat.model) and query.metadata.items() <= chat.metadata.items()
     ]
-    return _page([(chat.id, chat.completion) for chat in chats], query)
+    return _page(chats, query)
 
 
 async def get_chat(request: Request) -> Response:
@@ -149,14 +141,14 @@ async def label_chat(request: Request) -> Response:
     _, body = await read(request, _Labels)
     old = _named(request)
     chat = _packed(json.loads(old.completion), body.metadata, old.messages)
-    stored_chats(request).keep(chat)
+    _stored_chats(request).keep(chat)
     return _json(chat.completion)
 
 
 async def delete_chat(request: Request) -> Response:
     """DELETE /v1/chat/completions/{id}."""
     name = request.path_params["name"]
-    stored_chats(request).delete(name)
+    _stored_chats(request).delete(name)
     return JSONResponse({"object": "chat.completion.deleted", "id": name, "deleted": True})
 
 
@@ -167,14 +159,10 @@ async def list_messages(request: Request) -> Response:
 
 
 def _named(request: Request) -> StoredChat:
-    return stored_chats(request).get(request.path_params["name"])
+    return _stored_chats(request).get(request.path_params["name"])
 
 
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
-
-
-Query = TypeVar("Query", bound=_PageQuery)
+_json = partial(Response, media_type="application/json")
 
 
 def _query(request: Request, model: type[Query]) -> Query:
@@ -192,18 +180,15 @@ def _query(request: Request, model: type[Query]) -> Query:
 
 
 def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
-    """A page of a list, whose entries are the id and the JSON of each item, oldest first."""
     listed = list(entries) if query.order == "asc" else list(reversed(entries))
     ids = [name for name, _ in listed]
     if query.after is not None and query.after not in ids:
-        raise InvalidRequestError(
-            f"after: there is no {cut(query.after)!r} in this list.", param="after"
-        )
+        message = f"after: there is no {cut(query.after)!r} in this list."
+        raise InvalidRequestError(message, param="after")
     first = 0 if query.after is None else ids.index(query.after) + 1
     last = first + query.limit
     # The ids are strings even where the page is empty.
     shown = ids[first:last] or [""]
     ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
     items = b",".join(packed for _, packed in listed[first:last])
-    content = b'{"object":"list","data":[' + items + b"]," + packed_json(ends)[1:].encode()
-    return _json(content)
+    return _json(b'{"object":"list","data":[' + items + b"]," + packed_json(ends)[1:].encode())

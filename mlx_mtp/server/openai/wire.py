@@ -1,18 +1,9 @@
 """OpenAI's two request bodies. What is not named here is refused by name, never ignored."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    FailFast,
-    Field,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
@@ -25,7 +16,6 @@ from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
 
 def _joined_text(value: object, info: ValidationInfo) -> object:
     kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    # A hint for caches of other servers, which LiteLLM and others pass on.
     return fields.joined_text(value, kinds, {"cache_control"})
 
 
@@ -43,11 +33,7 @@ class _ToolCall(WireModel):
     type: Literal["function"] = "function"
     id: str | None = None
     index: int | None = None
-    # LiteLLM's notes on an answer, which it sends back with the chat.
-    provider_specific_fields: fields.Schema | None = None
-
-    def call(self) -> conversation.ToolCall:
-        return conversation.ToolCall(self.function.name, self.function.arguments, self.id)
+    provider_specific_fields: fields.Schema | None = None  # LiteLLM's notes on an answer
 
 
 _OF_ASSISTANTS = (
@@ -64,11 +50,8 @@ class Message(WireModel):
     content: _Content = None
     name: str | None = None
     reasoning_content: str | None = None
-    # The name that OpenRouter and newer versions of vLLM have for it.
-    reasoning: str | None = None
+    reasoning: str | None = None  # OpenRouter's and vLLM's name for it
     refusal: str | None = None
-    # They say what of an earlier answer's text came from where: nothing that a prompt has a place
-    # for, and no instruction. OpenAI's answers have a list of them in any case.
     annotations: Annotated[list[Any], at_most(fields.MAX_MESSAGES)] | None = None
     parsed: fields.Parsed | None = None
     tool_calls: Annotated[list[_ToolCall], at_most(fields.MAX_TOOLS)] | None = None
@@ -76,13 +59,12 @@ class Message(WireModel):
     provider_specific_fields: fields.Schema | None = None
 
     @model_validator(mode="after")
-    def _fields_fit_the_role(self) -> Message:
+    def _fields_fit_the_role(self) -> Self:
         for field, role in _ROLES.items():
             if getattr(self, field) is not None and self.role != role:
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
             raise refusal("differs from reasoning_content; give one of them", field="reasoning")
-        # An answer that was cut while the model thought has reasoning alone.
         said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
         if all(text is None for text in said) and not self.tool_calls:
             more = " or tool_calls" if self.role == "assistant" else ""
@@ -91,24 +73,32 @@ class Message(WireModel):
 
     def message(self) -> conversation.Message:
         return conversation.Message(
-            # Templates know no developer; OpenAI made it the new name of system.
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
-            tool_calls=tuple(call.call() for call in self.tool_calls or ()),
+            tool_calls=tuple(
+                conversation.ToolCall(call.function.name, call.function.arguments, call.id)
+                for call in self.tool_calls or ()
+            ),
             tool_call_id=self.tool_call_id,
             name=self.name,
         )
 
 
-class Tool(fields.FunctionType):
+class Tool(WireModel):
     """A tool that the model may call."""
 
+    type: Literal["function"]
     function: fields.Function
 
 
-class _NamedTool(fields.FunctionType):
-    function: fields.NamedFunction
+class _Name(WireModel):
+    name: str
+
+
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    function: _Name
 
     @property
     def name(self) -> str:
@@ -127,11 +117,10 @@ class _AllowedToolsChoice(WireModel):
 
 class _UsageOptions(fields.StreamOptions):
     include_usage: bool = False
-    # vLLM's name: the counts so far stand in every chunk, which may hold several tokens.
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far are in every chunk
 
     @model_validator(mode="after")
-    def _continuous_needs_usage(self) -> _UsageOptions:
+    def _continuous_needs_usage(self) -> Self:
         if self.continuous_usage_stats and not self.include_usage:
             raise refusal("needs include_usage: true", field="continuous_usage_stats")
         return self
@@ -145,14 +134,14 @@ class _MtpOptions(WireModel):
 class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields):
     """What both endpoints take."""
 
-    stream_options: _UsageOptions | None = None
+    stream_options: _UsageOptions = _UsageOptions()
     stop: fields.Stops = Field([])
     n: fields.Int = 1
     mtp: _MtpOptions | None = None
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> GenerateRequest:
-        if self.stream_options is not None and not self.stream:
+    def _stream_options_need_stream(self) -> Self:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
         return self
 
@@ -162,7 +151,7 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
             n=self.n,
             stop=self.stop,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
-            user=self.end_user,
+            user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
         )
 
@@ -181,27 +170,24 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: fields.TemplateKwargs = Field({})
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], FailFast(), at_most(1)] = Field([])
-    verbosity: Annotated[str, AfterValidator(fields.only("medium"))] = "medium"
+    verbosity: fields.Verbosity = "medium"
     store: bool = False
     prompt_cache_retention: fields.Retention | None = None
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> ChatRequest:
+    def _fields_fit_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise refusal("needs logprobs: true", field="top_logprobs")
-        given = {self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}
-        if len(given) > 1:
+        if len({self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}) > 1:
             message = "differs from max_completion_tokens; give one of them"
             raise refusal(message, field="max_tokens")
-        guided = self.guided()
-        if guided is not None and self.response_format is not None:
+        if self.response_format is not None and (guided := self.guided()) is not None:
             raise refusal("can't be combined with response_format", field=guided[0])
         return self
 
-    def options(self, **more: Any) -> RequestOptions:
-        more["max_tokens"] = self.max_completion_tokens
-        more["top_logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        return super().options(**more)
+    def options(self, **_: Any) -> RequestOptions:
+        top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
 
     def conversation(self) -> Conversation:
         kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
@@ -220,7 +206,6 @@ class ChatRequest(GenerateRequest):
 
 
 def _as_prompts(value: object) -> object:
-    """One prompt, as text or as token ids, becomes a list of one."""
     if isinstance(value, str) or (isinstance(value, list) and value and fields.is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -231,7 +216,7 @@ def _as_prompts(value: object) -> object:
         if isinstance(prompt, list) and len(prompt) > fields.MAX_PROMPT_IDS:
             most = f"at most {fields.MAX_PROMPT_IDS} are allowed"
             raise refusal(f"prompt {number} has {len(prompt)} token ids; {most}")
-        ids = isinstance(prompt, list) and all(fields.is_id(token) for token in prompt)
+        ids = isinstance(prompt, list) and all(map(fields.is_id, prompt))
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")
         if not prompt:
@@ -242,19 +227,17 @@ def _as_prompts(value: object) -> object:
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
-    # Each prompt is a text or a list of token ids.
-    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]  # texts or lists of token ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: fields.Int | None = None
     echo: fields.OnlyFalse = False
-    suffix: Annotated[str, AfterValidator(fields.only(""))] = ""
+    suffix: Annotated[str, fields.only("")] = ""
 
     @model_validator(mode="after")
-    def _fields_fit_together(self) -> CompletionRequest:
+    def _fields_fit_together(self) -> Self:
         if self.best_of not in (None, 1, self.n):
             raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
         return self
 
-    def options(self, **more: Any) -> RequestOptions:
-        options = super().options(top_logprobs=self.logprobs, **more)
-        return replace(options, num_prompts=len(self.prompt))
+    def options(self, **_: Any) -> RequestOptions:
+        return replace(super().options(top_logprobs=self.logprobs), num_prompts=len(self.prompt))

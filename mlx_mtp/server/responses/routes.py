@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -23,19 +24,16 @@ _STATUS = {"open": "in_progress", "complete": _DONE, "cut": _CUT, "broken": _CUT
 _TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 
 
-class ResponseWriter(Writer):
-    """/v1/responses. Each output item is made of one block."""
-
+class _ResponseWriter(Writer):
     prefixes: ClassVar[dict[Kind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
     def __init__(self, admitted: Admitted[ResponsesRequest], generation: Generation) -> None:
         super().__init__(admitted.answer_id, generation)
-        body = admitted.body
-        self._echo = _echo(body, admitted.params)
+        self._echo = _echo(admitted.body, admitted.params)
         self._tokenizer = admitted.context.tokenizer
         self._with_logprobs = admitted.params.top_logprobs is not None
-        self._as_summary = body.reasoning.summary is not None
-        self._with_encrypted = ENCRYPTED in body.include
+        self._as_summary = admitted.body.reasoning.summary is not None
+        self._with_encrypted = ENCRYPTED in admitted.body.include
         self._created = int(time.time())
         self._number = -1
 
@@ -49,7 +47,7 @@ class ResponseWriter(Writer):
         if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         timings = self.generation.timings()
-        return fields | {"usage": usage_fields(self.generation), "timings": timings}
+        return fields | {"usage": _usage(self.generation), "timings": timings}
 
     def _response(self, status: str, blocks: Iterable[Block]) -> dict[str, Any]:
         return {
@@ -92,26 +90,24 @@ class ResponseWriter(Writer):
 
     def stop(self, block: Block) -> Iterable[bytes]:
         name, fields = self._place(block)
-        if block.kind == "text":
-            fields |= {"text": block.text, "logprobs": self._logprobs(block.tokens)}
-        elif block.kind == "reasoning":
-            fields["text"] = block.text
-        else:
+        if block.kind == "call":
             fields |= {"name": block.name, "arguments": block.text}
+        else:
+            fields["text"] = block.text
+        if block.kind == "text":
+            fields["logprobs"] = self._logprobs(block.tokens)
         if block.kind != "call" or block.state == "complete":
             yield self._item_event(f"{name}.done", item_id=block.id, **fields)
         yield from self._part_event("done", block)
         yield self._item_event("output_item.done", item=self._item(block))
 
     def _place(self, block: Block) -> tuple[str, dict[str, Any]]:
-        """The name of a block's events, and the fields that say where its text is in the item."""
-        if block.kind == "text":
-            return "output_text", {"content_index": 0}
+        # The name of a block's events, and the fields that say where its text is in the item.
         if block.kind == "call":
             return "function_call_arguments", {}
-        if self._as_summary:
+        if block.kind == "reasoning" and self._as_summary:
             return "reasoning_summary_text", {"summary_index": 0}
-        return "reasoning_text", {"content_index": 0}
+        return "output_text" if block.kind == "text" else "reasoning_text", {"content_index": 0}
 
     def _part_event(self, change: str, block: Block) -> Iterable[bytes]:
         if block.kind == "text" or (block.kind == "reasoning" and self._as_summary):
@@ -154,15 +150,15 @@ class ResponseWriter(Writer):
         return logprob_entries(self._tokenizer, tokens) if self._with_logprobs else []
 
 
-def usage_fields(generation: Generation) -> dict[str, Any]:
-    """The counts in the form of responses."""
-    usage = generation.usage()
+def _usage(generation: Generation) -> dict[str, Any]:
+    prompt, cached = generation.prompt_tokens, generation.cached_tokens
+    output = generation.completion_tokens
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
+        "total_tokens": prompt + output,
     }
 
 
@@ -173,19 +169,15 @@ _ECHOED = {
 
 
 def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """What of the request comes back with the response."""
-    # What is absent is left out here, not null: forms and tools of other kinds have such fields.
-    forms = body.model_dump(
-        mode="json", by_alias=True, exclude_none=True, include={"text", "tools"}
-    )
+    dump = partial(body.model_dump, mode="json", by_alias=True)
     return {
-        **body.model_dump(mode="json", by_alias=True, include=_ECHOED),
-        **forms,
+        **dump(include=_ECHOED),
+        # Without nulls: forms and tools of other kinds have such fields.
+        **dump(include={"text", "tools"}, exclude_none=True),
         "metadata": body.metadata or {},
         "temperature": params.temperature,
         "top_p": params.top_p,
-        # Not of this API: the seed that was given, or chosen, to ask for the same again.
-        "seed": params.seed,
+        "seed": params.seed,  # not of this API
         "top_logprobs": params.top_logprobs or 0,
         "truncation": "disabled",
         "store": False,
@@ -201,4 +193,4 @@ async def responses(request: Request) -> Response:
     """POST /v1/responses."""
     admitted = await admit(request, ResponsesRequest, "resp_")
     generation = await admitted.chat(admitted.body.chat())
-    return await respond(request, ResponseWriter(admitted, generation), admitted.body.stream)
+    return await respond(request, _ResponseWriter(admitted, generation), admitted.body.stream)

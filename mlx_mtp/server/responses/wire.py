@@ -1,20 +1,9 @@
 """The body of /v1/responses."""
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BeforeValidator,
-    FailFast,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, FailFast, Field, Tag, model_validator
 
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import fields
@@ -25,20 +14,16 @@ from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
 from mlx_mtp.server.text import unwrap
 
-logger = logging.getLogger(__name__)
-
 # Codex offers these to every server; the prompt describes only tools that the client runs.
-IGNORED_TOOLS = frozenset({"web_search", "web_search_preview", "namespace", "image_generation"})
+_IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
 ENCRYPTED = "reasoning.encrypted_content"
-LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS = "message.output_text.logprobs"
+_Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 _KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 _IGNORED = {"annotations", "logprobs"}  # of an earlier answer
-_Text = Annotated[
-    str,
-    BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED)),
-    at_most(fields.MAX_MESSAGES),
-]
+_join = BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED))
+_Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
@@ -58,8 +43,7 @@ class _MessageItem(_AnyItem):
 
 
 class _DirectCaller(WireModel):
-    # The model called the function itself; of OpenAI's servers, a program may have.
-    type: Literal["direct"]
+    type: Literal["direct"]  # by the model; of OpenAI's servers, a program may have called it
 
 
 class _CallItem(_AnyItem):
@@ -71,9 +55,7 @@ class _CallItem(_AnyItem):
     namespace: str | None = None
     caller: _DirectCaller | None = None
     # The openai package sends its own name of the field, which Python has a word for.
-    runs_async: fields.OnlyFalse = Field(
-        default=False, validation_alias=AliasChoices("async", "async_")
-    )
+    runs_async: fields.OnlyFalse = Field(False, validation_alias=AliasChoices("async", "async_"))
 
     def message(self) -> Message:
         return Message("assistant", tool_calls=(ToolCall(self.name, self.arguments, self.call_id),))
@@ -96,21 +78,17 @@ class _ReasoningItem(_AnyItem):
     encrypted_content: str | None = None
 
     def message(self) -> Message:
-        # Itself, in the opaque form of this server, or in short.
         text = self.content or unwrap(self.encrypted_content or "") or self.summary
         return Message("assistant", reasoning=text)
 
 
+_TYPES = "message, function_call, function_call_output, reasoning"
 _Item = Annotated[
     Annotated[_MessageItem, Tag(FORM + "message")]
     | Annotated[_CallItem, Tag(FORM + "function_call")]
     | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
     | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
-    fields.one_of(
-        "this server takes items of these types only: message, function_call, "
-        "function_call_output, reasoning",
-        role="message",
-    ),
+    fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
 ]
 
 
@@ -119,53 +97,48 @@ def _as_items(value: object) -> object:
 
 
 def _messages(items: Iterable[_Item]) -> list[Message]:
-    """The chat that the items make up: one message for all that one answer brought."""
+    # One message for all that one answer brought.
     turns: list[list[Message]] = []
     for message in (item.message() for item in items):
         if turns and _continues(turns[-1], message):
             turns[-1].append(message)
         else:
             turns.append([message])
-    return [_joined(turn) if turn[0].role == "assistant" else turn[0] for turn in turns]
+    return [
+        Message(
+            turn[0].role,
+            "".join(part.content for part in turn),
+            reasoning=next((part.reasoning for part in turn if part.reasoning), None),
+            tool_calls=tuple(call for part in turn for call in part.tool_calls),
+            tool_call_id=turn[0].tool_call_id,
+        )
+        for turn in turns
+    ]
 
 
 def _continues(turn: Sequence[Message], part: Message) -> bool:
-    """Whether it is a part of the answer: reasoning comes before text, and both before calls."""
+    # Of an answer: reasoning comes before text, and both before calls.
     if part.role != "assistant" or turn[0].role != "assistant":
         return False
-    if part.tool_calls:
-        return True
-    if turn[-1].tool_calls:
-        return False
+    if part.tool_calls or turn[-1].tool_calls:
+        return bool(part.tool_calls)
     return part.reasoning is None or not any(earlier.content for earlier in turn)
-
-
-def _joined(parts: Sequence[Message]) -> Message:
-    # At once: to add the parts one by one takes a time that grows with the square of their number.
-    return Message(
-        "assistant",
-        "".join(part.content for part in parts),
-        reasoning=next((part.reasoning for part in parts if part.reasoning), None),
-        tool_calls=tuple(call for part in parts for call in part.tool_calls),
-    )
-
-
-class _FunctionTool(fields.Function, fields.FunctionType):
-    defer_loading: bool | None = None
 
 
 def _without_ignored(value: object) -> object:
     if not isinstance(value, list):
         return value
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
-    ignored = sorted({kind for kind in kinds if isinstance(kind, str) and kind in IGNORED_TOOLS})
-    if ignored:
-        logger.debug("tools that are not offered here: %s", ", ".join(ignored))
-    return [tool for tool, kind in zip(value, kinds) if kind not in ignored]
+    return [tool for tool, kind in zip(value, kinds) if kind not in _IGNORED_TOOLS]
 
 
-class _NamedTool(fields.NamedFunction, fields.FunctionType):
-    pass
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    name: str
+
+
+class _FunctionTool(fields.Function, _NamedTool):
+    defer_loading: bool | None = None
 
 
 class _AllowedTools(WireModel):
@@ -176,7 +149,6 @@ class _AllowedTools(WireModel):
 
 class _Reasoning(WireModel):
     effort: Effort | None = None
-    # Asks for the thoughts as their own summary, which more clients show.
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -188,7 +160,7 @@ class _TextFormat(WireModel):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _a_schema_is_there(self) -> _TextFormat:
+    def _a_schema_is_there(self) -> Self:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise refusal("is only for type json_schema", field="schema")
         return self
@@ -201,7 +173,7 @@ class _TextFormat(WireModel):
 
 class _TextConfig(WireModel):
     format: _TextFormat = Field(default_factory=_TextFormat)
-    verbosity: Annotated[str, AfterValidator(fields.only("medium"))] = "medium"
+    verbosity: fields.Verbosity = "medium"
 
 
 def _no_state(_: object) -> object:
@@ -222,28 +194,23 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     parallel_tool_calls: bool = True
     reasoning: _Reasoning = Field(default_factory=_Reasoning)
     text: _TextConfig = Field(default_factory=_TextConfig)
-    include: Annotated[
-        list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
-        FailFast(),
-        at_most(fields.MAX_LABELS),
-    ] = Field([])
-    truncation: Annotated[str, AfterValidator(fields.only("disabled"))] = "disabled"
+    include: Annotated[list[_Included], FailFast(), at_most(fields.MAX_LABELS)] = Field([])
+    truncation: Annotated[str, fields.only("disabled")] = "disabled"
     store: fields.OnlyFalse = False
     background: fields.OnlyFalse = False
     previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
-    # Of the tools that a server runs itself, of which there are none here.
-    max_tool_calls: fields.Int | None = None
+    max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
     prompt_cache_retention: fields.Retention | None = None
 
     def options(self) -> RequestOptions:
-        wanted = 0 if LOGPROBS in self.include else None
+        wanted = 0 if _LOGPROBS in self.include else None
         top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
         return RequestOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
-            user=self.end_user,
+            user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
         )
 
