@@ -71,19 +71,6 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
     assert accepted(sorted(given)) > 0.9 * everything
 
 
-def test_drafts_are_drawn_with_the_noise_of_the_tokens_that_they_are_for(demo_model):
-    """At a high temperature nearly all that draft and token have in common is their noise."""
-    tokenizer, requests = Tokenizer.load(DEMO), []
-    for number, each in enumerate(DATA["prompts"][:8]):
-        sampling = Sampling(16, temperature=2.5, seed=number)
-        requests.append(request(str(number), tokenizer.encode(each["prompt"]), sampling))
-    driver = drive(demo_model, requests, MTPProposer(demo_model))
-    driver.run()
-    stats = driver.core.stats()
-    # It is about 0.45, and 0.17 with noise of another position.
-    assert stats.num_accepted_tokens > 0.3 * stats.num_draft_tokens
-
-
 def test_wrong_draft_ids_are_refused_and_the_log_tells_what_right_ones_take(tiny_models, caplog):
     model = tiny_models["qwen3_5"]
 
@@ -93,7 +80,6 @@ def test_wrong_draft_ids_are_refused_and_the_log_tells_what_right_ones_take(tiny
     for ids, message in (
         ([], "draft_ids names no token"),
         ([3, 96], "token 96, but this model's token ids are 0 to 95"),
-        ([-1], "token -1"),
         ([True], "token True"),
         ([4, 5, 4], "token 4 twice"),
     ):
@@ -107,6 +93,3 @@ def test_wrong_draft_ids_are_refused_and_the_log_tells_what_right_ones_take(tiny
     caplog.set_level("INFO", logger="mlx_mtp")
     engine(model, range(40, 60))
     assert "Drafts come from 20 of 96 tokens" in caplog.text
-    assert "takes 0.0 MB" in caplog.text
-    engine(model, range(96))
-    assert "Drafts come from all 96 tokens" in caplog.text

@@ -6,12 +6,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
+from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import acquire_restart
@@ -19,6 +20,7 @@ from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, UsageError
+from mlx_mtp.machine import MemoryLimit
 from tests.engine.cases import SPECS
 from tests.grammars import compiled
 from tests.harness import greedy, plain, request
@@ -133,8 +135,6 @@ def test_answers_and_counts_and_a_cancel_that_frees_the_row(client, tiny_models)
     assert stats.generation_tokens == 36 + len(served.tokens("long")) < 100
     assert stats.prompt_tokens == 2 + 2 + 3 + 4
     assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
-    drafted = sum(o.num_draft_tokens for outs in served.outputs.values() for o in outs)
-    assert stats.num_draft_tokens >= drafted > 0
 
 
 def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
@@ -144,7 +144,6 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
         (Request("b", (), greedy(1)), "prompt"),
         (Request("b", (5, VOCAB), greedy(1)), "prompt"),
         (Request("b", (5, -1), greedy(1)), "prompt"),
-        (Request("b", (2**40,), greedy(1)), "prompt"),
         (Request("b", (5,), greedy(0)), "max_tokens"),
         (Request("b", (5,), greedy(1, logit_bias=((VOCAB, 1.0),))), "logit_bias"),
         (Request("b", (5,), greedy(1, stop_token_ids=(VOCAB,))), "stop_token_ids"),
@@ -160,6 +159,16 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
     served.wait("a")
     assert len(served.tokens("a")) == 5
     assert served.outputs["a"][-1].finish_reason == "length"
+
+
+def test_rows_run_together_only_where_the_memory_plan_has_room(client, tiny_models):
+    config = EngineConfig(num_draft_tokens=2)
+    plan = plan_for(tiny_models["qwen3_next"], config, MemoryLimit(10**9, "a test"))
+    served = client(config=config, memory=replace(plan, rows=plan.footprint.rows(1, 512)))
+    with served.held_at(2, endless("long")):
+        served.engine.submit(request("short", [5, 6], greedy(1)))
+    served.wait("short")
+    assert served.outputs["long"][-1].finish_reason == "length"
 
 
 def test_stop_ends_what_is_left_and_refuses_more(client):
@@ -202,7 +211,6 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     client, tiny_models, monkeypatch
 ):
     served = client(config=EngineConfig(max_num_seqs=1, num_draft_tokens=2))
-    schedule = Scheduler.schedule
     with served.held_at(3, endless("running")):
         served.engine.submit(endless("waiting"))
         fail_next_turn(monkeypatch)
@@ -214,7 +222,6 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     wait_until(lambda: served.engine.stats().num_restarts == 1)
     counted = served.engine.stats()
     assert counted.num_requests_running == 0
-    assert Scheduler.schedule is schedule
     after = request("after", [5, 6, 7], greedy(20, ignore_eos=True))
     served.engine.submit(after)
     served.wait("after")
@@ -222,31 +229,6 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     assert tuple(served.tokens("after")) == plain(model, after, VOCAB).tokens
     assert served.engine.healthy
     wait_until(lambda: served.engine.stats().generation_tokens >= counted.generation_tokens + 20)
-    assert served.engine.stats().num_restarts == 1
-
-
-def test_stop_waits_for_a_thread_that_is_just_being_started(client, monkeypatch):
-    served = client()
-    starts, go_on = threading.Event(), threading.Event()
-    start = threading.Thread.start
-
-    def slow(thread: threading.Thread) -> None:
-        if thread.name == "mlx-mtp-engine":
-            starts.set()
-            assert go_on.wait(60)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", slow)
-    with served.held_at(2, endless("a")):
-        fail_next_turn(monkeypatch)
-    assert starts.wait(60)
-    stopping = threading.Thread(target=served.engine.stop)
-    stopping.start()
-    stopping.join(0.3)
-    assert stopping.is_alive(), "it took the thread for one that has ended"
-    go_on.set()
-    stopping.join()
-    assert not served.engine._thread.is_alive()
 
 
 def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, monkeypatch):

@@ -54,8 +54,7 @@ def test_a_large_model_on_large_machines():
     assert found.rows + found.chunk + 46 * GB == 110 * GB
     assert found.num_rows(262_144, 32) < found.num_rows(4096, 32) == 32
     text = "\n".join(found.lines(32))
-    for part in ("110.0 GB (a test)", "weights 45.0 GB", "head 1.0 GB", "context 262,144 tokens"):
-        assert part in text
+    assert "110.0 GB (a test): weights 45.0 GB, head 1.0 GB" in text
     for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
         found = plan(46 * GB + left, prefix_cache=None)
         assert found.prefix_cache == share
@@ -91,14 +90,6 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags():
         plan(46 * GB + 10**6)
     with pytest.raises(UsageError, match="--prefix-cache-size"):
         plan(60 * GB, prefix_cache=14 * GB)
-
-
-def test_demands_grow_with_everything():
-    for rows, tokens in ((1, 100), (3, 100), (3, 5000), (32, 5000)):
-        assert LARGE.rows(rows, tokens) >= LARGE.caches.batch(rows, tokens, 8) * 2
-        assert LARGE.rows(rows + 1, tokens) > LARGE.rows(rows, tokens)
-        assert LARGE.rows(rows, tokens + 256) > LARGE.rows(rows, tokens)
-        assert LARGE.chunk(512, tokens + 1) > LARGE.chunk(512, tokens) > LARGE.chunk(256, tokens)
 
 
 def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):

@@ -94,28 +94,6 @@ def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
     assert planned.count("long") >= 2
 
 
-def test_rows_are_bounded_and_the_rest_waits_in_order():
-    policy = scheduler(max_num_seqs=2)
-    add(policy, a=4, b=4, c=4, d=4)
-    plan = policy.schedule()
-    assert chunk_names(plan) == ["a", "b"]
-    assert (policy.num_running, policy.num_waiting) == (2, 2)
-    finish_chunk(policy, plan)
-    assert policy.schedule().chunk is None
-    policy.cancel("a")
-    assert chunk_names(policy.schedule()) == ["c"]
-
-
-def test_nothing_is_launched_for_rows_that_will_surely_be_finished():
-    policy = scheduler()
-    policy.add(sequence("a", 4, max_tokens=2))
-    finish_chunk(policy, policy.schedule())
-    plan = policy.schedule()
-    assert len(plan.decode) == 1
-    plan.decode[0].launched(3)
-    assert policy.schedule().decode == ()
-
-
 def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
     """Rows with two windows of 3 positions in flight."""
     add(policy, **dict.fromkeys(names, 4))
@@ -266,23 +244,6 @@ def test_every_prompt_token_is_computed_once_and_every_request_ends(prompts, ste
 
 def running(policy: Scheduler) -> list[Sequence]:
     return [s for s in policy._admitted() if not s.finished]
-
-
-def test_what_does_not_fit_waits_and_one_alone_always_fits():
-    policy = scheduler(105)
-    for name in "abc":
-        policy.add(sequence(name, 20, 20))  # 50 bytes each, and 180 together with 50 more tokens
-    assert len(policy.schedule().chunk.rows) == 2, "members of one group count before it runs"
-    assert names(running(policy)) == ["a", "b"]
-    policy.cancel("a")
-    policy.schedule()
-    assert names(running(policy)) == ["b", "c"]
-    policy.add(sequence("long", 500, 500))
-    policy.cancel("b")
-    policy.schedule()
-    assert names(running(policy)) == ["c"]
-    policy.cancel("c")
-    assert policy.schedule().chunk is not None
 
 
 @settings(max_examples=60)

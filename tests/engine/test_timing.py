@@ -37,10 +37,8 @@ def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]
 
 
 def test_steps_in_an_unbroken_row_are_timed():
-    steady = [decode(2, 2)] * 5
     # Nothing comes before the first, nor behind the last.
-    assert laps(*steady) == [None, 1, 2, 3, None]
-    assert laps(*steady, overlap=False) == [None, 1, 2, 3, 4]
+    assert laps(*[decode(2, 2)] * 5) == [None, 1, 2, 3, None]
     change = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
     assert laps(*change) == [None, 1, None, None, 4, 5, None]
     assert laps(*change, overlap=False) == [None, 1, 2, None, 4, 5, 6]
@@ -49,11 +47,9 @@ def test_steps_in_an_unbroken_row_are_timed():
 PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
 BREAKS = {
     "idle": [],
-    "prefill": PREFILL,
     "chunk": [*PREFILL, *decode(2, 2)],
     "left": decode(2, 2, rows=ROWS[:1]),
     "joined": decode(2, 2, rows=(*ROWS, sequence("c", 4))),
-    "moved": decode(2, 2, rows=ROWS[::-1]),
     "failed": decode(2, 2, error=StepError("broken")),
     "deeper": decode(2, 3),
     "cut": decode(1, 2),
@@ -72,7 +68,7 @@ def test_what_breaks_the_row(name):
 
 @pytest.mark.parametrize(("overlap", "depth"), [(True, 2), (False, 0)])
 def test_the_policy_observes_every_decode_step(tiny_models, overlap, depth):
-    """Times by the injected clock, rows, windows, and what was accepted of them."""
+    """Times by the injected clock, rows and windows."""
     policy, clock = Watched(depth), Clock()
     config = EngineConfig(num_draft_tokens=depth, overlap=overlap)
     driver = Driver(tiny_models["qwen3_5"], vocab_size=VOCAB, config=config, depth=policy)
@@ -88,8 +84,5 @@ def test_the_policy_observes_every_decode_step(tiny_models, overlap, depth):
     # The first step of two rows, the change to one row, the ends: few are not timed.
     assert len(timed) >= len(policy.seen) - 8
     stats = driver.core.stats()
-    outcomes = [outcome for step in policy.seen for outcome in step.outcomes]
-    assert sum(o.num_drafts for o in outcomes) == stats.num_draft_tokens
-    assert sum(o.num_accepted for o in outcomes) == stats.num_accepted_tokens
     assert stats.depths == ((1, depth), (2, depth))
     assert stats.parked is (depth == 0)

@@ -33,8 +33,9 @@ class RecordingSampler(Sampler):
         return super().draw(logits, positions, window, ids)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["experts-one-by-one", "experts-stacked"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "stacked"), [*((family, False) for family in FAMILIES), ("qwen3_5_moe", True)]
+)
 def test_draft_logits_equal_the_reference(tmp_path, family, stacked):
     layout = Layout(family, stacked_experts=stacked, seed=5)
     tensors = write_checkpoint(tmp_path, layout)
@@ -81,7 +82,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("how", FORMATS)
-@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("tied", [False, True])
 def test_reduced_logits_are_rows_of_the_full_ones(tmp_path, tied, how):
     write_checkpoint(tmp_path, Layout("qwen3_5", tied=tied))
     model = load_model(tmp_path, enable_mtp=True)

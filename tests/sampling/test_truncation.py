@@ -138,21 +138,6 @@ def test_the_largest_are_the_head_of_a_stable_sort(size, count, kind, seed):
     np.testing.assert_array_equal(ids, np.argsort(-values, axis=-1, kind="stable")[..., :count])
 
 
-def test_not_a_number_is_sorted_as_in_a_full_sort():
-    """A broken model's tokens are still tokens. The last block has 9 values, and is padded."""
-    values = np.zeros((1, 1, 9001), dtype=np.float32)
-    values[..., 5] = np.nan
-    for cut in ({"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}):
-        row = SamplingParams(max_tokens=1, **cut)
-        got = Truncation([row], 9001).apply(mx.array(values))
-        assert same_bits(got, by_sorting(mx.array(values), [row]))
-    for numbers in (0, 9):
-        values = np.full((1, 1, 9001), np.nan, dtype=np.float32)
-        values[..., 9001 - numbers :] = 0.0
-        ids = np.array(largest_ids(mx.array(values), 20))[0, 0]
-        assert all(0 <= token < 9001 for token in ids)
-
-
 def test_no_more_is_sorted_than_asked_for(monkeypatch):
     """A usual request of a real model never sorts the vocabulary, nor does `logprobs: true`."""
     sorted_sizes = []

@@ -1,6 +1,5 @@
 """The controller against machines made of numbers: never far from the best fixed depth."""
 
-import itertools
 import random
 
 import pytest
@@ -32,7 +31,6 @@ LOW = [0.3, 0.2, *[0.1] * 6]
 CLIFF = [0.98, 0.98, 0.98, 0.1, 0, 0, 0, 0]
 SPOILED = [0.0] * K
 PLACES = [(table, size) for table in (CPU, GPU) for size in table]
-PLACE_IDS = [f"{'cpu' if table is CPU else 'gpu'}-{size}" for table, size in PLACES]
 
 
 def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
@@ -53,10 +51,8 @@ def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> DepthControl
     return controller({size: dict(enumerate(table[size])) for size in sizes})
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
-@pytest.mark.parametrize(
-    "shift", [0, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 4))]
-)
+@pytest.mark.parametrize("number", range(len(PLACES)))
+@pytest.mark.parametrize("shift", [0, 2])
 def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     """From nothing: no calibration, no stored table, and a first step that compiles."""
     table, size = PLACES[number]
@@ -68,7 +64,7 @@ def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     assert machine.run(policy, size, 1200) > 0.95 * best
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
+@pytest.mark.parametrize(("table", "size"), PLACES)
 def test_a_spoiled_head_costs_at_most_3_percent(table, size):
     machine = Machine(cost_of(table), always(SPOILED), noise=0.05, first=20)
     policy = calibrated(table, 1, 4)
@@ -78,11 +74,10 @@ def test_a_spoiled_head_costs_at_most_3_percent(table, size):
     assert policy.choices == {size: 0}
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
-@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_acceptance_that_turns_bad_and_good_again_is_followed(number, shift):
+@pytest.mark.parametrize("number", range(len(PLACES)))
+def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
     """In the same rows, or with new ones all the time."""
-    (table, size), same_rows = PLACES[number], bool((number + shift) % 2)
+    (table, size), same_rows = PLACES[number], bool(number % 2)
     phase = [REAL]
     machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
@@ -126,18 +121,6 @@ def test_any_machine_and_any_head(data):
     assert speed > 0.96 * size / costs[0]
 
 
-def test_noise_makes_it_neither_wrong_nor_restless():
-    machine = Machine(cost_of(CPU), always(REAL), noise=0.15, late=0.05)
-    policy = calibrated(CPU, 1, 4)
-    machine.run(policy, 4, 1000)
-    chosen = []
-    for _ in range(1000):
-        chosen.append(policy.choices[4])
-        machine.run(policy, 4, 2)
-    assert sum(a != b for a, b in itertools.pairwise(chosen)) < 60
-    assert machine.run(policy, 4, 2000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
-
-
 def test_batches_that_change_all_the_time():
     def cost(size: int, depth: int) -> float:
         return 0.01 * (1 + 0.1 * size) * (1 + depth * (0.2 + 0.05 * size))
@@ -152,29 +135,6 @@ def test_batches_that_change_all_the_time():
             spent += machine.seconds - seconds
             ideal += (machine.tokens - tokens) / best_fixed(cost, REAL, size)[1]
     assert ideal > 0.94 * spent
-
-
-def test_a_cost_that_was_misread_once_is_measured_again():
-    """The best depth's cost seems far too high at the start."""
-    for table, size in PLACES[::2]:
-        machine = Machine(cost_of(table), always(GOOD), noise=0.05)
-        depth, best = best_fixed(machine.cost, GOOD, size)
-        misread = dict(enumerate(table[size])) | {depth: 1.4 * table[size][depth]}
-        policy = controller({size: misread})
-        machine.run(policy, size, 1500)
-        assert machine.run(policy, size, 1500) > 0.93 * best
-
-
-def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():
-    """Any draft doubles the cost, and all depths but 0 look as they would if it were a quarter."""
-    machine = Machine(
-        lambda size, depth: 0.01 if depth == 0 else 0.02 * (1 + 0.2 * (depth - 1)),
-        always(MIDDLING),
-        noise=0.02,
-    )
-    policy = controller()
-    machine.run(policy, 24, 400)
-    assert policy.choices == {24: 0}
 
 
 def fixed_rows(*wanted: int | None) -> list[DraftRow]:
@@ -208,10 +168,6 @@ def test_requests_with_a_depth_of_their_own_get_it():
     assert policy.choices[8] == 0
     drive(policy, fixed_rows(*[None] * 8), K, 60)
     assert policy.choices[8] > 0
-
-
-def test_nothing_is_probed_where_nothing_can_be_measured():
-    assert len(drive(controller(), fixed_rows(None, None), 2, 400, steady=False)) <= 2
 
 
 def test_a_fixed_depth_is_fixed_but_for_requests_with_their_own():

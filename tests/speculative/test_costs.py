@@ -72,14 +72,3 @@ def test_a_new_batch_size_is_inferred_from_the_nearest():
     assert costs.relative(8)[2] == pytest.approx(3.0, rel=0.1)
     assert costs.relative(32) == pytest.approx(costs.relative(8))
     assert costs.relative(1) == pytest.approx(TRUE)
-
-
-def test_a_table_of_an_earlier_run_is_a_start_and_gives_way():
-    costs = StepCosts(K)
-    costs.load({1: {depth: 0.01 + 0.004 * depth for depth in range(9)}, 7: {8: 1.0}})
-    assert costs.relative(1) == pytest.approx([1.0, 1.4, 1.8, 2.2, 2.6])
-    assert {size: set(row) for size, row in costs.table().items()} == {1: set(range(K + 1))}
-    for _ in range(10):
-        stay(costs, 1, 0, 0.03, 8)
-        stay(costs, 1, 1, 0.033, 8)
-    assert costs.relative(1)[1] == pytest.approx(1.1, rel=0.05)
