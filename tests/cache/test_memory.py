@@ -7,12 +7,9 @@ import pytest
 
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.specs import CacheMemory
-from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.speculative.proposer import MTPProposer
-from tests.harness import Driver, greedy, request
 from tests.tiny_models import FAMILIES
 
 
@@ -59,29 +56,3 @@ def test_prefills_and_verify_windows(model, longest):
             kept = [1, 0, 1] if depth == 0 else None
             used = window(model, caches, depth + 1, kept, longest + 20)
             assert used == memory.batch(3, longest + 20, depth)
-
-
-def test_a_row_of_the_engine(model, monkeypatch):
-    """From the prompt to the last token, with windows in flight."""
-    made = []
-
-    def remembered(make):
-        def wrapped(*args):
-            made.append(make(*args))
-            return made[-1]
-
-        return wrapped
-
-    monkeypatch.setattr(LoadedModel, "make_cache", remembered(LoadedModel.make_cache))
-    monkeypatch.setattr(MTPProposer, "make_state", remembered(MTPProposer.make_state))
-    prompt, answer, depth = 230, 26, 3
-    driver = Driver(model, config=EngineConfig(num_draft_tokens=depth, prefill_step_size=64))
-    driver.add(request("r", [1] * prompt, greedy(answer, ignore_eos=True)))
-    seen = []
-    while not driver.core.idle:
-        driver.step()
-        seen.append(nbytes(array for cache in made for array in cache.arrays()))
-    memory = memory_of(model)
-    assert seen[0] == memory.batch(1, 64, depth=None)
-    # 256 tokens fit the first block; the windows on their way to them don't.
-    assert max(seen) == memory.batch(1, prompt + answer + 2 * (depth + 1), depth)

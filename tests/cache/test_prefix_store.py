@@ -1,27 +1,24 @@
 """The prefix cache's store on a real directory: what is kept comes back whole, or not at all."""
 
-import itertools
 import os
 import stat
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from safetensors import safe_open
 
 from mlx_mtp.cache import prefix_files
-from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, fingerprint, pack
+from mlx_mtp.cache.prefix_files import fingerprint
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
-from tests.cache import prefixes
 from tests.cache.prefixes import FINGERPRINT, PATIENCE, ROOT, fetch, is_whole, keep, same
 
 SALTS = st.sampled_from([ROOT, root_key("a")])
@@ -55,18 +52,6 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
     assert all(map(same, fetch(open_store(), 1, 2), (kv, states)))
     with safe_open(next(folder.glob("*-0-2.*")), "numpy") as opened:  # It is what its name says.
         assert set(opened.keys()) == set(arrays)
-
-
-def test_segments_are_joined_and_cut_at_any_token():
-    """The head's rows lie one before the trunk's, so that its first segment has one less."""
-    tokens = range(10, 20)
-    whole, states = prefixes.segment(tokens), prefixes.snapshot(tokens)
-    for inner in [(), *itertools.combinations((1, 2, 5, 9), 2)]:
-        bounds = [0, *inner, 10]
-        for start in range(bounds[1]):
-            parts = [prefixes.segment(tokens[:b], a) for a, b in itertools.pairwise(bounds)]
-            assert is_whole([*parts, states], *tokens, start=start)
-            assert is_whole([whole.cut(start, 10), states], *tokens, start=start)
 
 
 def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store):
@@ -174,25 +159,6 @@ Life.TestCase.settings = settings(
     max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLife = Life.TestCase
-
-
-@settings(max_examples=100, deadline=None)
-@given(at=st.integers(0), flip=st.integers(1, 255), cut=st.integers(0), more=st.binary(max_size=9))
-def test_a_changed_byte_anywhere_is_noticed_and_so_is_a_cut(tmp_path_factory, at, flip, cut, more):
-    """Whatever size is expected: that is the one of the start, when nothing is read."""
-    directory = PrefixDirectory(tmp_path_factory.mktemp("directory") / "own", FINGERPRINT)
-    file = StoredFile("a" * 40, "b" * 40, 0, 2)
-    path = directory.path / directory._name(file)
-    assert directory.write(file, pack({"a": mx.arange(6)}, None), lambda: True)
-    good = path.read_bytes()
-    changed, short = bytearray(good), good[: cut % len(good)]
-    changed[at % len(good)] ^= flip
-    for content in (good, changed, short, short + more, good + b"0" + more, more):
-        path.write_bytes(content)
-        file.nbytes = len(content)
-        with nullcontext() if content == good else pytest.raises(ValueError, match="damaged"):
-            assert directory.read(file) == good
-    directory.close()
 
 
 @pytest.mark.parametrize("how", ["header", "data", "cut", "gone", "longer", "renamed", "link"])

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
 )
 
 from mlx_mtp.cache.prefix_tree import NUM_RECENT, Fetch, Node, PrefixTree
-from tests.cache.prefixes import STATE, FakeDisk, FakeKV, check_tree, nodes, put
+from tests.cache.prefixes import STATE, FakeDisk, check_tree, nodes, put
 
 
 def found(tree: PrefixTree, tokens, salt: str = "") -> int:
@@ -40,22 +40,6 @@ def test_what_has_no_room_is_not_kept_and_costs_no_other_its_place():
     tree.pin(tree.match("", tuple(range(200))))
     assert not put(tree, range(2000, 2250)), "the pinned entry leaves no room"
     assert [found(tree, range(500)), found(tree, range(1000, 1010))] == [200, 10]
-
-
-def test_a_split_that_fails_leaves_the_tree_as_it_was(monkeypatch):
-    def broken(self: FakeKV, start: int, end: int) -> FakeKV:
-        if start:
-            raise RuntimeError("no memory")
-        return self
-
-    tree = PrefixTree(10_000)
-    put(tree, range(100))
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeKV, "cut", broken)
-        with pytest.raises(RuntimeError):
-            put(tree, [*range(60), 7], start=60)
-    assert found(tree, range(100)) == 100
-    check_tree(tree)
 
 
 def test_a_growing_chain_keeps_few_snapshots_in_memory_and_on_the_disk():

@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import threading
-import time
 
 import pytest
 
@@ -126,23 +124,6 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     assert json.loads(kept.read_text())["seconds"]
     serve(folder=kept / "folder")
     assert "Step costs are not kept" in caplog.text
-
-
-def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeypatch):
-    """The measuring asks after each step (above); here it has no other end."""
-    begun = threading.Event()
-
-    def endless(costs, config, runner, *, stopping):
-        begun.set()
-        while not stopping():
-            time.sleep(0.01)
-
-    monkeypatch.setattr(calibration, "calibrate", endless)
-    config = EngineConfig(calibration_seconds=1.0)
-    engine = build_engine(tiny_models["qwen3_next"], config, VOCAB, (), cache_dir=tmp_path)
-    engine.start(lambda outputs: None)
-    assert begun.wait(30)
-    assert engine.stop(timeout=30)
 
 
 def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models):

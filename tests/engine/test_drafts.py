@@ -71,25 +71,20 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
     assert accepted(sorted(given)) > 0.9 * everything
 
 
-def test_wrong_draft_ids_are_refused_and_the_log_tells_what_right_ones_take(tiny_models, caplog):
-    model = tiny_models["qwen3_5"]
-
-    def engine(model, draft_ids, **more):
-        build_engine(model, EngineConfig(), VOCAB, (EOS,), draft_ids=draft_ids, **more)
-
-    for ids, message in (
-        ([], "draft_ids names no token"),
-        ([3, 96], "token 96, but this model's token ids are 0 to 95"),
-        ([True], "token True"),
-        ([4, 5, 4], "token 4 twice"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            engine(model, ids)
-    for source in ({"model": model.without_head()}, {"model": model, "proposer": object()}):
-        with pytest.raises(UsageError, match="doesn't draft here"):
-            engine(draft_ids=[1, 2], **source)
-    with pytest.raises(UsageError, match="draft_source is 'magic'; it must be one of mtp"):
-        build_engine(model, EngineConfig(draft_source="magic"), VOCAB, ())
+def test_wrong_draft_ids_and_sources_are_refused(tiny_models, caplog):
     caplog.set_level("INFO", logger="mlx_mtp")
-    engine(model, range(40, 60))
+    model = tiny_models["qwen3_5"]
+    for ids, more, message in (
+        ([], {}, "draft_ids names no token"),
+        ([3, 96], {}, "token 96, but this model's token ids are 0 to 95"),
+        ([True], {}, "token True"),
+        ([4, 5, 4], {}, "token 4 twice"),
+        ([1, 2], {"model": model.without_head()}, "doesn't draft here"),
+        ([1, 2], {"proposer": object()}, "doesn't draft here"),
+        (None, {"config": EngineConfig(draft_source="magic")}, "'magic'; it must be one of mtp"),
+    ):
+        given = {"model": model, "config": EngineConfig(), "draft_ids": ids} | more
+        with pytest.raises(UsageError, match=message):
+            build_engine(tokenizer_vocab_size=VOCAB, eos_token_ids=(EOS,), **given)
+    build_engine(model, EngineConfig(), VOCAB, (EOS,), draft_ids=range(40, 60))
     assert "Drafts come from 20 of 96 tokens" in caplog.text

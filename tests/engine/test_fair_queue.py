@@ -100,22 +100,6 @@ def test_nobody_starves(backlog, later, size):
     assert all(tokens < QUANTUM + longest for tokens in served.values())
 
 
-@settings(max_examples=150, deadline=None)
-@given(items=st.lists(ADDS, min_size=1, max_size=40), data=st.data())
-def test_what_is_set_aside_comes_back_first_and_dropping_some_changes_no_order(items, data):
-    queue = queue_of(items)
-    aside = [queue.pop(free=True) for _ in range(data.draw(st.integers(0, len(items))))]
-    for item in reversed(aside):
-        queue.add(item, first=True)
-    kept = frozenset(item for item in items if data.draw(st.integers(0, 3)))
-    queue.keep(kept)
-    assert len(queue) == len(kept)
-    order = drain(queue)
-    for client in {item.client for item in items}:
-        mine = [[item for item in some if item.client == client] for some in (order, items)]
-        assert mine[0] == [item for item in mine[1] if item in kept]
-
-
 def test_clients_are_forgotten_with_their_last_request():
     queue = FairQueue()
     for number in range(1000):

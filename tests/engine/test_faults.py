@@ -179,20 +179,14 @@ def test_after_a_fault_freed_buffers_go_back(tiny_models, monkeypatch):
     assert driver.reason("hit") == "error"
 
 
-def test_want_of_memory_empties_the_prefix_cache(tiny_models, monkeypatch):
-    """What fails for another reason leaves it as it is."""
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError(MALLOC)])
+def test_want_of_memory_alone_empties_the_prefix_cache(tiny_models, monkeypatch, error):
     config = EngineConfig(prefix_cache_size=1 << 30)
     driver = Driver(tiny_models[FAMILY], vocab_size=VOCAB, config=config)
-    for number, (error, left) in enumerate(
-        ((ValueError("no"), True), (RuntimeError(MALLOC), False))
-    ):
-        driver.add(request(f"before {number}", range(5, 25), greedy(8, ignore_eos=True)))
-        driver.run()
-        assert len(driver.prefixes.tree)
-        with monkeypatch.context() as patched:
-            PLACES["sampling"](patched, Fuse(1, error))
-            driver.add(request(f"hit {number}", [5, 6], greedy(8, ignore_eos=True)))
-            driver.run()
-        assert driver.reason(f"hit {number}") == "error"
-        assert bool(len(driver.prefixes.tree)) is left
-        assert driver.prefixes.tree.nbytes > 0 or not left
+    driver.add(request("before", range(5, 25), greedy(8, ignore_eos=True)))
+    driver.run()
+    PLACES["sampling"](monkeypatch, Fuse(1, error))
+    driver.add(request("hit", [5, 6], greedy(8, ignore_eos=True)))
+    driver.run()
+    assert driver.reason("hit") == "error"
+    assert (driver.prefixes.tree.nbytes > 0) == isinstance(error, ValueError)

@@ -15,8 +15,7 @@ from mlx_mtp.engine import prefix as prefix_module
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.cache.prefixes import FINGERPRINT, nodes
-from tests.engine.cases import EOS, SAMPLED, check_head_cache
-from tests.engine.prefix_runs import ask, check, driver, words
+from tests.engine.cases import EOS, SAMPLED, ask, check, check_head_cache, driver, words
 from tests.grammars import compiled
 from tests.harness import greedy, request
 from tests.tiny_models import FAMILIES

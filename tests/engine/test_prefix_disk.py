@@ -17,8 +17,7 @@ from mlx_mtp.engine.build import prefix_store
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import UsageError
 from tests.cache.prefixes import FINGERPRINT, PATIENCE, keep
-from tests.engine.cases import EOS, SAMPLED
-from tests.engine.prefix_runs import ROOM, ask, check, driver, words
+from tests.engine.cases import EOS, ROOM, SAMPLED, ask, check, driver, words
 from tests.harness import Driver, greedy, request
 from tests.tiny_models import FAMILIES
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.request import Request
 from tests.cache.prefixes import FINGERPRINT
-from tests.engine.cases import EOS, SAMPLED
-from tests.engine.prefix_runs import driver
+from tests.engine.cases import EOS, SAMPLED, driver
 from tests.harness import Driver, Ties, greedy, plain
 from tests.tiny_models import FAMILIES, VOCAB
 

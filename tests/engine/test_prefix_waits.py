@@ -13,8 +13,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from tests.cache.prefixes import FINGERPRINT, PATIENCE
-from tests.engine.cases import EOS
-from tests.engine.prefix_runs import words
+from tests.engine.cases import EOS, words
 from tests.engine.test_engine import Client, fail_next_turn, wait_until
 from tests.harness import greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB

@@ -206,48 +206,6 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
     assert world.computed == {"wants": left, "waits": left, "again": 0}
 
 
-def test_one_read_at_a_time_and_clients_take_turns():
-    """And what has been read is not lost while its request waits for a row."""
-    world = World(rows=1)
-    # The first has more than a turn's worth, so that the second client's comes after it.
-    prompts = [[7] * 1100, *([n] * 60 for n in range(10, 14))]
-    for prompt in prompts:
-        world.disk.state = HERE
-        world.on_disk(prompt)
-    for number, prompt in enumerate(prompts[:4]):
-        world.add(f"greedy {number}", prompt, client="greedy")
-    world.step()
-    world.add("modest", prompts[4], client="modest")
-    world.add("quick", [9] * 40, client="third")
-    world.step()
-    assert world.disk.asked == [1100]
-    world.disk.state = HERE
-    world.run()
-    assert world.admitted[:3] == ["quick", "greedy 0", "modest"]
-    assert sum(world.computed.values()) == 40
-
-
-def test_bytes_on_their_way_count():
-    """Room is made for them before they are read; without it they are not read."""
-    world = World(step=64, limit=300)
-    world.on_disk(LONG)
-    for token in (10, 11):
-        put(world.tree, [token] * 50)
-    world.add("wants", LONG)
-    world.step()
-    assert world.tree.fetched_nbytes == 110
-    check_tree(world.tree)
-    world.disk.state = HERE
-    world.run()
-    assert world.computed == {"wants": 0}
-    world.tree.clear()
-    world.tree.limit = 100
-    world.add("large", LONG)
-    world.run()
-    assert world.disk.asked == [60]
-    assert world.computed["large"] == 60
-
-
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
     world = World(memory=lambda rows, longest: rows * longest <= 100)
     world.on_disk([*LONG, *LONG[:30]])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.convert import convert as mlx_lm_convert
-from mlx_lm.models.qwen3_next import Model, Qwen3NextGatedDeltaNet
 from mlx_lm.utils import load_model as mlx_lm_load
 
 from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
@@ -224,13 +223,3 @@ def test_experts_on_the_cpu_are_float32_or_refused(tmp_path):
     assert dense.causal_lm.model.norm.weight.dtype == mx.bfloat16
     with pytest.raises(UsageError, match="float32"):
         load_model(tmp_path / "dense", enable_mtp=False, dtype="int8")
-
-
-def test_patching_leaves_mlx_lm_alone(tmp_path):
-    write_checkpoint(tmp_path, Layout("qwen3_next"))
-    before = Qwen3NextGatedDeltaNet.__call__, Model.sanitize
-    model = load_model(tmp_path, enable_mtp=True)
-    assert (Qwen3NextGatedDeltaNet.__call__, Model.sanitize) == before
-    assert type(model.causal_lm.model.layers[0].linear_attn) is not Qwen3NextGatedDeltaNet
-    with pytest.raises(ModelError, match="mlx-lm>="):
-        model.family.patch(model.model)  # its layers are not mlx-lm's own any more

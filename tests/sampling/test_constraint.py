@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.sampling.grammar import Budget
-from mlx_mtp.sampling.grammar_masks import Constraint, DraftSampler, GrammarMasks
+from mlx_mtp.sampling.grammar_masks import Constraint, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, mask_out
 from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
@@ -84,26 +84,6 @@ def test_masks_of_windows_and_drafts_are_those_of_single_tokens(data, spec):
         assert not GrammarMasks([constraint, None])
 
 
-def test_drafts_after_the_end_of_an_answer_do_no_harm():
-    constraint, tokens = Constraint(compiled(LIST)), ids("[12]")
-    masks = window_masks(constraint, [*tokens, EOS, ONE])
-    assert masks[len(tokens)] == {EOS}
-    draft(constraint, [*tokens, EOS, ONE, ONE])
-    assert window_masks(constraint, [])[0] == singly(LIST, [])
-    constraint.advance(tokens)
-    assert draft(constraint, [EOS, ONE]) == [{EOS}, set(range(VOCAB))]
-    constraint.advance([EOS])
-    assert constraint.error is None
-
-
-def test_a_token_that_no_mask_allowed_is_an_error_that_stays():
-    constraint = Constraint(compiled(LIST))
-    constraint.advance([BRACE])
-    assert "grammar" in str(constraint.error)
-    constraint.advance([OPEN])
-    assert constraint.error is not None
-
-
 @pytest.mark.parametrize("drafts", [[OPEN, BRACE], [OPEN, BRACE, ONE]])
 def test_a_limit_met_by_a_draft_counts_only_if_the_answer_comes_there(drafts):
     spec = TOO_WIDE_WITHIN
@@ -116,15 +96,6 @@ def test_a_limit_met_by_a_draft_counts_only_if_the_answer_comes_there(drafts):
     missed.advance([OPEN, ONE])
     assert missed.error is None
     assert window_masks(missed, [])[0] == singly(spec, [OPEN, ONE])
-
-
-def test_the_draft_sampler_reads_each_draft_before_the_next():
-    constraint = Constraint(compiled(GrammarSpec("regex", "abc+")))
-    params = SamplingParams(max_tokens=9, temperature=0.0)
-    sampler = DraftSampler(Sampler([params], [[4]], VOCAB), GrammarMasks([constraint]))
-    logits = mx.zeros((1, 1, VOCAB))
-    drawn = [sampler.draw(logits, mx.array([[j]]), mx.array([[0]])).item() for j in range(4)]
-    assert drawn == [*ids("a"), *ids("b"), *ids("c"), EOS]
 
 
 @settings(max_examples=200, deadline=None)

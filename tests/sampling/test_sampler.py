@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
+from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, keyed_gumbel
 from mlx_mtp.sampling.truncation import Truncation
 
@@ -198,18 +198,6 @@ def test_out_of_range_names_the_field(field, wrong, limits):
         assert caught.value.param == field
     for value in limits:
         SamplingParams(**{"max_tokens": 5, field: value}).validate(VOCAB)
-
-
-def test_what_goes_with_a_grammar():
-    def check(kind: str, tokens: int | None, **fields: bool) -> None:
-        grammar = GrammarSpec(kind, free_until="</think>", free_tokens=tokens)
-        SamplingParams(max_tokens=1, grammar=grammar, **fields).validate(VOCAB)
-
-    check("free", 0, ignore_eos=True)
-    with pytest.raises(InvalidRequestError, match="thinking_budget"):
-        check("free", -1)
-    with pytest.raises(InvalidRequestError, match="ignore_eos"):
-        check("json_object", None, ignore_eos=True)
 
 
 def test_choices_and_seeds_have_noise_of_their_own():
