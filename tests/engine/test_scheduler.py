@@ -12,7 +12,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
+from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Outcome
 
 
 def sequence(
@@ -125,16 +125,11 @@ def test_finish_reasons_and_output_after_the_end():
 
 
 class Watched(FixedDepth):
-    """Notes what it is asked and what it observes."""
+    """Notes what it observes."""
 
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__(depth)
-        self.asked: list[tuple[list[DraftRow], bool]] = []
+    def __init__(self) -> None:
+        super().__init__(2)
         self.seen: list[DecodeStep] = []
-
-    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
-        self.asked.append((rows, steady))
-        return super().depth(rows, steady=steady)
 
     def observe(self, step: DecodeStep) -> None:
         self.seen.append(step)

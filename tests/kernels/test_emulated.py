@@ -141,10 +141,8 @@ _BROKEN = [
     (inputs, "+ num_kept[b]) * C", ") * C"),
     (gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
     (gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-    (gated_delta, "int other = 16; other > 0", "int other = 16; other > 1"),
     (gated_delta, "if (t >= valid) {", "if (false) {"),
     (inputs, "is_value ? own % (Hv / Hk) : 0;", "0;"),
-    (inputs, "log(w) * u / (w - 1.0f)", "0.0f"),
 ]
 
 

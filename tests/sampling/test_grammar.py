@@ -15,7 +15,7 @@ from tests.grammars import (
     compiler,
     ids,
     optional_properties,
-    text,
+    tokenizer,
 )
 
 _SCHEMA = {"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]}
@@ -72,7 +72,7 @@ def test_the_text_of_a_special_token_stays_text():
         token = min(allowed)
         assert token != THINK_END
         assert matcher.consume_token(token)
-        said += text([token])
+        said += tokenizer().decode([token])
     assert json.loads(said) == "</think>"
 
 
@@ -80,7 +80,6 @@ def test_white_space_between_the_parts_of_json_has_an_end():
     matcher = compiled(GrammarSpec("json_object")).matcher.deep_copy()
     assert matcher.consume_token(ids("{")[0])
     (space,), (newline,) = ids(" "), ids("\n")
-    assert {space, newline} <= mask(matcher)
     assert matcher.consume_token(newline)
     assert newline not in mask(matcher)
     for _ in range(40):
@@ -112,9 +111,3 @@ def test_what_is_wrong_is_told(spec, words):
         compiler().compile(spec)
     assert len(str(caught.value)) < 500
     assert caught.value.status == 400
-
-
-def test_large_schemas_and_lists_are_fine():
-    assert accepts(compiled(GrammarSpec("json_schema", optional_properties(450))), '{"p4":1}')
-    words = [f"a{i}" for i in range(MAX_CHOICES)]
-    assert accepts(compiled(GrammarSpec("choice", json.dumps(words))), "a4095")

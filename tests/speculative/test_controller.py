@@ -14,8 +14,8 @@ from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, DraftRow, Outcome
 
 Cost = Callable[[int, int], float]
 """(batch size, depth) -> seconds of a step that verifies and proposes that many drafts."""
-Rates = Callable[[int, int], Sequence[float]]
-"""(row, step) -> the chance of each position's draft, given those before it."""
+Rates = Callable[[], Sequence[float]]
+"""The chance of each position's draft at present, given those before it."""
 
 
 @dataclass
@@ -35,8 +35,6 @@ class Machine:
     seed: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
-    num_steps: int = 0
-    depths: list[int] = field(default_factory=list)
     seen: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -75,15 +73,13 @@ class Machine:
             self.seen.add((size, window))
             seconds *= self.first
         outcomes = []
-        for index, row in enumerate(rows):
+        rates = self.rates()
+        for row in rows:
             count, accepted = row.num_drafts(window), 0
-            rates = self.rates(index, self.num_steps)
             while accepted < count and self.random.random() < rates[accepted]:
                 accepted += 1
             outcomes.append(Outcome(row, count, accepted, cut=False))
             self.tokens += _expected(rates[:count])
-        self.num_steps += 1
-        self.depths.append(window)
         return DecodeStep(size, window, outcomes, seconds if clean else None)
 
 
@@ -133,10 +129,6 @@ def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
     return lambda size, depth: scale * table[size][depth]
 
 
-def always(rates: list[float]):
-    return lambda row, step: rates
-
-
 def controller(table: dict[int, dict[int, float]] | None = None) -> DepthController:
     costs = StepCosts(K)
     costs.load(table or {})
@@ -153,7 +145,7 @@ def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     """From nothing: no calibration, no stored table, and a first step that compiles."""
     table, size = PLACES[number]
     rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
-    machine = Machine(cost_of(table), always(rates), noise=0.05, first=20)
+    machine = Machine(cost_of(table), lambda: rates, noise=0.05, first=20)
     policy = controller()
     machine.run(policy, size, 800)
     _, best = best_fixed(machine.cost, rates, size)
@@ -162,7 +154,7 @@ def test_within_5_percent_of_the_best_fixed_depth(number, shift):
 
 @pytest.mark.parametrize(("table", "size"), PLACES)
 def test_a_spoiled_head_costs_at_most_3_percent(table, size):
-    machine = Machine(cost_of(table), always(SPOILED), noise=0.05, first=20)
+    machine = Machine(cost_of(table), lambda: SPOILED, noise=0.05, first=20)
     policy = calibrated(table, 1, 4)
     plain = size / table[size][0] * 100
     assert machine.run(policy, size, 300) > 0.94 * plain  # while that is found out
@@ -175,7 +167,7 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
     """In the same rows, or with new ones all the time."""
     (table, size), same_rows = PLACES[number], bool(number % 2)
     phase = [REAL]
-    machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
+    machine = Machine(cost_of(table), lambda: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
     rows = [DraftRow() for _ in range(size)]
     for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
@@ -205,7 +197,7 @@ def test_any_machine_and_any_head(data):
     size = data.draw(st.sampled_from([1, 2, 3, 5, 8, 16, 32]))
     machine = Machine(
         lambda size, depth: costs[depth],
-        always(rates),
+        lambda: rates,
         noise=data.draw(st.sampled_from([0.01, 0.05])),
         first=20,
         seed=data.draw(st.integers(0, 99)),
@@ -221,7 +213,7 @@ def test_batches_that_change_all_the_time():
     def cost(size: int, depth: int) -> float:
         return 0.01 * (1 + 0.1 * size) * (1 + depth * (0.2 + 0.05 * size))
 
-    machine, draw, policy = Machine(cost, always(REAL), noise=0.05), random.Random(1), controller()
+    machine, draw, policy = Machine(cost, lambda: REAL, noise=0.05), random.Random(1), controller()
     spent = ideal = 0.0
     for number in range(400):
         size = draw.randint(1, 8)
