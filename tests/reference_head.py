@@ -6,11 +6,7 @@ import numpy as np
 
 
 class ReferenceHead:
-    """Runs on published tensors (zero-centred norms, experts one by one), by name.
-
-    `prefix` is that of the head's names, `embed` the name of the embedding; the logits are those of
-    `lm_head` unless it is tied.
-    """
+    """Runs on published tensors, by name: zero-centred norms, experts one by one."""
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: dict[str, Any], prefix: str, embed: str

@@ -106,6 +106,18 @@ def test_every_refusal_of_the_disk(open_store, monkeypatch, caplog, place, numbe
     assert place == "unlink" or is_whole(fetch(store, 9), 9)
 
 
+@pytest.mark.parametrize("name", ["pack", "write"])
+def test_an_error_of_our_own_is_not_the_end(open_store, monkeypatch, name):
+    store = open_store()
+    with monkeypatch.context() as patch:
+        owner = prefix_store if name == "pack" else store._directory
+        patch.setattr(owner, name, lambda *args: 1 / 0)
+        keep(store, 1)
+        assert store.flush(PATIENCE)
+    keep(store, 1)
+    assert is_whole(fetch(store, 1), 1)
+
+
 @pytest.fixture
 def hang(monkeypatch):
     """Makes a call of the system wait; returns what says that it does, and lets it go on."""

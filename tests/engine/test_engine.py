@@ -21,6 +21,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, UsageError
 from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.sampling.params import SamplingParams
 from tests.engine.cases import SPECS
 from tests.grammars import compiled
 from tests.harness import greedy, plain, request
@@ -48,10 +49,7 @@ class Client:
 
     @contextlib.contextmanager
     def held_at(self, count: int, wanted: Request) -> Iterator[None]:
-        """It is submitted, has so many tokens, and the engine's thread waits meanwhile.
-
-        Without that, a test's own thread may be so late that it has ended.
-        """
+        """It is submitted, has so many tokens, and the engine's thread waits meanwhile."""
         with self.changed:
             self._holds_when = lambda: len(self.tokens(wanted.request_id)) >= count
         self.engine.submit(wanted)
@@ -169,6 +167,16 @@ def test_rows_run_together_only_where_the_memory_plan_has_room(client, tiny_mode
         served.engine.submit(request("short", [5, 6], greedy(1)))
     served.wait("short")
     assert served.outputs["long"][-1].finish_reason == "length"
+
+
+def test_the_padding_of_the_vocabulary_is_never_sampled(tiny_models):
+    served = Client(build_engine(tiny_models["qwen3_next"], EngineConfig(), VOCAB - 60, ()))
+    for seed in range(6):
+        sampling = SamplingParams(max_tokens=20, temperature=3.0, seed=seed)
+        served.engine.submit(request(f"r{seed}", [5, 6, 7], sampling))
+    served.wait(*(f"r{seed}" for seed in range(6)))
+    served.engine.stop()
+    assert max(token for name in served.outputs for token in served.tokens(name)) < VOCAB - 60
 
 
 def test_stop_ends_what_is_left_and_refuses_more(client):

@@ -1,8 +1,4 @@
-"""Faults in every place of a step while eight streams run: its rows fail, all others are equal.
-
-Four rows run and four wait, so that each fault finds rows that decode, rows that prefill and rows
-that have not begun.
-"""
+"""Faults in every place of a step while eight streams run: its rows fail, all others are equal."""
 
 from collections.abc import Callable
 
@@ -28,7 +24,7 @@ MALLOC = "[malloc] Unable to allocate 17179869184 bytes."
 
 
 def requests() -> list[Request]:
-    """Eight streams; two prompts take several chunks."""
+    """Four run and four wait; two prompts take several chunks."""
     lengths = enumerate((3, 5, 40, 2, 7, 37, 4, 6))
     return [
         request(f"r{i}", range(2 + i, 2 + i + n), greedy(14 + i, ignore_eos=True))

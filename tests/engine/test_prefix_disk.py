@@ -1,5 +1,4 @@
-"""The prefix cache on disk, as the engine uses it: what is read back gives the tokens of a cold
-start, and whatever goes wrong there hits no request."""
+"""What is read from the disk gives a cold start's tokens; what goes wrong hits no request."""
 
 import errno
 import os

@@ -1,5 +1,4 @@
-"""An engine on its thread while the disk takes its time: the others go on, and the one that waits
-gets its prefix, or its end."""
+"""An engine on its thread while a request waits for the disk, and others go on."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""Save points, and requests that wait for a prefix which another computes or the disk reads.
-
-No arrays: the runner is a fake.
-"""
+"""Save points, and requests that wait for a prefix which another computes or the disk reads."""
 
 import pytest
 from hypothesis import given, settings

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import gated_delta, gpu, inputs, portable
+from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
@@ -169,6 +169,14 @@ def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog)
     first, *_ = check_kernels({"small": SMALL})
     assert not first.ok and first.difference is None
     assert "does not compile" in first.problem
+
+
+def test_a_nan_is_a_difference():
+    def broken(*given):
+        y, *others = portable.step(*given)
+        return y * mx.nan, *others
+
+    assert not self_check.gated_delta(broken, SMALL, F32) < 1
 
 
 def test_shapes_that_the_kernels_are_not_made_for(emulated):

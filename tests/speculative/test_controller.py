@@ -83,14 +83,9 @@ class Machine:
         return DecodeStep(size, window, outcomes, seconds if clean else None)
 
 
-def best_fixed(cost: Cost, rates: Sequence[float], size: int, max_depth: int = 8):
-    """The best depth where all rows have these rates, and its tokens per second."""
-
-    def speed(depth: int) -> float:
-        return size * _expected(rates[:depth]) / cost(size, depth)
-
-    depth = max(range(max_depth + 1), key=speed)
-    return depth, speed(depth)
+def best_fixed(cost: Cost, rates: Sequence[float], size: int) -> float:
+    """Tokens per second at the best depth where all rows have these rates."""
+    return max(size * _expected(rates[:depth]) / cost(size, depth) for depth in range(K + 1))
 
 
 def _expected(rates: Sequence[float]) -> float:
@@ -148,7 +143,7 @@ def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     machine = Machine(cost_of(table), lambda: rates, noise=0.05, first=20)
     policy = controller()
     machine.run(policy, size, 800)
-    _, best = best_fixed(machine.cost, rates, size)
+    best = best_fixed(machine.cost, rates, size)
     assert machine.run(policy, size, 1200) > 0.95 * best
 
 
@@ -172,7 +167,7 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
     rows = [DraftRow() for _ in range(size)]
     for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
         phase[0] = rates
-        _, best = best_fixed(machine.cost, rates, size)
+        best = best_fixed(machine.cost, rates, size)
         seconds, tokens = machine.seconds, machine.tokens
         for _ in range(12):
             rows = rows if same_rows else [DraftRow() for _ in range(size)]
@@ -205,7 +200,7 @@ def test_any_machine_and_any_head(data):
     policy = controller()
     machine.run(policy, size, 1000)
     speed = machine.run(policy, size, 1500)
-    assert speed > 0.93 * best_fixed(machine.cost, rates, size)[1]
+    assert speed > 0.93 * best_fixed(machine.cost, rates, size)
     assert speed > 0.96 * size / costs[0]
 
 
@@ -221,7 +216,7 @@ def test_batches_that_change_all_the_time():
         machine.run(policy, size, 10)
         if number > 150:
             spent += machine.seconds - seconds
-            ideal += (machine.tokens - tokens) / best_fixed(cost, REAL, size)[1]
+            ideal += (machine.tokens - tokens) / best_fixed(cost, REAL, size)
     assert ideal > 0.94 * spent
 
 

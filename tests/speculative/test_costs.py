@@ -53,17 +53,6 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
     assert costs.relative(1)[3] == pytest.approx(TRUE[3], rel=0.12)
 
 
-def test_a_new_batch_size_is_inferred_from_the_nearest():
-    costs = measured(1)
-    stay(costs, 4, 2, 0.5)  # one measured depth is enough
-    assert costs.relative(4) == pytest.approx(TRUE)
-    for depth, cost in ((0, 1.0), (1, 2.0), (3, 4.0)):
-        stay(costs, 8, depth, cost)
-    assert costs.relative(8)[2] == pytest.approx(3.0, rel=0.1)
-    assert costs.relative(32) == pytest.approx(costs.relative(8))
-    assert costs.relative(1) == pytest.approx(TRUE)
-
-
 def test_a_position_counts_only_where_those_before_it_were_right():
     row = RowRates(5)
     for accepted in [0] * 300 + [2] * 300:
