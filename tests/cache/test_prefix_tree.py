@@ -27,6 +27,7 @@ def test_the_least_recently_used_goes_first():
         put(tree, range(start, start + 10))
     tree.touch(tree.match("", tuple(range(10))))
     put(tree, range(300, 310))
+    assert [found(tree, range(s, s + 10)) for s in (0, 100)] == [10, 0]
     put(tree, range(200, 210))  # It is here, and used again.
     put(tree, range(400, 410))
     assert [found(tree, range(s, s + 10)) for s in range(0, 500, 100)] == [0, 0, 10, 10, 10]
