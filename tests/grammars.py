@@ -1,7 +1,6 @@
 """A tokenizer for the tiny models: 96 tokens, JSON's characters and a few longer pieces."""
 
 import json
-from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import Tokenizer
@@ -59,11 +58,6 @@ def tokenizer() -> Tokenizer:
 def ids(text: str) -> list[int]:
     """Special tokens by their text; the rest in the tokenizer's own pieces."""
     return tokenizer().encode(text).ids
-
-
-def text(token_ids: Sequence[int]) -> str:
-    """All but special tokens."""
-    return tokenizer().decode(list(token_ids))
 
 
 def optional_properties(count: int) -> str:

@@ -131,8 +131,7 @@ class Ties:
 class Driver:
     """An `EngineCore` stepped by hand. The model's head drafts unless another proposer is given.
 
-    `stop_ids` end every request that doesn't ignore them, and messages in prompts; `min_gain` is
-    that of the prefix cache, which `config.prefix_cache_size` turns on.
+    `stop_ids` end every request that doesn't ignore them, and messages in prompts.
     """
 
     def __init__(
@@ -234,11 +233,7 @@ class OracleState:
 
 
 class OracleProposer:
-    """Synthetic acceptance: drafts are forced to the known answer or spoiled.
-
-    `answers` are prompt and answer by request id, at most `length` long; `rate` is the share of
-    positions with a right draft, by a hash of the position; 0 and 1 are exact.
-    """
+    """Drafts are prompt and answer by request id, right at a share `rate` of the positions."""
 
     def __init__(
         self, answers: Mapping[str, Many[int]], vocab_size: int, rate: float, length: int = 256

@@ -6,11 +6,7 @@ import numpy as np
 
 
 class ReferenceHead:
-    """Runs on published tensors (zero-centred norms, experts one by one or stacked), by name.
-
-    `prefix` is that of the head's names, `embed` the name of the embedding; the logits are those of
-    `lm_head` unless it is tied.
-    """
+    """Runs on published tensors, by name: zero-centred norms, experts one by one."""
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: dict[str, Any], prefix: str, embed: str
@@ -83,21 +79,14 @@ class ReferenceHead:
         p /= p.sum()
         chosen = np.argsort(-p)[: self.c["num_experts_per_tok"]]
         weights = p[chosen] / p[chosen].sum()
-        y = sum(w * self.glu(x, *self.expert(int(e))) for w, e in zip(weights, chosen))
+        experts = [self.projections(f"{base}experts.{index}.") for index in chosen]
+        y = sum(w * self.glu(x, *expert) for w, expert in zip(weights, experts))
         shared = self.glu(x, *self.projections(f"{base}shared_expert."))
         gate = 1 / (1 + np.exp(-(self.w[f"{base}shared_expert_gate.weight"] @ x)))
         return y + gate * shared
 
     def projections(self, base: str) -> list[np.ndarray]:
         return [self.w[f"{base}{name}_proj.weight"] for name in ("gate", "up", "down")]
-
-    def expert(self, index: int) -> list[np.ndarray]:
-        base = "layers.0.mlp.experts."
-        if f"{base}gate_up_proj" in self.w:
-            joined = self.w[f"{base}gate_up_proj"][index]
-            half = len(joined) // 2
-            return [joined[:half], joined[half:], self.w[f"{base}down_proj"][index]]
-        return self.projections(f"{base}{index}.")
 
     @staticmethod
     def glu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:

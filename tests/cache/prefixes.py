@@ -20,11 +20,11 @@ PATIENCE = 30.0
 STATE = 50
 
 
-def segment(tokens: Sequence[int], start: int = 0, width: int = 32) -> Segment:
+def segment(tokens: Sequence[int], start: int = 0) -> Segment:
     """KV of tokens from a place on: a row of the trunk says its token, one of the head the next."""
     rows = {"layers.0.keys": tokens[start:], "mtp.keys": tokens[max(start, 1) :]}
     arrays = {
-        name: mx.array(np.tile(np.reshape(values, (1, -1, 1)), (2, 1, width))).astype(mx.bfloat16)
+        name: mx.array(np.tile(np.reshape(values, (1, -1, 1)), (2, 1, 32))).astype(mx.bfloat16)
         for name, values in rows.items()
     }
     mx.eval(arrays)
@@ -37,8 +37,8 @@ def snapshot(tokens: Sequence[int]) -> Segment:
     return Segment(len(tokens), len(tokens), arrays)
 
 
-def keep(store: PrefixStore, *tokens: int, salt: str = ROOT, width: int = 32) -> None:
-    store.keep(salt, tokens, [segment(tokens, 0, width)], snapshot(tokens))
+def keep(store: PrefixStore, *tokens: int, salt: str = ROOT) -> None:
+    store.keep(salt, tokens, [segment(tokens)], snapshot(tokens))
 
 
 def fetch(store: PrefixStore, *tokens: int, start: int = 0, salt: str = ROOT):
@@ -63,12 +63,12 @@ def same(one: Segment, other: Segment) -> bool:
     return contents[0] == contents[1] and places[0] == places[1]
 
 
-def is_whole(found: object, *tokens: int, start: int = 0, width: int = 32) -> bool:
+def is_whole(found: object, *tokens: int, start: int = 0) -> bool:
     """It is all of the prefix."""
     if isinstance(found, Fetch):
         return False
     *segments, states = found
-    rest = start == len(tokens) or same(join(segments, start), segment(tokens, start, width))
+    rest = start == len(tokens) or same(join(segments, start), segment(tokens, start))
     return rest and same(states, snapshot(tokens))
 
 

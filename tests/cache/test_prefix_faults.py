@@ -106,19 +106,15 @@ def test_every_refusal_of_the_disk(open_store, monkeypatch, caplog, place, numbe
     assert place == "unlink" or is_whole(fetch(store, 9), 9)
 
 
-@pytest.mark.parametrize("name", ["pack", "write", "mark_used"])
-def test_an_error_of_our_own_is_not_the_end(open_store, monkeypatch, caplog, name):
-    def broken(*args: object) -> None:
-        raise RuntimeError("a mistake of ours")
-
+@pytest.mark.parametrize("name", ["pack", "write"])
+def test_an_error_of_our_own_is_not_the_end(open_store, monkeypatch, name):
     store = open_store()
     with monkeypatch.context() as patch:
-        patch.setattr(prefix_store if name == "pack" else store._directory, name, broken)
+        owner = prefix_store if name == "pack" else store._directory
+        patch.setattr(owner, name, lambda *args: 1 / 0)
         keep(store, 1)
         assert store.flush(PATIENCE)
-    assert "a mistake of ours" in caplog.text
     keep(store, 1)
-    check_integrity(store)
     assert is_whole(fetch(store, 1), 1)
 
 

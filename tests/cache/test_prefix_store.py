@@ -1,27 +1,24 @@
 """The prefix cache's store on a real directory: what is kept comes back whole, or not at all."""
 
-import itertools
 import os
 import stat
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from safetensors import safe_open
 
 from mlx_mtp.cache import prefix_files
-from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, fingerprint, pack
+from mlx_mtp.cache.prefix_files import fingerprint
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
-from tests.cache import prefixes
 from tests.cache.prefixes import FINGERPRINT, PATIENCE, ROOT, fetch, is_whole, keep, same
 
 SALTS = st.sampled_from([ROOT, root_key("a")])
@@ -57,19 +54,6 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
         assert set(opened.keys()) == set(arrays)
 
 
-def test_segments_are_joined_and_cut_at_any_token():
-    """The head's rows lie one before the trunk's, so that its first segment has one less."""
-    tokens = range(10, 20)
-    whole, states = prefixes.segment(tokens), prefixes.snapshot(tokens)
-    for inner in [(), *itertools.combinations((1, 2, 5, 9), 2)]:
-        bounds = [0, *inner, 10]
-        for start in range(bounds[1]):
-            parts = [prefixes.segment(tokens[:b], a) for a, b in itertools.pairwise(bounds)]
-            assert is_whole([*parts, states], *tokens, start=start)
-            assert is_whole([whole.cut(start, 10), states], *tokens, start=start)
-    assert same(whole.cut(0, 1), prefixes.segment(tokens[:1]))
-
-
 def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store):
     store = open_store()
     paths = [(1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 9), (8,)]
@@ -84,29 +68,13 @@ def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store
         assert again.longest(ROOT, (*path, 0)) == len(path)
         for start in range(len(path) + 1):
             assert is_whole(fetch(again, *path, start=start), *path, start=start)
-    # There is KV of these, but nothing ends there.
-    assert [again.longest(ROOT, (1, 2, 3, 5)[:n]) for n in (1, 2, 4)] == [0, 0, 3]
-    assert fetch(again, 1, 2) is Fetch.GONE
+    assert fetch(again, 1, 2) is Fetch.GONE, "there is KV of it, but nothing ends there"
     assert [again.longest(root_key(salt), (1, 2, 3)) for salt in ("mine", "other")] == [2, 0]
     # What is here is not written again, and what goes on from it begins where it ends.
     keep(again, 1, 2, 3)
     keep(again, 1, 2, 3, 4, 5)
     check_integrity(again)
     assert again.stats().num_written == 2
-
-
-def test_room_is_made_before_a_read_and_what_was_fetched_counts_until_it_is_forgotten(open_store):
-    store, asked = open_store(), []
-    keep(store, 1, 2, 3)
-    keep(store, 4, 5)
-    check_integrity(store)
-    assert store.fetch(ROOT, (1, 2, 3), 0, lambda nbytes: False) is Fetch.NO_ROOM
-    assert not store.reading
-    # When something else is wanted the first read does not count any more.
-    for tokens in ((1, 2, 3), (4, 5)):
-        assert store.fetch(ROOT, tokens, 0, lambda n: asked.append(n) or True) is Fetch.COMING
-        assert sum(file.nbytes for file in store.reading) == asked[-1] > 4000
-    assert is_whole(fetch(store, 4, 5), 4, 5)
 
 
 def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
@@ -129,17 +97,6 @@ def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
     keep(again, 20)
     assert here(again) == [2, 17, 19, 20]
     assert here(open_store(max_bytes=2 * size)) == [17, 20]
-
-
-def test_nothing_is_evicted_for_what_cannot_fit(open_store):
-    """A conversation that outgrows the directory keeps its beginning, and costs nobody's place."""
-    store = open_store(max_bytes=40_000)
-    keep(store, 1)
-    keep(store, 9, 9, width=2000)
-    keep(store, 9, 9, 9, 9, 9, width=2000)
-    check_integrity(store)
-    assert [store.longest(ROOT, (n,) * 5) for n in (1, 9)] == [1, 2]
-    assert store.stats().num_dropped == 1
 
 
 class Life(RuleBasedStateMachine):
@@ -202,25 +159,6 @@ Life.TestCase.settings = settings(
     max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLife = Life.TestCase
-
-
-@settings(max_examples=100, deadline=None)
-@given(at=st.integers(0), flip=st.integers(1, 255), cut=st.integers(0), more=st.binary(max_size=9))
-def test_a_changed_byte_anywhere_is_noticed_and_so_is_a_cut(tmp_path_factory, at, flip, cut, more):
-    """Whatever size is expected: that is the one of the start, when nothing is read."""
-    directory = PrefixDirectory(tmp_path_factory.mktemp("directory") / "own", FINGERPRINT)
-    file = StoredFile("a" * 40, "b" * 40, 0, 2)
-    path = directory.path / directory._name(file)
-    assert directory.write(file, pack({"a": mx.arange(6)}, None), lambda: True)
-    good = path.read_bytes()
-    changed, short = bytearray(good), good[: cut % len(good)]
-    changed[at % len(good)] ^= flip
-    for content in (good, changed, short, short + more, good + b"0" + more, more):
-        path.write_bytes(content)
-        file.nbytes = len(content)
-        with nullcontext() if content == good else pytest.raises(ValueError, match="damaged"):
-            assert directory.read(file) == good
-    directory.close()
 
 
 @pytest.mark.parametrize("how", ["header", "data", "cut", "gone", "longer", "renamed", "link"])
@@ -315,10 +253,8 @@ def test_a_directory_that_is_not_safe_is_refused(open_store, folder):
     open_store().close()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (folder / "link").symlink_to(folder)
-    (folder / "file").write_text("x")
-    for name, why in (("link", "is a symbolic link"), ("file", "Not a directory")):
-        with pytest.raises(UsageError, match=why):
-            open_store(path=folder / name)
+    with pytest.raises(UsageError, match="is a symbolic link"):
+        open_store(path=folder / "link")
     if os.geteuid() == 0:
         os.chown(folder, 12345, 12345)
         with pytest.raises(UsageError, match="belongs to user 12345"):

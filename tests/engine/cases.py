@@ -1,4 +1,4 @@
-"""Requests that equality is tested with, synthetic acceptance of their drafts, and depths."""
+"""Requests that equality is tested with, acceptance of their drafts, depths, prefix caches."""
 
 import json
 import random
@@ -8,13 +8,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.depth import DecodeStep, DraftRow
 from mlx_mtp.speculative.proposer import Computed, MTPProposer
+from tests.cache.prefixes import PATIENCE
 from tests.grammars import compiled
-from tests.harness import Driver, OracleProposer, Plain, greedy, request
+from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 EOS = 1
@@ -156,3 +159,43 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     for mine, theirs in ((keys, reference.keys), (values, reference.values)):
         theirs = np.array(theirs[0, :, :held])
         np.testing.assert_allclose(mine[row, :, :held], theirs, atol=1e-3)
+
+
+ROOM = 64 << 20
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Random tokens that are no turn end."""
+    return [int(t) for t in np.random.default_rng(seed).integers(2, VOCAB, count)]
+
+
+def driver(
+    model: LoadedModel,
+    depth: int | str = 2,
+    store: PrefixStore | None = None,
+    vocab_size: int = VOCAB,
+    min_gain: int = 4,
+    **settings: object,
+) -> Driver:
+    settings = {"prefill_step_size": STEP, "prefix_cache_size": ROOM} | settings
+    config = EngineConfig(num_draft_tokens=depth, **settings)
+    run = Driver(
+        model, vocab_size=vocab_size, stop_ids=(EOS,), config=config, min_gain=min_gain, store=store
+    )
+    run.store = store
+    return run
+
+
+def ask(run: Driver, *wanted: Request) -> None:
+    """Run requests to their ends, together; what they save is on the disk then."""
+    for each in wanted:
+        run.add(each)
+    run.run()
+    assert run.store is None or run.store.flush(PATIENCE)
+
+
+def check(run: Driver, model: LoadedModel, ties: Ties, *wanted: Request) -> None:
+    for each in wanted:
+        stops = () if each.sampling.ignore_eos else (EOS,)
+        reference = plain(model, each, VOCAB, stops)
+        ties.check(each.request_id, run.tokens(each.request_id), reference)

@@ -4,9 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
-import threading
-import time
 
 import pytest
 
@@ -63,21 +60,16 @@ def test_it_measures_sizes_near_1_and_checks_what_an_earlier_run_measured(runner
     assert not runner.batches.ready
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_its_time_is_bounded(runner, overlap):
+def test_its_time_is_bounded(runner):
     """By a clock that moves a tenth of a second each time it is read."""
     ticks, costs = itertools.count(), StepCosts(K)
-    config = EngineConfig(calibration_seconds=8.0, overlap=overlap)
-    never = {"stopping": lambda: False}
-    calibrate(costs, config, runner, clock=lambda: 0.1 * next(ticks), **never)
+    config = EngineConfig(calibration_seconds=8.0)
+    calibrate(costs, config, runner, stopping=lambda: False, clock=lambda: 0.1 * next(ticks))
     assert 8.0 < 0.1 * next(ticks) < 12.0
     assert list(costs.table()) == [1]
-    assert 0 in costs.table()[1]
 
 
-def test_it_keeps_to_the_most_rows_and_stops_when_asked_or_after_a_failure(
-    runner, monkeypatch, caplog
-):
+def test_it_keeps_to_the_most_rows_and_stops_when_asked_or_after_a_failure(runner, monkeypatch):
     asked = itertools.count()
     assert measure(runner, stopping=lambda: next(asked) > 3).table() == {}
     calls, original = itertools.count(), MTPProposer.propose
@@ -91,7 +83,6 @@ def test_it_keeps_to_the_most_rows_and_stops_when_asked_or_after_a_failure(
     measured = measure(runner, max_num_seqs=1).table()
     assert set(measured) == {1}
     assert 8 not in measured[1]
-    assert "failed while step costs were measured" in caplog.text
 
 
 @pytest.fixture
@@ -112,22 +103,11 @@ def serve(tiny_models, tmp_path):
     return answer
 
 
-def test_an_engine_measures_and_counts_nothing_of_it(serve, tmp_path, caplog):
-    caplog.set_level("DEBUG", "mlx_mtp")
-    for number in range(2):
-        caplog.clear()
-        stats = serve(25, "qwen3_next", calibration_seconds=0.5)
-        assert (stats.prompt_tokens, stats.generation_tokens) == (3, 25)
-        assert stats.num_draft_tokens < 8 * 25
-        logged = [(r.levelname, r.getMessage()) for r in caplog.records]
-        # The tables are for those who look for them.
-        (info,) = [text for level, text in logged if level == "INFO" and "Step costs" in text]
-        assert re.fullmatch(r"Step costs measured in [\d.]+ s\.", info)
-        tables = [text for level, text in logged if level == "DEBUG" and "Step costs" in text]
-        assert len(tables) == 1 + number
-        assert tables[0].startswith("Step costs of an earlier run: ") == (number == 1)
+def test_an_engine_measures_and_counts_nothing_of_it(serve, tmp_path):
+    stats = serve(25, "qwen3_next", calibration_seconds=0.5)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (3, 25)
+    assert stats.num_draft_tokens < 8 * 25
     (file,) = tmp_path.iterdir()
-    assert file.name.startswith("step-costs-")
     assert json.loads(file.read_text())["seconds"]["1"]
 
 
@@ -141,37 +121,17 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     assert list(keeper(tmp_path, mark=fingerprint(tiny_models["qwen3_5"])).load()) == [1]
     kept.write_text("{")
     serve()
-    assert str(kept) in caplog.text
     assert json.loads(kept.read_text())["seconds"]
     serve(folder=kept / "folder")
     assert "Step costs are not kept" in caplog.text
 
 
-def test_stopping_does_not_wait_for_the_measuring(tiny_models, tmp_path, monkeypatch):
-    """The measuring asks after each step (above); here it has no other end."""
-    begun = threading.Event()
-
-    def endless(costs, config, runner, *, stopping):
-        begun.set()
-        while not stopping():
-            time.sleep(0.01)
-
-    monkeypatch.setattr(calibration, "calibrate", endless)
-    config = EngineConfig(calibration_seconds=1.0)
-    engine = build_engine(tiny_models["qwen3_next"], config, VOCAB, (), cache_dir=tmp_path)
-    engine.start(lambda outputs: None)
-    assert begun.wait(30)
-    assert engine.stop(timeout=30)
-
-
 def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models):
-    """Those with fewer draft tokens are lower and must not be used without."""
     model = tiny_models["qwen3_5"]
     changed = dataclasses.replace(model, config=model.config | {"quantization": {"bits": 4}})
-    marks = [fingerprint(each) for each in (*tiny_models.values(), changed)]
-    marks += [fingerprint(model, 20), fingerprint(model, 30), fingerprint(model, None, "other")]
-    assert len(set(marks)) == len(marks)
-    assert fingerprint(model) in marks
+    marks = {fingerprint(each) for each in (*tiny_models.values(), changed)}
+    marks |= {fingerprint(model, 20), fingerprint(model, 30), fingerprint(model, None, "other")}
+    assert len(marks) == len(tiny_models) + 4
 
 
 def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_ignored(
@@ -182,30 +142,22 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     path = kept.path
     kept.save_periodically()
     assert kept.load() == {}
-    now[0] = 1000.0
     with monkeypatch.context() as patch:
         patch.setattr(calibration.os, "replace", lambda source, target: os.stat("missing"))
         kept.save()
     assert os.listdir(path.parent) == []
-    kept.save_periodically()
-    assert kept.load() == {}
-    now[0] = 2000.0
+    now[0] = 1000.0
     kept.save_periodically()
     assert os.listdir(path.parent) == [path.name]
     assert kept.load() == {size: pytest.approx(row) for size, row in TABLE.items()}
     assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").load() == {}
     good = path.read_text()
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
-    fields = {
-        "format": [0],
-        "fingerprint": ["c" * 64],
-        "saved_at": ["yesterday", 0.0, 1e12],
-        "seconds": [[], {"1": 3}, {"one": {"0": 1.0}}, {"0": {"0": 1.0}}, {"1": {"-1": 1.0}}],
-    }
-    for seconds in (0.0, float("nan"), float("inf"), "fast"):
-        fields["seconds"].append({"1": {"0": seconds}})
-    for field, values in fields.items():
-        damaged += [json.dumps(json.loads(good) | {field: value}) for value in values]
+    seconds = [[], {"1": 3}, {"one": {"0": 1.0}}, {"0": {"0": 1.0}}, {"1": {"-1": 1.0}}]
+    seconds += [{"1": {"0": value}} for value in (0.0, float("nan"), float("inf"), "fast")]
+    changes = [{"format": 0}, {"fingerprint": "c" * 64}, {"saved_at": "yesterday"}]
+    changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"seconds": each} for each in seconds)]
+    damaged += [json.dumps(json.loads(good) | change) for change in changes]
     for content in (*(text.encode() for text in damaged), b"\xff\xfe\x00"):
         path.write_bytes(content)
         caplog.clear()

@@ -3,10 +3,8 @@
 import dataclasses
 import itertools
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
@@ -124,7 +122,6 @@ def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
         assert all(len(o.token_ids) == o.num_draft_tokens + 1 for o in outputs)
     stats, outputs = driver.core.stats(), [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens == sum(o.num_draft_tokens for o in outputs)
-    assert stats.num_accepted_tokens == sum(o.num_accepted_tokens for o in outputs)
 
 
 class Scripted(Erratic):
@@ -146,7 +143,6 @@ def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_mode
     outputs = [o for outs in driver.outputs.values() for o in outs[1:-1]]
     assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
     assert {o.num_draft_tokens for o in outputs} >= {2, 4}
-    assert {step.depth for step in policy.steps} == {2, 4}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -216,34 +212,6 @@ def test_windows_of_few_rows_are_filled_up(model_of):
         assert other.window_length(batch, length) == length
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_caches_stand_still_after_the_end(tiny_models, depth):
-    """The state at the end of an answer is exact: all tokens but the last are in the caches."""
-    model = tiny_models["qwen3_next"]
-    short = request("short", [5, 6, 7], greedy(4, ignore_eos=True))
-    held = [5, 6, 7, *plain(model, short, VOCAB).tokens[:3]]
-    reference = make_prompt_cache(model.model)
-    model.model(mx.array([held]), cache=reference)
-
-    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=depth))
-    driver.add(short)
-    driver.add(request("long", [8, 9], greedy(30, ignore_eos=True)))
-    seen = 0
-    for _ in range(12):
-        driver.step()
-        batch = driver.runner.batches.decoding
-        names = [] if batch is None else [s.request_id for s in batch.sequences]
-        if "short" in names and bool(batch.ended[names.index("short")].item()):
-            row = batch.cache.select(mx.array([names.index("short")]))
-            assert row.offset.tolist() == [len(held)]
-            for ours, theirs in zip(
-                (row[0].history, row[0].state), reference[0].cache, strict=True
-            ):
-                np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4)
-            seen += 1
-    assert seen, "the row left the batch before its end was seen"
-
-
 def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_models):
     """Not 0 or 1, and the same with MTP on and off."""
     model, reports = tiny_models["qwen3_5_moe"], []
@@ -268,12 +236,3 @@ def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_
         assert abs(one.logprob - other.logprob) < 1e-4
         assert [t for t, _ in one.top] == [t for t, _ in other.top]
         assert one.top[0][1] >= one.logprob
-
-
-def test_the_padding_of_the_vocabulary_is_never_sampled(tiny_models):
-    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB - 60)
-    for seed in range(6):
-        sampling = SamplingParams(max_tokens=20, temperature=3.0, seed=seed)
-        driver.add(request(f"r{seed}", [5, 6, 7], sampling))
-    for tokens in driver.run().values():
-        assert max(tokens) < VOCAB - 60

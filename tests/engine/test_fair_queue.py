@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
-from mlx_mtp.engine.request import Request
-from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import FixedDepth
-from tests.engine.test_scheduler import chunk_names, finish_chunk, finish_decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +34,6 @@ def queue_of(items: list[Item]) -> FairQueue:
 
 def drain(queue: FairQueue) -> list[Item]:
     return [queue.pop() for _ in range(len(queue))]
-
-
-def of(client: tuple[str, ...], items: list[Item]) -> list[Item]:
-    return [item for item in items if item.client == client]
 
 
 def test_one_among_two_hundred_is_next_but_one_turn():
@@ -111,56 +100,9 @@ def test_nobody_starves(backlog, later, size):
     assert all(tokens < QUANTUM + longest for tokens in served.values())
 
 
-@settings(max_examples=150, deadline=None)
-@given(items=st.lists(ADDS, min_size=1, max_size=40), data=st.data())
-def test_what_is_set_aside_is_free_and_comes_back_first_and_dropping_some_changes_no_order(
-    items, data
-):
-    queue, untouched = queue_of(items), queue_of(items)
-    aside = [queue.pop(free=True) for _ in range(data.draw(st.integers(0, len(items))))]
-    assert len(queue) == len(items) - len(aside)
-    for item in reversed(aside):
-        queue.add(item, first=True)
-    kept = frozenset(item for item in items if data.draw(st.integers(0, 3)))
-    queue.keep(kept)
-    untouched.keep(kept)
-    assert len(queue) == len(kept)
-    orders = drain(queue), drain(untouched)
-    for client in {item.client for item in items}:
-        assert of(client, orders[0]) == [item for item in of(client, items) if item in kept]
-    costs = [Counter[str](), Counter[str]()]
-    for count, order in zip(costs, orders, strict=True):
-        for item in order[: len(kept) // 2]:
-            count["".join(item.client[:1])] += item.cost
-    longest = max(item.cost for item in items)
-    assert all(abs(costs[0][n] - costs[1][n]) <= 2 * (QUANTUM + longest) for n in ("", *"abcd"))
-
-
 def test_clients_are_forgotten_with_their_last_request():
     queue = FairQueue()
     for number in range(1000):
         queue.add(Item((f"client {number}",), 10_000))
-        queue.add(Item(("steady",), 10))
-        queue.pop()
         queue.pop()
         assert len(queue._root.lanes) < 64
-    drain(queue)
-    assert not queue._root.lanes
-
-
-def test_the_scheduler_admits_by_turns():
-    policy = Scheduler(EngineConfig(max_num_seqs=2, prefill_step_size=512), FixedDepth(2))
-    for number in range(31):
-        name, client = ("one", "one") if number == 30 else (f"burst{number}", "burst")
-        wanted = Request(name, (3,) * 400, SamplingParams(max_tokens=5), client=(client,))
-        policy.add(Sequence(wanted, (1,), 5))
-    admitted = []
-    for _ in range(40):
-        plan = policy.schedule()
-        admitted += chunk_names(plan)
-        if plan.chunk is not None:
-            finish_chunk(policy, plan)
-        finish_decode(policy, plan, stop=True)
-    assert admitted.index("one") <= 3
-    assert [n for n in admitted if n != "one"] == [f"burst{i}" for i in range(len(admitted) - 1)]
-    assert len(admitted) > 10

@@ -4,13 +4,12 @@ import threading
 
 import pytest
 
-from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import health
 from mlx_mtp.engine.health import HANG_SECONDS, NEW_KIND_SECONDS, SLOWNESS, START_SECONDS, Heartbeat
 from mlx_mtp.engine.runner import ModelRunner
 from tests.engine.test_engine import Client, client, wait_until
-from tests.engine.test_timing import Clock
-from tests.harness import Driver, greedy, plain, request
+from tests.engine.test_scheduler import Clock
+from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
 
 __all__ = ["client"]
@@ -114,16 +113,3 @@ def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypat
     wait_until(lambda: served.engine.hang_reason is None)
     expected = plain(tiny_models["qwen3_next"], wanted[2], VOCAB).tokens
     assert tuple(served.tokens("r2")) == expected
-
-
-def test_the_core_describes_its_steps(tiny_models):
-    config = EngineConfig(num_draft_tokens=2)
-    driver = Driver(tiny_models["qwen3_next"], vocab_size=VOCAB, config=config)
-    begun: list[tuple[tuple[object, ...], str]] = []
-    driver.core._heartbeat.begin = lambda kind, name: begun.append((kind, name))
-    driver.add(request("a", range(2, 22), greedy(8, ignore_eos=True)))
-    driver.run()
-    assert begun[0] == (("prefill", 5, 0, 2), "a prefill chunk of 20 tokens")
-    # With look-ahead a chunk is waited for in the step after it.
-    assert begun[1][0][0] == "prefill"
-    assert (("decode", 0, 1, 2), "a decoding step of 1 row") in begun

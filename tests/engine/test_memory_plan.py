@@ -18,7 +18,6 @@ from mlx_mtp.errors import ContextLengthError, UsageError
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from tests.harness import greedy
 from tests.tiny_models import Layout, write_checkpoint
@@ -54,8 +53,7 @@ def test_a_large_model_on_large_machines():
     assert found.rows + found.chunk + 46 * GB == 110 * GB
     assert found.num_rows(262_144, 32) < found.num_rows(4096, 32) == 32
     text = "\n".join(found.lines(32))
-    for part in ("110.0 GB (a test)", "weights 45.0 GB", "head 1.0 GB", "context 262,144 tokens"):
-        assert part in text
+    assert "110.0 GB (a test): weights 45.0 GB, head 1.0 GB" in text
     for left, share in ((16 * GB, 4 * GB), (64 * GB, 8 * GB)):
         found = plan(46 * GB + left, prefix_cache=None)
         assert found.prefix_cache == share
@@ -93,14 +91,6 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags():
         plan(60 * GB, prefix_cache=14 * GB)
 
 
-def test_demands_grow_with_everything():
-    for rows, tokens in ((1, 100), (3, 100), (3, 5000), (32, 5000)):
-        assert LARGE.rows(rows, tokens) >= LARGE.caches.batch(rows, tokens, 8) * 2
-        assert LARGE.rows(rows + 1, tokens) > LARGE.rows(rows, tokens)
-        assert LARGE.rows(rows, tokens + 256) > LARGE.rows(rows, tokens)
-        assert LARGE.chunk(512, tokens + 1) > LARGE.chunk(512, tokens) > LARGE.chunk(256, tokens)
-
-
 def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):
     gc.collect()  # What earlier tests left would be freed in between.
     gc.disable()
@@ -131,23 +121,15 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo_model):
         engine.submit(Request("a", (1,) * limit, greedy(1)))
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.full)])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = BUNDLED_MODEL
-    if request.param == "tiny":
-        path = tmp_path_factory.mktemp("model")
-        write_checkpoint(path, Layout("qwen3_5"))
-    return load_model(path, enable_mtp=True)
-
-
-def test_no_more_is_used_than_was_planned(model: LoadedModel):
+def test_no_more_is_used_than_was_planned(tmp_path):
     """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
-    found = footprint(model, prefill_memory.DEPTH)
+    write_checkpoint(tmp_path, Layout("qwen3_5"))
+    found = footprint(load_model(tmp_path, enable_mtp=True), prefill_memory.DEPTH)
     tokens, step = 1500, 256
     chunk = found.chunk(step, tokens)
     longest = tokens + prefill_memory.ANSWER
     short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
-    for used in prefill_memory.measure_apart(model.path, [(tokens, 0), (tokens, 4)], step):
+    for used in prefill_memory.measure_apart(tmp_path, [(tokens, 0), (tokens, 4)], step):
         others = found.rows(used.rows, short) if used.rows else 0
         assert used.prefill <= found.rows(1, longest) + others + chunk
         assert used.joined <= found.rows(used.rows + 1, longest)

@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.request import Request
 from tests.cache.prefixes import FINGERPRINT
-from tests.engine.cases import EOS, SAMPLED
-from tests.engine.prefix_runs import driver
-from tests.harness import MEASURED, Driver, Ties, greedy, plain
+from tests.engine.cases import EOS, SAMPLED, driver
+from tests.harness import Driver, Ties, greedy, plain
 from tests.tiny_models import FAMILIES, VOCAB
 
 LONGEST = 150
-
-
 TURNS = st.lists(
     st.fixed_dictionaries(
         {
@@ -99,14 +96,10 @@ def play(model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore |
 def test_trees_of_conversations(tiny_models, count):
     """Every second tree with a directory, and then again after a restart."""
     ties = Ties()
-    totals = {"trees": 0, "queries": 0, "hits": 0}
+    queries, hits = [], []
 
     @settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=count, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(
         turns=TURNS,
@@ -118,19 +111,15 @@ def test_trees_of_conversations(tiny_models, count):
         with TemporaryDirectory() as folder:
             for _ in range(2 if max_bytes else 1):
                 size = max_bytes or 1
-                store = PrefixStore(Path(folder) / "prefixes", FINGERPRINT, size)
-                with closing(store):
-                    warm = play(
-                        tiny_models[family], turns, shape, ties, store if max_bytes else None
-                    )
+                with closing(PrefixStore(Path(folder) / "own", FINGERPRINT, size)) as store:
+                    used = store if max_bytes else None
+                    warm = play(tiny_models[family], turns, shape, ties, used)
                     assert store.flush(30)
                     assert store.stats().nbytes <= max_bytes
-        totals["trees"] += 1
-        totals["queries"] += warm.reuse.num_queries
-        totals["hits"] += warm.reuse.num_hits
+        queries.append(warm.reuse.num_queries)
+        hits.append(warm.reuse.num_hits)
 
     check()
-    ties.report(f"{totals['trees']} trees of conversations")
-    share = totals["hits"] / totals["queries"]
-    MEASURED.append(f"  {totals['queries']} prompt tokens, {share:.0%} of them from the cache")
+    share = sum(hits) / sum(queries)
+    ties.report(f"{len(hits)} trees of conversations, {share:.0%} of their prompts from the cache")
     assert share > 0.05, "hardly anything was found, so hardly anything was tested"

@@ -1,7 +1,4 @@
-"""Save points, and requests that wait for a prefix which another computes or the disk reads.
-
-No arrays: the runner is a fake.
-"""
+"""Save points, and requests that wait for a prefix which another computes or the disk reads."""
 
 import pytest
 from hypothesis import given, settings
@@ -152,18 +149,6 @@ def test_requests_that_share_a_prefix_wait_for_the_first_and_others_pass():
     assert (world.reuse.num_queries, world.reuse.num_hits) == (371, 240)
 
 
-def test_no_request_waits_for_what_would_win_little_or_is_not_saved():
-    world = World()
-    prompts = {"short": [5, 5, 5, 8], "alike": [5, 5, 5, 9]}
-    # The first of these is saved at 16, 32 and its end.
-    prompts |= {"long": [5] * 30 + [6] * 3, "parts": [5] * 15 + [7] * 3}
-    for name, prompt in prompts.items():
-        world.add(name, prompt)
-    world.run()
-    assert world.admitted == [*prompts]
-    assert world.computed == {name: len(prompt) for name, prompt in prompts.items()}
-
-
 def test_a_request_waits_only_for_those_before_it():
     """However many come after it that it could learn from."""
     world = World()
@@ -218,50 +203,6 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
     assert world.computed == {"wants": left, "waits": left, "again": 0}
 
 
-def test_one_read_at_a_time_and_clients_take_turns():
-    """And what has been read is not lost while its request waits for a row."""
-    world = World(rows=1)
-    # The first has more than a turn's worth, so that the second client's comes after it.
-    prompts = [[7] * 1100, *([n] * 60 for n in range(10, 14))]
-    for prompt in prompts:
-        world.disk.state = HERE
-        world.on_disk(prompt)
-    for number, prompt in enumerate(prompts[:4]):
-        world.add(f"greedy {number}", prompt, client="greedy")
-    world.step()
-    world.add("modest", prompts[4], client="modest")
-    world.add("quick", [9] * 40, client="third")
-    world.step()
-    assert world.disk.asked == [1100]
-    world.disk.state = HERE
-    world.run()
-    assert world.admitted[:3] == ["quick", "greedy 0", "modest"]
-    assert sum(world.computed.values()) == 40
-
-
-def test_bytes_on_their_way_count():
-    """Room is made for them before they are read, and kept; without it they are not read."""
-    world = World(step=64, limit=300)
-    world.on_disk(LONG)
-    for token in (10, 11):
-        put(world.tree, [token] * 50)
-    world.add("wants", LONG)
-    world.step()
-    assert world.tree.fetched_nbytes == 110
-    for token in range(20, 30):
-        put(world.tree, [token] * 50)
-        check_tree(world.tree)
-    world.disk.state = HERE
-    world.run()
-    assert world.computed == {"wants": 0}
-    world.tree.clear()
-    world.tree.limit = 100
-    world.add("large", LONG)
-    world.run()
-    assert world.disk.asked == [60]
-    assert world.computed["large"] == 60
-
-
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
     world = World(memory=lambda rows, longest: rows * longest <= 100)
     world.on_disk([*LONG, *LONG[:30]])
@@ -274,24 +215,6 @@ def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
     world.disk.state = HERE
     world.run()
     assert world.admitted == ["runs", "large", "small"]
-
-
-def test_a_prompt_that_is_being_computed_is_waited_for_rather_than_read_for():
-    """One that waits for the disk begins to wait for a leader: another may read then."""
-    world = World(step=16)
-    world.on_disk([*LONG, 8, 8], [4] * 60)
-    world.add("leader", [*LONG, 7, *OTHER])
-    world.add("follower", [*LONG, 7, *OTHER, 3])
-    world.add("third", [4] * 60)
-    world.step()
-    assert world.admitted == []
-    world.disk.entries = {each for each in world.disk.entries if each[1][0] == 4}
-    world.disk.state = HERE
-    for _ in range(3):
-        world.step()
-    assert world.admitted == ["leader", "third"]
-    world.run()
-    assert world.computed == {"leader": 121, "third": 0, "follower": 1}
 
 
 texts = st.lists(st.sampled_from([END, 5]), min_size=1, max_size=50)

@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import StepTimer
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
+from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Outcome
 
 
 def sequence(
@@ -94,28 +95,6 @@ def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
     assert planned.count("long") >= 2
 
 
-def test_rows_are_bounded_and_the_rest_waits_in_order():
-    policy = scheduler(max_num_seqs=2)
-    add(policy, a=4, b=4, c=4, d=4)
-    plan = policy.schedule()
-    assert chunk_names(plan) == ["a", "b"]
-    assert (policy.num_running, policy.num_waiting) == (2, 2)
-    finish_chunk(policy, plan)
-    assert policy.schedule().chunk is None
-    policy.cancel("a")
-    assert chunk_names(policy.schedule()) == ["c"]
-
-
-def test_nothing_is_launched_for_rows_that_will_surely_be_finished():
-    policy = scheduler()
-    policy.add(sequence("a", 4, max_tokens=2))
-    finish_chunk(policy, policy.schedule())
-    plan = policy.schedule()
-    assert len(plan.decode) == 1
-    plan.decode[0].launched(3)
-    assert policy.schedule().decode == ()
-
-
 def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
     """Rows with two windows of 3 positions in flight."""
     add(policy, **dict.fromkeys(names, 4))
@@ -145,54 +124,15 @@ def test_finish_reasons_and_output_after_the_end():
     assert policy.stats().generation_tokens == 3 + 4
 
 
-@pytest.mark.parametrize("dropped", [("waiting", "prefilling", "decoding", "unknown"), (None,)])
-def test_a_request_is_dropped_wherever_it_is(dropped):
-    policy = scheduler(max_num_seqs=2, prefill_step_size=16)
-    add(policy, decoding=4)
-    finish_chunk(policy, policy.schedule())
-    add(policy, prefilling=40, waiting=4)
-    policy.schedule()
-    for name in dropped:
-        policy.cancel(name)
-    assert policy.idle
-    assert policy.schedule().empty
-
-
 class Watched(FixedDepth):
-    """Notes what it is asked and what it observes."""
+    """Notes what it observes."""
 
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__(depth)
-        self.asked: list[tuple[list[DraftRow], bool]] = []
+    def __init__(self) -> None:
+        super().__init__(2)
         self.seen: list[DecodeStep] = []
-
-    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
-        self.asked.append((rows, steady))
-        return super().depth(rows, steady=steady)
 
     def observe(self, step: DecodeStep) -> None:
         self.seen.append(step)
-
-
-def test_the_depth_is_asked_for_rows_that_decode_or_are_about_to():
-    depth = Watched()
-    policy = Scheduler(EngineConfig(prefill_step_size=16), depth)
-    a, b = sequence("a", 20), sequence("b", 30, drafts=5)
-    planned = []
-    policy.add(a)
-    for number in range(5):
-        plan = policy.schedule()
-        planned.append(plan.num_draft_tokens)
-        if plan.chunk is not None:
-            finish_chunk(policy, plan)
-        if number == 1:
-            policy.add(b)
-    # First chunk of a, its end, first chunk of b beside a, its end, and both decode.
-    assert planned == [0, 2, 2, 5, 5]
-    one, both = [a.drafting], [a.drafting, b.drafting]
-    assert depth.asked == [(one, False), (one, False), (both, False), (both, True)]
-    assert policy.stats().depths == ((1, 2), (2, 5))
-    assert not policy.stats().parked
 
 
 def test_the_policy_learns_of_decode_steps_alone():
@@ -268,23 +208,6 @@ def running(policy: Scheduler) -> list[Sequence]:
     return [s for s in policy._admitted() if not s.finished]
 
 
-def test_what_does_not_fit_waits_and_one_alone_always_fits():
-    policy = scheduler(105)
-    for name in "abc":
-        policy.add(sequence(name, 20, 20))  # 50 bytes each, and 180 together with 50 more tokens
-    assert len(policy.schedule().chunk.rows) == 2, "members of one group count before it runs"
-    assert names(running(policy)) == ["a", "b"]
-    policy.cancel("a")
-    policy.schedule()
-    assert names(running(policy)) == ["b", "c"]
-    policy.add(sequence("long", 500, 500))
-    policy.cancel("b")
-    policy.schedule()
-    assert names(running(policy)) == ["c"]
-    policy.cancel("c")
-    assert policy.schedule().chunk is not None
-
-
 @settings(max_examples=60)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 120), st.integers(2, 20)), min_size=1, max_size=25),
@@ -311,3 +234,61 @@ def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, nb
         finish_decode(policy, plan, stop=False)
     assert order == everyone
     assert all(s.finished for s in everyone)
+
+
+# Which steps' times are their cost, by a clock that the test moves.
+
+ROWS = (sequence("a", 4), sequence("b", 4))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
+    return [InFlightStep(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
+
+
+def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
+    """Each step takes one second longer than the one before it; the time that counts of each."""
+    clock = Clock()
+    timer, times = StepTimer(clock), []
+    for number, read in enumerate(steps):
+        clock.now += number
+        following = steps[number + 1] if number + 1 < len(steps) else []
+        times.append(timer.lap(read, following if overlap else read))
+    return times
+
+
+def test_steps_in_an_unbroken_row_are_timed():
+    # Nothing comes before the first, nor behind the last.
+    assert laps(*[decode(2, 2)] * 5) == [None, 1, 2, 3, None]
+    change = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
+    assert laps(*change) == [None, 1, None, None, 4, 5, None]
+    assert laps(*change, overlap=False) == [None, 1, 2, None, 4, 5, 6]
+
+
+PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
+BREAKS = {
+    "idle": [],
+    "chunk": [*PREFILL, *decode(2, 2)],
+    "left": decode(2, 2, rows=ROWS[:1]),
+    "joined": decode(2, 2, rows=(*ROWS, sequence("c", 4))),
+    "failed": decode(2, 2, error=StepError("broken")),
+    "deeper": decode(2, 3),
+    "cut": decode(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_breaks_the_row(name):
+    steps = [*[decode(2, 2)] * 3, BREAKS[name], *[decode(2, 2)] * 4]
+    times, alone = laps(*steps), laps(*steps, overlap=False)
+    assert times[3] is alone[3] is None
+    assert times[2] is None  # the step behind it was another one
+    assert alone[2] is not None
+    assert times[-2] is not None

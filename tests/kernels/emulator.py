@@ -15,13 +15,9 @@ import mlx.core as mx
 import numpy as np
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-WHY_NOT = (
-    "no C++ compiler"
-    if COMPILER is None
-    else "fibers by makecontext are Linux's; a Mac runs the kernels themselves"
-    if sys.platform != "linux"
-    else None
-)
+WHY_NOT = None if COMPILER else "no C++ compiler"
+if sys.platform != "linux":
+    WHY_NOT = "fibers by makecontext are Linux's; a Mac runs the kernels themselves"
 _TYPES = {mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.int32: "int"}
 _CANARY = 256
 

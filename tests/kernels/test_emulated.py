@@ -1,13 +1,48 @@
-"""The kernels' real sources and launches on an emulated GPU, against the portable code."""
+"""The kernels' real sources and launches on an emulated GPU, against the portable code; on a real
+one over a small grid of `python -m benchmarks.kernels`."""
+
+import re
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp.kernels import gated_delta, inputs, portable, self_check
+from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
+from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
+from tests.kernels.emulator import WHY_NOT, EmulatedKernel
+
+KERNELS = (gated_delta, inputs)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Compiled sources, by what was asked of mlx."""
+    folder = tmp_path_factory.mktemp("kernels")
+    kept = {}
+
+    def make(**asked):
+        key = repr(asked)
+        return kept.setdefault(key, EmulatedKernel(folder, **asked))
+
+    return make
+
+
+# The bodies are the same for both; a compiler's run for each shape and type takes its time.
+@pytest.fixture(params=["cuda", pytest.param("metal", marks=pytest.mark.full)])
+def emulated(request, monkeypatch, compiled):
+    """Everything that asks for a GPU finds this one."""
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    monkeypatch.setattr(gpu, "backend", lambda: request.param)
+    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
+    for module in KERNELS:
+        monkeypatch.setattr(module._KERNEL, "_built", {})
+        monkeypatch.setattr(module._KERNEL, "_works", {})
+    return request.param
+
 
 SMALL = Shape(2, 32, 4, 32)
 F32, BF16 = mx.float32, mx.bfloat16
@@ -106,10 +141,8 @@ _BROKEN = [
     (inputs, "+ num_kept[b]) * C", ") * C"),
     (gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
     (gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-    (gated_delta, "int other = 16; other > 0", "int other = 16; other > 1"),
     (gated_delta, "if (t >= valid) {", "if (false) {"),
     (inputs, "is_value ? own % (Hv / Hk) : 0;", "0;"),
-    (inputs, "log(w) * u / (w - 1.0f)", "0.0f"),
 ]
 
 
@@ -138,14 +171,11 @@ def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog)
     assert "does not compile" in first.problem
 
 
-def test_the_check_measures_what_it_says():
-    """The portable code equals itself; a NaN is a difference."""
-
+def test_a_nan_is_a_difference():
     def broken(*given):
-        y, state, pending = portable.step(*given)
-        return y, state, pending and pending._replace(delta=pending.delta * mx.nan)
+        y, *others = portable.step(*given)
+        return y * mx.nan, *others
 
-    assert self_check.gated_delta(portable.step, SMALL, F32) < 1e-6
     assert not self_check.gated_delta(broken, SMALL, F32) < 1
 
 
@@ -153,3 +183,37 @@ def test_shapes_that_the_kernels_are_not_made_for(emulated):
     found = check_kernels({"odd": Shape(1, 48, 2, 48)})
     assert len(found) == 4
     assert all(check.ok and not check.applies for check in found)
+
+
+METAL_ONLY = re.compile(r"\b(simd_\w+|\w+_in_(?:grid|threadgroup|simdgroup)|metal|device|half)\b")
+CUDA_ONLY = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|__\w+|cg::\w+)")
+# Common to C++ for both; anything else that is called must be made sure of first.
+CALLS = {"fma", "sqrt", "exp", "log", "fabs", "SHUFFLE_XOR", "if", "for", "return", "static_cast"}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_the_body_is_common_c_of_both_backends(module):
+    body = re.sub(r"//[^\n]*", "", module._KERNEL.body)
+    assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
+    assert set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body)) <= CALLS
+    # A double has no place on Metal.
+    assert "double" not in body and not re.findall(r"\b\d+\.\d*(?![\df])", body)
+
+
+def test_prologues_and_headers_are_of_their_backend():
+    for where, foreign in (("metal", CUDA_ONLY), ("cuda", METAL_ONLY)):
+        assert not foreign.findall(gpu._PROLOGUES[where] + gpu._HEADERS[where])
+
+
+GPU_SIZES = [(mx.float32, 1, 32), (mx.float16, 3, 64), (mx.bfloat16, 2, 128)]
+
+
+@pytest.mark.skipif(gpu.backend() is None, reason="mlx has no GPU here")
+@pytest.mark.parametrize("variant", [Variant(*sizes) for sizes in GPU_SIZES], ids=str)
+def test_on_a_real_gpu_the_kernels_are_used_and_equal_the_portable_code(variant):
+    cases = Cases(0, variant.shape, variant.dtype)
+    assert gated_delta.fits(cases.window(1, 1)[1])
+    assert inputs.fits(cases.projected(1, 1), cases.convolution())
+    for found in (check_recurrence(variant), check_inputs(variant)):
+        assert found.ok, found
+    assert all(c.applies and c.ok for c in check_kernels({"small": variant.shape}))

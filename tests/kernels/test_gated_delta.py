@@ -12,7 +12,7 @@ from mlx_mtp.kernels import portable
 from mlx_mtp.kernels.gated_delta import fold, run
 from mlx_mtp.kernels.inputs import prepare
 from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.window import Projected, Shape, Window
+from mlx_mtp.kernels.window import Shape, Window
 
 
 def written_out(q, window: Window, state, lengths=None):
@@ -127,17 +127,3 @@ def test_equals_mlx_lms_modules(length, ratio):
     true = (true_q, true_k, true_v.reshape(3, length, heads, DV), true_g, mx.sigmoid(b))
     for left, right in zip(ours, true, strict=True):
         np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-5, atol=1e-6)
-
-
-def test_a_history_of_another_window_counts_what_each_row_kept():
-    cases = Cases(0, Shape(HK, DK, HK, DV), mx.float32)
-    weights, second = cases.convolution(), cases.projected(3, 2)
-    _, _, conv_input = prepare(cases.projected(3, 5), weights, cases.history(3, 0), None)
-    kept = [0, 3, 5]
-    together, inner, joined = prepare(second, weights, conv_input, mx.array(kept, dtype=mx.int32))
-    for row, count in enumerate(kept):
-        alone = Projected(*(t[row : row + 1] for t in second))
-        history = conv_input[row : row + 1, count : count + K - 1]
-        q, window, own = prepare(alone, weights, history, None)
-        for batched, single in zip((together, *inner, joined), (q, *window, own), strict=True):
-            np.testing.assert_allclose(np.array(batched[row]), np.array(single[0]), atol=1e-6)

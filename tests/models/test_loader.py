@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.convert import convert as mlx_lm_convert
-from mlx_lm.models.qwen3_next import Model, Qwen3NextGatedDeltaNet
 from mlx_lm.utils import load_model as mlx_lm_load
 
 from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
-from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
+from tests.tiny_models import FAMILIES, Layout, write_checkpoint
 
 TOKENS = mx.array([[5, 9, 2, 33, 17, 60, 4]])
 
@@ -54,31 +53,23 @@ def test_bf16_norms_lose_nothing(tmp_path):
     """mlx-lm adds the 1 in BF16; in float32 each norm weight is exactly 1 + w."""
     tensors = write_checkpoint(tmp_path, Layout("qwen3_next", dtype=mx.bfloat16))
     model = load_model(tmp_path, enable_mtp=True)
-    norms = {
-        "model.norm.weight": (model.causal_lm.model.norm, 1.0),
-        "mtp.norm.weight": (model.head.norm, 1.0),
-        "model.layers.0.linear_attn.norm.weight": (
-            model.causal_lm.model.layers[0].linear_attn.norm,
-            0.0,
-        ),
-    }
-    for name, (norm, added) in norms.items():
+    gated = model.causal_lm.model.layers[0].linear_attn.norm
+    for name, norm, added in (
+        ("model.norm.weight", model.causal_lm.model.norm, 1.0),
+        ("mtp.norm.weight", model.head.norm, 1.0),
+        ("model.layers.0.linear_attn.norm.weight", gated, 0.0),
+    ):
         np.testing.assert_array_equal(np.array(norm.weight), added + tensors[name])
 
 
 @pytest.mark.parametrize(
-    ("family", "stacked", "prefix"),
-    [
-        ("qwen3_next", True, "model.mtp."),
-        ("qwen3_5", False, "language_model.mtp."),
-        ("qwen3_5_moe", True, "mtp."),
-        ("qwen3_5_moe", False, "model.language_model.mtp."),
-    ],
+    ("family", "prefix"),
+    [("qwen3_next", "model.mtp."), ("qwen3_5", "language_model.mtp."), ("qwen3_5_moe", "mtp.")],
 )
-def test_head_layouts_give_the_same_parameters(tmp_path, family, stacked, prefix):
+def test_head_layouts_give_the_same_parameters(tmp_path, family, prefix):
     plain, other = tmp_path / "plain", tmp_path / "other"
     write_checkpoint(plain, Layout(family))
-    write_checkpoint(other, Layout(family, stacked_experts=stacked, head_prefix=prefix))
+    write_checkpoint(other, Layout(family, stacked_experts=True, head_prefix=prefix))
     expected, got = head_parameters(plain), head_parameters(other)
     assert got.keys() == expected.keys()
     assert all(mx.array_equal(got[name], value) for name, value in expected.items())
@@ -134,7 +125,7 @@ def test_quantized_sidecar_includes_fc(tmp_path, bits, mode, group_size):
     expected = mx.dequantize(*parts, group_size, bits, mode).astype(mx.float32)
     got = head_parameters(tmp_path)["fc.weight"]
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-6)
-    # Only where there is memory: packed it is slower, but it runs.
+    # Only where there is memory.
     tight = load_model(tmp_path, enable_mtp=True, memory=1000).head
     assert ("scales" in tight.fc) == (mx.default_device() == mx.cpu)
 
@@ -176,12 +167,8 @@ def _shaped(name: str, *shape: int):
     ("change", "words"),
     [
         (_shaped("mtp.fc.weight", 64, 64), r"fc\.weight .*\(64, 64\), expected"),
-        (_shaped("mtp.layers.0.self_attn.q_proj.weight", 128, 64), r"q_proj.*128.*expected"),
-        (_shaped("mtp.norm.weight", 32), r"mtp\.norm\.weight .*\(32,\), expected"),
         (_shaped("mtp.layers.0.mlp.experts.0.up_proj.weight", 16, 64), r"up_proj.*16.*expected"),
-        (_shaped("mtp.layers.0.mlp.gate.weight", 8, 64), r"gate.*8.*expected"),
         (_without("mtp.pre_fc_norm_hidden.weight"), r"no tensor mtp\.pre_fc_norm_hidden\.weight"),
-        (_without("mtp.layers.0.mlp.shared_expert_gate.weight"), r"no tensor .*shared_expert_gate"),
         (_without("mtp.layers.0.mlp.experts.1.up_proj.weight"), "expert 1 is missing"),
         (_shaped("mtp.extra.weight", 2, 2), r"no place for: mtp\.extra\.weight"),
         (_shaped("mtp.fc.weight_scale_inv", 2, 2), "FP8"),
@@ -195,15 +182,6 @@ def test_misfits_are_named(tmp_path, change, words):
         load_model(tmp_path, enable_mtp=True)
 
 
-def test_tied_embeddings_serve_as_lm_head(tmp_path):
-    write_checkpoint(tmp_path, Layout("qwen3_5", tied=True))
-    model = load_model(tmp_path, enable_mtp=True)
-    hidden = mx.ones((1, 1, 64))
-    expected = hidden @ model.causal_lm.model.embed_tokens.weight.T
-    assert mx.allclose(model.logits(hidden), expected, atol=1e-5)
-    assert model.logits(hidden).shape == (1, 1, VOCAB)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
@@ -213,13 +191,9 @@ def test_tied_embeddings_serve_as_lm_head(tmp_path):
         ("config.json", {"model_type": "llama"}, r"qwen3_5, qwen3_5_moe, qwen3_next"),
         ("config.json", {"model_file": "evil.py"}, "runs no code"),
         ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-        ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
         ("config.json", {"num_attention_heads": "x"}, "can't be loaded"),
-        ("config.json", {"hidden_size": 65}, "can't be loaded"),
-        ("generation_config.json", "[]", "JSON object"),
         ("generation_config.json", "{", "can't be read"),
         ("generation_config.json", '{"eos_token_id": [99999999999]}', "99999999999"),
-        ("generation_config.json", '{"eos_token_id": "x"}', "'x'"),
         ("model.safetensors", None, "no model.*, but model.bin: only safetensors are read"),
         ("model.safetensors", b"\x10", "can't be loaded"),
     ],
@@ -249,13 +223,3 @@ def test_experts_on_the_cpu_are_float32_or_refused(tmp_path):
     assert dense.causal_lm.model.norm.weight.dtype == mx.bfloat16
     with pytest.raises(UsageError, match="float32"):
         load_model(tmp_path / "dense", enable_mtp=False, dtype="int8")
-
-
-def test_patching_leaves_mlx_lm_alone(tmp_path):
-    write_checkpoint(tmp_path, Layout("qwen3_next"))
-    before = Qwen3NextGatedDeltaNet.__call__, Model.sanitize
-    model = load_model(tmp_path, enable_mtp=True)
-    assert (Qwen3NextGatedDeltaNet.__call__, Model.sanitize) == before
-    assert type(model.causal_lm.model.layers[0].linear_attn) is not Qwen3NextGatedDeltaNet
-    with pytest.raises(ModelError, match="mlx-lm>="):
-        model.family.patch(model.model)  # its layers are not mlx-lm's own any more

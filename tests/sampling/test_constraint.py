@@ -1,7 +1,5 @@
 """One row's constraint: windows with right and wrong drafts, drafting, budgets, late limits."""
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.sampling.grammar import Budget
-from mlx_mtp.sampling.grammar_masks import Constraint, DraftSampler, GrammarMasks
+from mlx_mtp.sampling.grammar_masks import Constraint, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, mask_out
-from tests.grammars import EOS, THINK_END, TOO_WIDE_WITHIN, compiled, ids
+from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
 from tests.harness import PlainMask
 
 VOCAB = 96
@@ -86,26 +84,6 @@ def test_masks_of_windows_and_drafts_are_those_of_single_tokens(data, spec):
         assert not GrammarMasks([constraint, None])
 
 
-def test_drafts_after_the_end_of_an_answer_do_no_harm():
-    constraint, tokens = Constraint(compiled(LIST)), ids("[12]")
-    masks = window_masks(constraint, [*tokens, EOS, ONE])
-    assert masks[len(tokens)] == {EOS}
-    draft(constraint, [*tokens, EOS, ONE, ONE])
-    assert window_masks(constraint, [])[0] == singly(LIST, [])
-    constraint.advance(tokens)
-    assert draft(constraint, [EOS, ONE]) == [{EOS}, set(range(VOCAB))]
-    constraint.advance([EOS])
-    assert constraint.error is None
-
-
-def test_a_token_that_no_mask_allowed_is_an_error_that_stays():
-    constraint = Constraint(compiled(LIST))
-    constraint.advance([BRACE])
-    assert "grammar" in str(constraint.error)
-    constraint.advance([OPEN])
-    assert constraint.error is not None
-
-
 @pytest.mark.parametrize("drafts", [[OPEN, BRACE], [OPEN, BRACE, ONE]])
 def test_a_limit_met_by_a_draft_counts_only_if_the_answer_comes_there(drafts):
     spec = TOO_WIDE_WITHIN
@@ -118,80 +96,6 @@ def test_a_limit_met_by_a_draft_counts_only_if_the_answer_comes_there(drafts):
     missed.advance([OPEN, ONE])
     assert missed.error is None
     assert window_masks(missed, [])[0] == singly(spec, [OPEN, ONE])
-
-
-class Tiring:
-    """A matcher that fails, for good, at the mask that follows a certain text."""
-
-    def __init__(self, matcher, said=(), failed=False) -> None:
-        self.matcher, self.said, self.failed = matcher, list(said), failed
-
-    def __getattr__(self, name):
-        return getattr(self.matcher, name)
-
-    def deep_copy(self):
-        return Tiring(self.matcher.deep_copy(), self.said, self.failed)
-
-    def unsafe_compute_mask_ptr(self, *where) -> None:
-        self.failed |= self.said == ids("[12,")
-        if not self.failed:
-            self.matcher.unsafe_compute_mask_ptr(*where)
-
-    def consume_token(self, token) -> bool:
-        self.said.append(token)
-        return not self.failed and self.matcher.consume_token(token)
-
-    def rollback(self, count) -> bool:
-        del self.said[len(self.said) - count :]
-        return not self.failed and self.matcher.rollback(count)
-
-    def is_error(self) -> bool:
-        return self.failed or self.matcher.is_error()
-
-    def get_error(self) -> str:
-        return "too tired"
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-def test_a_limit_met_by_a_mask_counts_only_if_a_token_was_drawn_with_it(length):
-    """The mask after three of the drafts fails: to keep three tokens is fine, a fourth is not."""
-    drafts = ids("[12,12")
-    assert drafts[:3] == ids("[12,")
-    grammar = dataclasses.replace(compiled(LIST), matcher=Tiring(compiled(LIST).matcher))
-    constraint = Constraint(grammar)
-    for token in drafts[:3]:
-        constraint.drafted(token)
-    assert not constraint.draft_mask(np.full(3, -1, dtype=np.int32)), "a failed mask is no mask"
-
-    matcher = constraint.rewind()
-    for token in drafts[:3]:
-        matcher.consume_token(token)
-    matcher.unsafe_compute_mask_ptr()  # As the call for the whole window would leave it.
-    masks = np.full((len(drafts) + 1, 3), -1, dtype=np.int32)
-    assert constraint.finish_masks(masks, drafts)
-    assert [allowed(mask) for mask in masks[:3]] == [singly(LIST, drafts[:j]) for j in range(3)]
-    assert (masks[3:] == -1).all()
-    constraint.advance(drafts[:length])
-    assert (constraint.error is None) == (length <= 3)
-
-
-def test_the_draft_sampler_reads_each_draft_before_the_next():
-    constraint = Constraint(compiled(GrammarSpec("regex", "abc+")))
-    params = SamplingParams(max_tokens=9, temperature=0.0)
-    sampler = DraftSampler(Sampler([params], [[4]], VOCAB), GrammarMasks([constraint]))
-    logits = mx.zeros((1, 1, VOCAB))
-    drawn = [sampler.draw(logits, mx.array([[j]]), mx.array([[0]])).item() for j in range(4)]
-    assert drawn == [*ids("a"), *ids("b"), *ids("c"), EOS]
-
-
-def test_a_budget_forces_the_end_and_then_lets_go():
-    constraint, everything = Constraint(compiled(BUDGET)), set(range(VOCAB))
-    assert window_masks(constraint, [4, 5, 6, 7]) == [everything] * 3 + [{THINK_END}] * 2
-    assert window_masks(constraint, [4, THINK_END, 6, 7]) == [everything] * 5
-    constraint.advance([4, 5, 6])
-    assert window_masks(constraint, [THINK_END, 7]) == [{THINK_END}, everything, everything]
-    constraint.advance([THINK_END])
-    assert not constraint.active
 
 
 @settings(max_examples=200, deadline=None)
@@ -233,7 +137,3 @@ def test_cuts_choose_among_the_tokens_that_are_allowed():
     sampler, window = Sampler([params], [[3]], VOCAB), mx.array([[0]])
     scores = sampler.scores(mx.array(logits), mx.array([[7]]), window, mask=mask)
     assert np.flatnonzero(np.isfinite(np.array(scores[0, 0]))).tolist() == [90, 91]
-    ones = mx.full(mask.shape, 255, dtype=mx.uint8)
-    with_ones = sampler.scores(mx.array(logits), mx.array([[7]]), window, mask=ones)
-    without = sampler.scores(mx.array(logits), mx.array([[7]]), window)
-    assert mx.array_equal(with_ones, without), "a mask of all ones changes nothing"

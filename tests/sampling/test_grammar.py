@@ -11,12 +11,11 @@ from mlx_mtp.sampling.params import GrammarSpec
 from tests.grammars import (
     EOS,
     THINK_END,
-    TOO_WIDE_WITHIN,
     compiled,
     compiler,
     ids,
     optional_properties,
-    text,
+    tokenizer,
 )
 
 _SCHEMA = {"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]}
@@ -49,7 +48,6 @@ def accepts(grammar: Grammar, text: str) -> bool:
         (TIGHT, '{"ab":1}', '{ "ab":1}'),
         (GrammarSpec("json_object"), '{"a":[1,{"b":true}]}', "[1]"),
         (GrammarSpec("regex", "[ab]+(12)?"), "abab12", "abab1"),
-        (GrammarSpec("regex", "a(b[0-9])?"), "a", "ab"),
         (GrammarSpec("regex", "^a/b$"), "a/b", "a/bb"),
         (GrammarSpec("choice", '["ab", "a\\"b", "</think>"]'), 'a"b', "a"),
         (GrammarSpec("lark", 'start: "a" B\nB: /[0-9]+/'), "a12", "a"),
@@ -66,13 +64,6 @@ def test_each_kind_accepts_what_it_should(spec, right, wrong):
     assert not accepts(grammar, wrong)
 
 
-def test_free_text_is_free_but_for_the_end_of_sequence():
-    matcher = compiled(GrammarSpec("json_object", free_until="</think>")).matcher.deep_copy()
-    assert mask(matcher) == set(range(96)) - {EOS}
-    assert matcher.consume_token(THINK_END)
-    assert not {THINK_END, EOS} & mask(matcher)
-
-
 def test_the_text_of_a_special_token_stays_text():
     """llguidance's forced tokens would take the token itself, which no string matches."""
     matcher = compiled(GrammarSpec("json_schema", '{"const": "</think>"}')).matcher.deep_copy()
@@ -81,7 +72,7 @@ def test_the_text_of_a_special_token_stays_text():
         token = min(allowed)
         assert token != THINK_END
         assert matcher.consume_token(token)
-        said += text([token])
+        said += tokenizer().decode([token])
     assert json.loads(said) == "</think>"
 
 
@@ -89,7 +80,6 @@ def test_white_space_between_the_parts_of_json_has_an_end():
     matcher = compiled(GrammarSpec("json_object")).matcher.deep_copy()
     assert matcher.consume_token(ids("{")[0])
     (space,), (newline,) = ids(" "), ids("\n")
-    assert {space, newline} <= mask(matcher)
     assert matcher.consume_token(newline)
     assert newline not in mask(matcher)
     for _ in range(40):
@@ -104,9 +94,7 @@ def test_white_space_between_the_parts_of_json_has_an_end():
         (GrammarSpec("json_schema", '{"type": "foo"}'), "Invalid type: foo"),
         (GrammarSpec("json_schema", '{"not": {}}'), "not"),
         (GrammarSpec("json_schema", '{"$ref": "http://localhost/x"}'), "Resource"),
-        (GrammarSpec("json_schema", '{"$ref": "#"}'), "fulfil"),
-        (GrammarSpec("json_schema", '{"minimum": 3, "maximum": 1, "type": "integer"}'), "minimum"),
-        (GrammarSpec("regex", "(a"), "unclosed group"),
+        (GrammarSpec("json_schema", optional_properties(600)), "items"),
         (GrammarSpec("regex", "(?=a)b"), "look-around"),
         (GrammarSpec("lark", "start: missing"), "missing"),
         (GrammarSpec("lark", 'root ::= "a'), "GBNF"),
@@ -123,20 +111,3 @@ def test_what_is_wrong_is_told(spec, words):
         compiler().compile(spec)
     assert len(str(caught.value)) < 500
     assert caught.value.status == 400
-
-
-def test_a_limit_that_shows_later_stops_the_answer_there():
-    matcher = compiled(TOO_WIDE_WITHIN).matcher.deep_copy()
-    assert matcher.consume_token(ids("[")[0])
-    assert ids("{")[0] in mask(matcher)
-    matcher.consume_token(ids("{")[0])
-    mask(matcher)
-    assert matcher.is_error()
-    with pytest.raises(GrammarError, match="items"):
-        compiler().compile(GrammarSpec("json_schema", optional_properties(600)))
-
-
-def test_large_schemas_and_lists_are_fine():
-    assert accepts(compiled(GrammarSpec("json_schema", optional_properties(450))), '{"p4":1}')
-    words = [f"a{i}" for i in range(MAX_CHOICES)]
-    assert accepts(compiled(GrammarSpec("choice", json.dumps(words))), "a4095")

@@ -1,15 +1,101 @@
 """The controller against machines made of numbers: never far from the best fixed depth."""
 
-import itertools
 import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.speculative.controller import DepthController, StepCosts
-from mlx_mtp.speculative.depth import DecodeStep, DraftRow, FixedDepth, Outcome
-from tests.speculative.simulation import Cost, Machine, best_fixed
+from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, DraftRow, Outcome
+
+Cost = Callable[[int, int], float]
+"""(batch size, depth) -> seconds of a step that verifies and proposes that many drafts."""
+Rates = Callable[[], Sequence[float]]
+"""The chance of each position's draft at present, given those before it."""
+
+
+@dataclass
+class Machine:
+    """Steps that take time and bring tokens.
+
+    The policy observes noisy times and drawn acceptance; `seconds` and `tokens` are what is
+    expected of them, so that the policy is judged without the noise.
+    """
+
+    cost: Cost
+    rates: Rates
+    noise: float = 0.03  # spread (sigma of the log) of a step's time
+    late: float = 0.01  # share of the steps that take up to ten times as long
+    first: float = 1.0  # how many times as long the first step of a shape takes
+    draft_share: float = 0.4  # of the cost above depth 0, what is spent on proposing
+    seed: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def run(
+        self, policy: DepthPolicy, size: int, num_steps: int, rows: list[DraftRow] | None = None
+    ):
+        """Steps of one unchanging batch; returns tokens per second."""
+        rows = rows or [DraftRow() for _ in range(size)]
+        began, before = self.seconds, self.tokens
+        window = policy.depth(rows, steady=False)
+        last: int | None = None
+        unread: deque[DecodeStep] = deque()
+        for _ in range(num_steps):
+            proposed = policy.depth(rows, steady=True)
+            step = self._step(rows, window, proposed, clean=last == window == proposed)
+            unread.append(step)
+            if len(unread) > 1:
+                policy.observe(unread.popleft())
+            last, window = window, proposed
+        for step in unread:
+            policy.observe(step)
+        return (self.tokens - before) / (self.seconds - began)
+
+    def _step(self, rows: list[DraftRow], window: int, proposed: int, *, clean: bool) -> DecodeStep:
+        size = len(rows)
+        plain = self.cost(size, 0)
+        verify = plain + (1 - self.draft_share) * (self.cost(size, window) - plain)
+        seconds = verify + self.draft_share * (self.cost(size, proposed) - plain)
+        self.seconds += seconds
+        seconds *= self.random.lognormvariate(0.0, self.noise)
+        if self.random.random() < self.late:
+            seconds *= 1 + 9 * self.random.random()
+        if (size, window) not in self.seen:
+            self.seen.add((size, window))
+            seconds *= self.first
+        outcomes = []
+        rates = self.rates()
+        for row in rows:
+            count, accepted = row.num_drafts(window), 0
+            while accepted < count and self.random.random() < rates[accepted]:
+                accepted += 1
+            outcomes.append(Outcome(row, count, accepted, cut=False))
+            self.tokens += _expected(rates[:count])
+        return DecodeStep(size, window, outcomes, seconds if clean else None)
+
+
+def best_fixed(cost: Cost, rates: Sequence[float], size: int) -> float:
+    """Tokens per second at the best depth where all rows have these rates."""
+    return max(size * _expected(rates[:depth]) / cost(size, depth) for depth in range(K + 1))
+
+
+def _expected(rates: Sequence[float]) -> float:
+    """Tokens of a window."""
+    tokens = reached = 1.0
+    for rate in rates:
+        reached *= rate
+        tokens += reached
+    return tokens
+
 
 K = 8
 # Costs of a step over a plain one. The first table was measured on two cores of a CPU, the second
@@ -32,15 +118,10 @@ LOW = [0.3, 0.2, *[0.1] * 6]
 CLIFF = [0.98, 0.98, 0.98, 0.1, 0, 0, 0, 0]
 SPOILED = [0.0] * K
 PLACES = [(table, size) for table in (CPU, GPU) for size in table]
-PLACE_IDS = [f"{'cpu' if table is CPU else 'gpu'}-{size}" for table, size in PLACES]
 
 
 def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
     return lambda size, depth: scale * table[size][depth]
-
-
-def always(rates: list[float]):
-    return lambda row, step: rates
 
 
 def controller(table: dict[int, dict[int, float]] | None = None) -> DepthController:
@@ -53,24 +134,22 @@ def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> DepthControl
     return controller({size: dict(enumerate(table[size])) for size in sizes})
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
-@pytest.mark.parametrize(
-    "shift", [0, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3, 4))]
-)
+@pytest.mark.parametrize("number", range(len(PLACES)))
+@pytest.mark.parametrize("shift", [0, 2])
 def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     """From nothing: no calibration, no stored table, and a first step that compiles."""
     table, size = PLACES[number]
     rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
-    machine = Machine(cost_of(table), always(rates), noise=0.05, first=20)
+    machine = Machine(cost_of(table), lambda: rates, noise=0.05, first=20)
     policy = controller()
     machine.run(policy, size, 800)
-    _, best = best_fixed(machine.cost, rates, size)
+    best = best_fixed(machine.cost, rates, size)
     assert machine.run(policy, size, 1200) > 0.95 * best
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES, ids=PLACE_IDS)
+@pytest.mark.parametrize(("table", "size"), PLACES)
 def test_a_spoiled_head_costs_at_most_3_percent(table, size):
-    machine = Machine(cost_of(table), always(SPOILED), noise=0.05, first=20)
+    machine = Machine(cost_of(table), lambda: SPOILED, noise=0.05, first=20)
     policy = calibrated(table, 1, 4)
     plain = size / table[size][0] * 100
     assert machine.run(policy, size, 300) > 0.94 * plain  # while that is found out
@@ -78,18 +157,17 @@ def test_a_spoiled_head_costs_at_most_3_percent(table, size):
     assert policy.choices == {size: 0}
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)), ids=PLACE_IDS)
-@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_acceptance_that_turns_bad_and_good_again_is_followed(number, shift):
+@pytest.mark.parametrize("number", range(len(PLACES)))
+def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
     """In the same rows, or with new ones all the time."""
-    (table, size), same_rows = PLACES[number], bool((number + shift) % 2)
+    (table, size), same_rows = PLACES[number], bool(number % 2)
     phase = [REAL]
-    machine = Machine(cost_of(table), lambda row, step: phase[0], noise=0.05)
+    machine = Machine(cost_of(table), lambda: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
     rows = [DraftRow() for _ in range(size)]
     for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
         phase[0] = rates
-        _, best = best_fixed(machine.cost, rates, size)
+        best = best_fixed(machine.cost, rates, size)
         seconds, tokens = machine.seconds, machine.tokens
         for _ in range(12):
             rows = rows if same_rows else [DraftRow() for _ in range(size)]
@@ -114,7 +192,7 @@ def test_any_machine_and_any_head(data):
     size = data.draw(st.sampled_from([1, 2, 3, 5, 8, 16, 32]))
     machine = Machine(
         lambda size, depth: costs[depth],
-        always(rates),
+        lambda: rates,
         noise=data.draw(st.sampled_from([0.01, 0.05])),
         first=20,
         seed=data.draw(st.integers(0, 99)),
@@ -122,27 +200,15 @@ def test_any_machine_and_any_head(data):
     policy = controller()
     machine.run(policy, size, 1000)
     speed = machine.run(policy, size, 1500)
-    assert speed > 0.93 * best_fixed(machine.cost, rates, size)[1]
+    assert speed > 0.93 * best_fixed(machine.cost, rates, size)
     assert speed > 0.96 * size / costs[0]
-
-
-def test_noise_makes_it_neither_wrong_nor_restless():
-    machine = Machine(cost_of(CPU), always(REAL), noise=0.15, late=0.05)
-    policy = calibrated(CPU, 1, 4)
-    machine.run(policy, 4, 1000)
-    chosen = []
-    for _ in range(1000):
-        chosen.append(policy.choices[4])
-        machine.run(policy, 4, 2)
-    assert sum(a != b for a, b in itertools.pairwise(chosen)) < 60
-    assert machine.run(policy, 4, 2000) > 0.95 * best_fixed(machine.cost, REAL, 4)[1]
 
 
 def test_batches_that_change_all_the_time():
     def cost(size: int, depth: int) -> float:
         return 0.01 * (1 + 0.1 * size) * (1 + depth * (0.2 + 0.05 * size))
 
-    machine, draw, policy = Machine(cost, always(REAL), noise=0.05), random.Random(1), controller()
+    machine, draw, policy = Machine(cost, lambda: REAL, noise=0.05), random.Random(1), controller()
     spent = ideal = 0.0
     for number in range(400):
         size = draw.randint(1, 8)
@@ -150,31 +216,8 @@ def test_batches_that_change_all_the_time():
         machine.run(policy, size, 10)
         if number > 150:
             spent += machine.seconds - seconds
-            ideal += (machine.tokens - tokens) / best_fixed(cost, REAL, size)[1]
+            ideal += (machine.tokens - tokens) / best_fixed(cost, REAL, size)
     assert ideal > 0.94 * spent
-
-
-def test_a_cost_that_was_misread_once_is_measured_again():
-    """The best depth's cost seems far too high at the start."""
-    for table, size in PLACES[::2]:
-        machine = Machine(cost_of(table), always(GOOD), noise=0.05)
-        depth, best = best_fixed(machine.cost, GOOD, size)
-        misread = dict(enumerate(table[size])) | {depth: 1.4 * table[size][depth]}
-        policy = controller({size: misread})
-        machine.run(policy, size, 1500)
-        assert machine.run(policy, size, 1500) > 0.93 * best
-
-
-def test_the_plain_step_is_measured_even_where_drafts_seem_to_pay():
-    """Any draft doubles the cost, and all depths but 0 look as they would if it were a quarter."""
-    machine = Machine(
-        lambda size, depth: 0.01 if depth == 0 else 0.02 * (1 + 0.2 * (depth - 1)),
-        always(MIDDLING),
-        noise=0.02,
-    )
-    policy = controller()
-    machine.run(policy, 24, 400)
-    assert policy.choices == {24: 0}
 
 
 def fixed_rows(*wanted: int | None) -> list[DraftRow]:
@@ -208,16 +251,3 @@ def test_requests_with_a_depth_of_their_own_get_it():
     assert policy.choices[8] == 0
     drive(policy, fixed_rows(*[None] * 8), K, 60)
     assert policy.choices[8] > 0
-
-
-def test_nothing_is_probed_where_nothing_can_be_measured():
-    assert len(drive(controller(), fixed_rows(None, None), 2, 400, steady=False)) <= 2
-
-
-def test_a_fixed_depth_is_fixed_but_for_requests_with_their_own():
-    policy = FixedDepth(2)
-    assert policy.depth(fixed_rows(None, None), steady=True) == 2
-    assert policy.depth(fixed_rows(0, None), steady=True) == 2
-    assert policy.depth(fixed_rows(0), steady=True) == 0
-    assert policy.depth(fixed_rows(5, None, 0), steady=False) == 5
-    assert policy.choices == {2: 2, 1: 0, 3: 5}

@@ -1,8 +1,11 @@
-"""Costs of steps: what is measured, what is inferred, and what noise does to it."""
+"""Acceptance by position, and costs of steps: measured, inferred, with noise."""
+
+import itertools
 
 import pytest
 
 from mlx_mtp.speculative.controller import StepCosts
+from mlx_mtp.speculative.depth import RowRates
 
 K = 4
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
@@ -50,36 +53,14 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
     assert costs.relative(1)[3] == pytest.approx(TRUE[3], rel=0.12)
 
 
-def test_one_reading_gone_wrong_is_bounded_and_mended():
-    costs = StepCosts(K)
-    stay(costs, 1, 0, 0.01)
-    stay(costs, 1, 1, 0.5)  # 50 times a plain step
-    assert costs.relative(1)[1] < 3.0
-    assert 1 in costs.unconfirmed(1)
-    for _ in range(4):
-        stay(costs, 1, 0, 0.01, 8)
-        stay(costs, 1, 1, 0.014, 8)
-    assert costs.relative(1)[1] == pytest.approx(1.4, rel=0.2)
-    assert 1 not in costs.unconfirmed(1)
-
-
-def test_a_new_batch_size_is_inferred_from_the_nearest():
-    costs = measured(1)
-    stay(costs, 4, 2, 0.5)  # one measured depth is enough
-    assert costs.relative(4) == pytest.approx(TRUE)
-    for depth, cost in ((0, 1.0), (1, 2.0), (3, 4.0)):
-        stay(costs, 8, depth, cost)
-    assert costs.relative(8)[2] == pytest.approx(3.0, rel=0.1)
-    assert costs.relative(32) == pytest.approx(costs.relative(8))
-    assert costs.relative(1) == pytest.approx(TRUE)
-
-
-def test_a_table_of_an_earlier_run_is_a_start_and_gives_way():
-    costs = StepCosts(K)
-    costs.load({1: {depth: 0.01 + 0.004 * depth for depth in range(9)}, 7: {8: 1.0}})
-    assert costs.relative(1) == pytest.approx([1.0, 1.4, 1.8, 2.2, 2.6])
-    assert {size: set(row) for size, row in costs.table().items()} == {1: set(range(K + 1))}
-    for _ in range(10):
-        stay(costs, 1, 0, 0.03, 8)
-        stay(costs, 1, 1, 0.033, 8)
-    assert costs.relative(1)[1] == pytest.approx(1.1, rel=0.05)
+def test_a_position_counts_only_where_those_before_it_were_right():
+    row = RowRates(5)
+    for accepted in [0] * 300 + [2] * 300:
+        assert row.observe(4, accepted, cut=False) == accepted + 1
+    assert row.observe(3, 1, cut=True) == 1  # the row ended: the next draft was not tried
+    gains = [b - a for a, b in itertools.pairwise(row.expected_tokens([0.9] * 5))]
+    rates = [gains[0], *(b / a for a, b in itertools.pairwise(gains))]
+    assert min(rates[:2]) > 0.8
+    assert rates[2] < 0.2
+    # Behind the one that failed nothing was tried, nor at all at the last.
+    assert rates[3:] == pytest.approx([0.9, 0.9])
