@@ -64,15 +64,8 @@ pytest.mark.xfail(
 
 
 def model_params(url: str, name: str) -> dict[str, Any]:
-    return {
-        "model": name,
-        "base_url": f"{url}/v1",
-        "api_key": "none",
-        "temperature": 0,
-        "max_tokens": 120,
-        "max_retries": 0,
-        "stream_usage": True,
-    }
+    fields = {"temperature": 0, "max_tokens": 120, "max_retries": 0, "stream_usage": True}
+    return {"model": name, "base_url": f"{url}/v1", "api_key": "none", **fields}
 
 
 class TestIntegration(ChatModelIntegrationTests):

@@ -75,11 +75,6 @@ def test_async_all_apis_at_once(server: Server) -> None:
         answer = await client.responses.create(model=MODEL, input=SENTENCE.question, **GREEDY)
         return answer.output_text
 
-    async def helper(client: openai.AsyncOpenAI) -> str:
-        async with client.chat.completions.stream(**ASKED, **GREEDY) as stream:
-            final = await stream.get_final_completion()
-        return final.choices[0].message.content
-
     async def completion(client: openai.AsyncOpenAI) -> str:
         text = f"<|im_start|>user\n{SENTENCE.question}<|im_end|>\n<|im_start|>assistant\n"
         fields = {"model": MODEL, "prompt": text, "max_tokens": 40, **GREEDY}
@@ -88,7 +83,7 @@ def test_async_all_apis_at_once(server: Server) -> None:
     async def all_of_them() -> list[str]:
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            ways = (stream, response, helper, completion)
+            ways = (stream, response, completion)
             return await asyncio.gather(*(way(client) for way in ways * 2))
 
     assert set(asyncio.run(all_of_them())) == {SENTENCE.answer}

@@ -53,15 +53,8 @@ def test_every_agent_has_one_of_its_version() -> None:
         assert len(capture.requests) >= 2
         assert capture.requests[-1]["body"]["tools"]
         assert "sum-42" in json.dumps(capture.requests[-1]["body"])
-
-
-def test_captures_name_no_machine() -> None:
-    for capture in CAPTURES:
         text = json.dumps([sent["body"] for sent in capture.requests])
         assert not re.search(r"(?<![\w/:])/(root|tmp|work|Users|var)/", text)
-        assert not re.search(r"\b20(2[5-9]|3\d)-(?!01-01)\d\d-\d\d", text)
-        assert not re.search(r"[0-9a-f]{8}-[0-9a-f]{4}-(?!4000-8000)", text)
-        assert not re.search(rf'(?<!\\)"(?:[^"\\]|\\.){{{captures.MOST_CHARACTERS + 100},}}"', text)
 
 
 @pytest.mark.parametrize("capture", CAPTURES, ids=lambda c: c.client)
@@ -94,10 +87,10 @@ def all_ways(server: Server, requests: Iterable[Sent], most_tools: int) -> None:
         answered = post(client, sent, body | {limit: ANSWER_TOKENS})
         if stream:
             assert len(check_stream(path, answered)) > 2
-        elif api_of(path) == CHAT:
-            assert 0 < check_whole(path, answered).usage.completion_tokens <= ANSWER_TOKENS
         else:
-            assert 0 < check_whole(path, answered).usage.output_tokens <= ANSWER_TOKENS
+            usage = check_whole(path, answered).usage
+            tokens = usage.completion_tokens if api_of(path) == CHAT else usage.output_tokens
+            assert 0 < tokens <= ANSWER_TOKENS
 
     jobs = [(sent, stream) for sent in requests for stream in (True, False)]
     with httpx.Client(base_url=server.url, timeout=300) as client, ThreadPoolExecutor(4) as pool:
