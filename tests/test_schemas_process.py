@@ -16,10 +16,9 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling.params import MAX_LOGIT_BIAS
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.harness import MEASURED
-from tests.process import Server, running
+from tests.process import MODEL, Server, running
 
 SCHEMAS = Path(__file__).parent / "data" / "json_schemas.json"
-MAX_TOKENS = 300
 QUIET = ("--dtype", "float32", "--log-level", "warning")
 
 
@@ -52,15 +51,12 @@ def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server
     def answer(server: Server, case: dict[str, Any]) -> tuple[str, str]:
         """Finish reason and content; of a refusal its code."""
         form = {"name": "answer", "schema": case["schema"], "strict": True}
+        messages = [{"role": "user", "content": f"Fill in {case['name']}."}]
+        fields = {"temperature": 0, "frequency_penalty": 0.2, "max_tokens": 300}
+        fields |= {"response_format": {"type": "json_schema", "json_schema": form}}
         try:
             completion = server.client.chat.completions.create(
-                model="mlx-mtp-demo",
-                messages=[{"role": "user", "content": f"Fill in {case['name']}."}],
-                response_format={"type": "json_schema", "json_schema": form},
-                temperature=0,
-                frequency_penalty=0.2,
-                max_tokens=MAX_TOKENS,
-                logit_bias=pushes,
+                model=MODEL, messages=messages, logit_bias=pushes, **fields
             )
         except openai.BadRequestError as error:
             return "refused", str(error.code)

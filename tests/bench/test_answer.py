@@ -102,9 +102,3 @@ def test_times_and_tokens_of_chunks(reads, split, counts, times, tokens):
 def test_what_is_no_answer(stream, message):
     with pytest.raises(BenchError, match=message):
         parse_answer(10.0, [(11.0, stream)])
-
-
-def test_either_end_is_enough_and_the_last_event_needs_no_empty_line():
-    for last in (closing(), DONE, DONE.strip()):
-        assert parse_answer(10.0, [(11.0, piece("a") + last)]).num_tokens == 1
-    assert list(timed_events([])) == list(timed_events([(1.0, b": hm\n\n")])) == []
