@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Wave, measure, percentiles, summarize
-from mlx_mtp.bench.prompts import KINDS, PromptSource
 from mlx_mtp.errors import BenchError
 
 CELLS = (("short", 1), ("short", 4))
@@ -124,13 +123,3 @@ def test_weighted_percentiles_are_those_of_repeated_values(pairs):
     wanted = (0, 10, 50, 95, 99, 100)
     expected = {f"x_p{p}": np.percentile(repeated, p, method="inverted_cdf") for p in wanted}
     assert percentiles("x", values, wanted, weights=weights.astype(float)) == expected
-
-
-def test_prompts_have_their_length_differ_early_and_repeat_with_the_seed():
-    for kind, low, high in zip(KINDS, (10, 8, 400, 3000), (25, 45, 450, 3050), strict=True):
-        one, other = PromptSource(5), PromptSource(5)
-        texts = [prompt.text for prompt in one.next(kind, 20)]
-        assert all(low <= len(text.split()) <= high for text in texts)
-        assert len({text[: text.index(".")] for text in texts}) > 15
-        other.next(kind, 20)
-        assert one.next(kind, 4) == other.next(kind, 4) != PromptSource(6).next(kind, 4)

@@ -8,8 +8,7 @@ import anthropic
 import pytest
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
-from tests.clients.conftest import MODEL
-from tests.process import Server
+from tests.process import MODEL, Server
 
 TOOL = {"name": FUNCTION["name"], "description": FUNCTION["description"]}
 TOOL |= {"input_schema": FUNCTION["parameters"]}
@@ -61,11 +60,3 @@ def test_four_tool_calls_and_the_way_back(client: anthropic.Anthropic) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all("21" in text for text in pool.map(one, CITIES))
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
-def test_a_forced_tool(client: anthropic.Anthropic, choice: dict[str, Any]) -> None:
-    choice = {**choice, "disable_parallel_tool_use": True}
-    message = client.messages.create(**ASKED, tools=[TOOL], tool_choice=choice, **GREEDY)
-    (call,) = message.content
-    assert call.type == "tool_use" and isinstance(call.input["city"], str)

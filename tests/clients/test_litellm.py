@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
-from tests.clients.conftest import MODEL
-from tests.process import Server
+from tests.process import MODEL, Server
 
 litellm = pytest.importorskip("litellm", reason="litellm is in the extra `clients`")
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER
-from tests.clients.conftest import MODEL
 from tests.clients.npm import HERE, environment, installed
-from tests.process import Server
+from tests.process import MODEL, Server
 
 pytestmark = pytest.mark.full
 

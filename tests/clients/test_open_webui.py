@@ -7,19 +7,16 @@ from typing import Any
 import httpx
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
-from tests.clients.conftest import MODEL
 from tests.clients.shapes import CHAT, check_stream
-from tests.process import Server
+from tests.process import MODEL, Server
 
 HEADERS = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "A%20User"}
 
 
 def chat(content: str, **fields: Any) -> dict[str, Any]:
     """A turn of a chat, with the parameters of its advanced settings."""
-    messages = [
-        {"role": "system", "content": "Answer clearly and briefly."},
-        {"role": "user", "content": [{"type": "text", "text": content}]},
-    ]
+    messages = [{"role": "user", "content": [{"type": "text", "text": content}]}]
+    messages.insert(0, {"role": "system", "content": "Answer clearly and briefly."})
     options = {"stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": 100}
     body = {"stream": True, "model": MODEL, "messages": messages, **options}
     return body | {"top_p": 1, "top_k": 40, "min_p": 0, "frequency_penalty": 0} | fields

@@ -12,9 +12,9 @@ import pytest
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients import captures
 from tests.clients.agents import AGENTS
-from tests.clients.conftest import MODEL
 from tests.clients.shapes import (
     CHAT,
+    MESSAGES,
     RESPONSES,
     api_of,
     calls_in,
@@ -22,10 +22,11 @@ from tests.clients.shapes import (
     check_whole,
     streamed_calls_in,
 )
-from tests.process import Server
+from tests.process import MODEL, Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
+from tests.server.in_process import GOOD, in_process
 
 CAPTURES = captures.load()
 LONG = FakeInfo(max_model_len=262_144)
@@ -106,3 +107,27 @@ def test_last_turns_on_the_bundled_model(server: Server) -> None:
 @pytest.mark.full
 def test_all_turns_on_the_bundled_model(server: Server) -> None:
     all_ways(server, [sent for capture in CAPTURES for sent in capture.requests], most_tools=99)
+
+
+# As the clients' own code looks for them: Claude Code, opencode, Continue, LiteLLM.
+SHOULD_MATCH = (
+    r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)",
+    r"This model's maximum context length is \d+ tokens",
+)
+
+
+@pytest.mark.parametrize("times", [1_100, 100_000], ids=["by its tokens", "by its bytes"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_a_prompt_that_is_too_long_makes_clients_shorten_the_chat(path: str, times: int) -> None:
+    text = "word " * times
+    asked = {"input": text, "messages": [{"role": "user", "content": text}]}
+    with in_process() as client:
+        body = {key: asked.get(key, value) for key, value in GOOD[path].items()}
+        answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    for pattern in SHOULD_MATCH:
+        assert re.search(pattern, error["message"], re.IGNORECASE), error
+    prompt, most = map(int, re.search(SHOULD_MATCH[0], error["message"], re.I).groups())
+    assert prompt > most == 1023
+    assert error.get("code") == (None if path == MESSAGES else "context_length_exceeded")

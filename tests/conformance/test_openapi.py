@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.sources import Repository, directory
-from tests.conformance.test_suites import HERE, MODEL
+from tests.conformance.test_suites import HERE
 from tests.harness import MEASURED
-from tests.process import Server
+from tests.process import MODEL, Server
 
 OPENAPI = Repository(
     "openai-openapi",

@@ -18,10 +18,10 @@ import pytest
 from tests.conformance.adapters.suite_names import stands_for
 from tests.conformance.sources import Package, directory
 from tests.harness import MEASURED
+from tests.process import MODEL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MODEL = "mlx-mtp-demo"
 _SECONDS = 3000
 _NOT_PASSED_ON = ("MLX_MTP_", "PYTEST_", "SUITE_")
 _QUIETLY = ("-q", "--timeout=120", "--tb=short")

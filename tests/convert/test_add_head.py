@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import resource
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 
 from mlx_mtp.convert import convert as module
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.convert.files import new_sidecar
+from mlx_mtp.convert.files import SafetensorsFile, new_sidecar
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
 from mlx_mtp.models.head_weights import read_sidecar
 from mlx_mtp.models.loader import load_model
@@ -160,6 +161,22 @@ def test_a_truncated_a_missing_and_a_lying_shard(pair):
     pair.refused(CheckpointError, r"though model\.safetensors\.index\.json says so")
     (pair.source / "model.safetensors.index.json").write_text("{}")
     pair.refused(CheckpointError, r"index\.json can't be read")
+
+
+def test_damaged_and_short_files_are_refused_by_name(tmp_path):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(CheckpointError, match="No such file"):
+        SafetensorsFile(path)
+    write_file(path, {"x": mx.zeros(6)})
+    whole = path.read_bytes()
+    tensor = SafetensorsFile(path).tensors["x"]
+    for content in (b"", whole[:5], (500).to_bytes(8, "little") + b"{}", whole[:-1]):
+        path.write_bytes(content)
+        found = re.escape(f"{path} ({len(content)} bytes) is truncated, damaged or not")
+        with pytest.raises(CheckpointError, match=found):
+            SafetensorsFile(path)
+    with pytest.raises(CheckpointError, match="truncated while"):
+        tensor.read()
 
 
 def test_targets_that_are_no_models_and_sources_that_are_none(pair):

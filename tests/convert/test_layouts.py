@@ -79,7 +79,7 @@ def test_a_quantized_head_is_what_mx_quantize_makes_of_the_reference(pair, numbe
     assert not [name for name in got if name.endswith((".scales", ".biases"))]
 
 
-@pytest.mark.parametrize("flags", [{}, {"bits": 4}, {"bits": 16}, {"bits": 8, "group_size": 32}])
+@pytest.mark.parametrize("flags", [{}, {"bits": 16}, {"bits": 8, "group_size": 32}])
 def test_a_packed_mlx_head_is_taken_over_or_packed_again(pair, tmp_path, flags):
     packed = pair.convert()
     pair.source, pair.target = pair.target, write_target(tmp_path / "second", LAYOUT)

@@ -75,10 +75,6 @@ def test_windows_are_walked_as_an_engine_walks_them():
     assert windows == Windows(2, [2, 1, 1], [2, 1, 1])
     assert (windows.tokens_per_step, windows.rates) == (3.0, [1.0, 1.0, 1.0])
     assert walk([hit, hit, hit], 2, 9) == Windows(5, [5, 0, 0], [0, 0, 0])
-    by_output = Windows()
-    by_output.observe(3, 4)
-    by_output.observe(1, 1)
-    assert by_output == windows
 
 
 @pytest.mark.parametrize("directory", [DEMO, DENSE_DEMO], ids=["moe", "dense"])

@@ -122,13 +122,9 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
         ("per window", f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "),
     ):
         assert words in told[label]
-    # The model's context is shorter than the usual examples.
-    assert {label for label in told if " x " in label} == {"1 x 512", "16 x 512", "rows x tokens"}
     shape = demand(find(str(tmp_path)), "bfloat16").footprint
     for count in (1, 16):
         assert told[f"{count} x 512"].startswith(f"{size_text(shape.rows(count, 512))}; ")
-    wide = run("inspect", tmp_path, "--dtype", "float32")
-    assert wide["per token"].startswith(f"{4 * layer:,} bytes")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

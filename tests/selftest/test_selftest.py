@@ -17,7 +17,7 @@ from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
 from mlx_mtp.selftest.commands import Reference, compare, measure_speed, run_selftest
 from mlx_mtp.selftest.kernels import KernelCheck, check_kernels
-from mlx_mtp.selftest.report import Equality, Parting, Report, computes_exactly
+from mlx_mtp.selftest.report import Equality, Parting, Report
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative import acceptance
 from tests.bench.test_measure import Scripted
@@ -147,18 +147,6 @@ def test_a_wrong_portable_form_is_found(monkeypatch):
     for difference, ok in ((9e-5, True), (1.1e-4, False), (float("nan"), False)):
         monkeypatch.setattr(kernels, "_fold", lambda _, off=difference: off)
         assert [check.ok for check in check_kernels(shapes)] == [False, ok]
-
-
-def test_where_only_ties_excuse_a_difference(monkeypatch):
-    for dtype, gpu, tf32, exact in (
-        (mx.float32, None, "1", True),
-        (mx.float32, "cuda", "1", False),
-        (mx.float32, "cuda", "0", True),
-        (mx.bfloat16, "cuda", "0", False),
-    ):
-        monkeypatch.setattr(reports.gpu, "backend", lambda gpu=gpu: gpu)
-        monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
-        assert computes_exactly(dtype) == exact
 
 
 def report(**more) -> Report:
