@@ -64,11 +64,3 @@ def test_four_async_calls_of_a_tool_and_its_result_goes_back(target: dict[str, A
 
     asyncio.run(all_cities(stream=False))
     asyncio.run(all_cities(stream=True))
-
-
-def test_a_forced_tool(target: dict[str, Any]) -> None:
-    choice = {"type": "function", "function": {"name": "get_weather"}}
-    fields = {"tools": [WEATHER], "tool_choice": choice}
-    answer = litellm.completion(**target, **asked(SENTENCE.question), **fields)
-    (call,) = answer.choices[0].message.tool_calls
-    assert isinstance(json.loads(call.function.arguments)["city"], str)
