@@ -62,12 +62,9 @@ class Server:
 
 @contextlib.contextmanager
 def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Server]:
-    """A server that takes requests, and is killed in the end if it still lives.
+    """A server with these flags, killed in the end if it still lives.
 
-    Args:
-        flags: of `mlx-mtp serve`.
-        code: Python that is run in the process before it, to break something.
-        read_log: a pipe that nobody reads is full after some 800 lines of the access log.
+    `code` runs in the process before it, to break something. A log that is not read fills its pipe.
     """
     arguments = ["serve", "--port", "0", *flags]
     run = f"{code}\nimport sys\nfrom mlx_mtp.cli import main\nsys.exit(main({arguments!r}))"

@@ -53,23 +53,13 @@ def test_every_flag_also_comes_from_the_environment():
         assert parse("--memory-limit", text).memory_limit == value
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("PORT", "http"),
-        ("PORT", "65536"),
-        ("ENABLE_MTP", "yes"),
-        ("MTP_NUM_DRAFT_TOKENS", "9"),
-        ("MTP_NUM_DRAFT_TOKENS", "automatic"),
-        ("CALIBRATION_SECONDS", "-1"),
-        ("CACHE_DIR", ""),
-        ("KV_CACHE_QUANTIZATION", "6"),
-        ("DTYPE", "int8"),
-        ("SEED", str(1 << 63)),
-        ("API_KEY", "\udcff"),
-        *(("PREFIX_CACHE_SIZE", text) for text in ("", "GB", "-1", "1e9", "8 GBit", "9" * 400)),
-    ],
-)
+WRONG = [("PORT", "http"), ("PORT", "65536"), ("ENABLE_MTP", "yes"), ("DTYPE", "int8")]
+WRONG += [("MTP_NUM_DRAFT_TOKENS", "9"), ("CALIBRATION_SECONDS", "-1"), ("CACHE_DIR", "")]
+WRONG += [("KV_CACHE_QUANTIZATION", "6"), ("SEED", str(1 << 63)), ("API_KEY", "\udcff")]
+WRONG += [("PREFIX_CACHE_SIZE", text) for text in ("", "GB", "-1", "1e9", "8 GBit", "9" * 400)]
+
+
+@pytest.mark.parametrize(("variable", "value"), WRONG)
 def test_a_wrong_variable_is_named(variable, value, capsys):
     variable = f"MLX_MTP_{variable}"
     assert cli.main(["serve"], {variable: value}) == 2
@@ -85,25 +75,19 @@ def test_a_wrong_variable_is_named(variable, value, capsys):
         ("", ["dance"], "invalid choice: 'dance'"),
         ("serve", ["--port", "x"], "argument --port: 'x' is not an integer"),
         ("serve", ["--port", "70000"], "argument --port: 70000 is not between 0 and 65535"),
-        ("serve", ["--mtp-num-draft-tokens", "9"], "9 is not between 0 and 8"),
-        ("serve", ["--calibration-seconds", "-1"], "-1 is below 0"),
         ("serve", ["--api-key", ""], "the key must not be empty"),
         ("serve", ["a", "b\nc"], "unrecognized arguments: b c"),
         ("generate", [], "required: prompt"),
         ("generate", ["hi", "--temperature", "nan"], "'nan' is not finite"),
         ("generate", ["\udcff\udcfe"], "is not valid UTF-8"),
-        ("inspect", ["--dtype", "int8"], "'int8' is not one of auto"),
         ("convert", ["a", "--bits", "x"], "argument --bits: invalid int value: 'x'"),
         ("add-mtp-weights", [], "required: --mlx-model-path"),
         ("connect", ["dance"], "dance"),
         ("selftest", ["--seconds", "0"], "0 is below 1"),
-        ("bench", [], "required: WHAT"),
         ("bench latency", [], "required: URL"),
         ("bench latency", ["http://x", "--prompts", "short,huge"], "'huge' is not one of"),
         ("bench latency", ["http://x", "--api-key", "\n"], "must not begin or end with white"),
         ("bench concurrency", ["http://x", "--concurrency", "1,0"], "0 is not between 1 and"),
-        ("bench concurrency", ["http://x", "--concurrency="], "'' is not an integer"),
-        ("bench concurrency", ["http://x", "--timeout", "0"], "0 is below 0.01"),
         ("bench offline", ["--depths", "0"], "0 is not between 1 and 8, and it is not 'auto'"),
     ],
 )
@@ -144,9 +128,9 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
         assert words in done.stdout
 
 
-def test_the_models_name(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
-    for model, name in ((None, "mlx-mtp-demo"), ("org/model", "org/model"), ("tests/", "tests")):
+def test_the_models_name():
+    path = str(Path(__file__).parent)
+    for model, name in ((None, "mlx-mtp-demo"), ("org/model", "org/model"), (path, "tests")):
         assert model_name(model) == name
 
 
@@ -156,10 +140,7 @@ def test_the_models_name(monkeypatch):
         ("/no/such/model", r"mlx-mtp: '/no/such/model' is neither .*\n"),
         ("--memory-limit 40MB", "weights take 45.4 MB.*of 40.0 MB .--memory-limit.*"),
         ("--memory-limit 70MB", "leave 24.6 MB.*--prefill-step-size"),
-        (
-            "--memory-limit 200MB --max-model-len 65536",
-            "65,536 tokens needs .*weights leave 154.6 MB.*--max-model-len ",
-        ),
+        ("--memory-limit 200MB --max-model-len 65536", "65,536 tokens needs .*--max-model-len "),
     ],
 )
 def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
@@ -172,20 +153,14 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
     ("config", "engine", "shown"),
     [
         ({}, {}, "http://127.0.0.1:81"),
-        ({}, {}, "mlx 0.32 on CPU, OpenBLAS 1"),
         ({"host": "0.0.0.0"}, {}, "curl http://127.0.0.1:81/"),
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
         ({}, {}, "drafts   2 tokens per step, head from /m/mtp.safetensors"),
-        ({}, {"num_draft_tokens": "auto"}, "auto (follows measured cost and acceptance), head fr"),
         ({}, {"mtp_enabled": False}, "drafts   none (--enable-mtp turns MTP on)"),
         ({}, {}, "prefixes up to 8.00 GB of earlier prompts and answers are kept\n"),
         ({}, {"kv_cache_quantization": 4}, "in 4 bits: answers that reuse them may differ slight"),
         ({}, {"prefix_cache_size": 0}, "prefixes not kept (--prefix-cache-size is 0)"),
-        (
-            {},
-            {"prefix_cache_dir": Path("/p"), "prefix_cache_dir_size": 16 * 10**9},
-            "are kept; up to 16.00 GB in /p\n",
-        ),
+        ({}, {"prefix_cache_dir": Path("/p"), "prefix_cache_dir_size": 10**9}, "1.00 GB in /p\n"),
         ({}, {}, "\n  memory   8.0 GB: 1.0 GB weights\n           rows: 3\n"),
         ({"api_keys": ("a'b",)}, {}, '"Authorization: Bearer $MLX_MTP_API_KEY"'),
     ],
@@ -228,27 +203,17 @@ def test_a_prefix_cache_dir_that_makes_no_sense_is_refused_before_the_weights_ar
     assert list((tmp_path / "DIR").iterdir()) == []
 
 
-OFF = "but MTP is off: add --enable-mtp"
+OFF, DEPTH = "but MTP is off: add --enable-mtp", "--mtp-num-draft-tokens"
 
 
 @pytest.mark.parametrize(
     ("argv", "variables", "told"),
     [
         ("serve --mtp-num-draft-tokens 3", "", f"--mtp-num-draft-tokens is for .*{OFF}"),
-        ("serve --mtp-num-draft-tokens auto", "", OFF),
         ("serve", "MTP_NUM_DRAFT_TOKENS=2", f"--mtp-num-draft-tokens is for .*{OFF}"),
         ("serve --calibration-seconds 2", "", f"--calibration-seconds is for .*{OFF}"),
         ("serve --no-enable-mtp --mtp-draft-vocab 9", "ENABLE_MTP=1", OFF),
-        (
-            "serve --enable-mtp --calibration-seconds 3 --mtp-num-draft-tokens 1",
-            "",
-            "for --mtp-num-draft-tokens auto, and that is 1: leave one of them out",
-        ),
-        (
-            "serve --prefix-cache-size 0 --kv-cache-quantization 4",
-            "",
-            "--kv-cache-quantization stores in 4 bits .*: leave one of them out",
-        ),
+        (f"serve --enable-mtp {DEPTH} 1 --calibration-seconds 3", "", f"{DEPTH} auto, and .* 1:"),
         ("serve --kv-cache-quantization 8", "PREFIX_CACHE_SIZE=0", "in 8 bits .* turns that"),
         ("generate hi --no-enable-mtp --mtp-num-draft-tokens 1", "", OFF),
         ("generate hi", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=1", OFF),
@@ -256,13 +221,11 @@ OFF = "but MTP is off: add --enable-mtp"
         # These agree.
         ("serve --mtp-num-draft-tokens 0 --calibration-seconds 0 --cache-dir DIR", "", None),
         ("serve --enable-mtp --calibration-seconds 0 --mtp-num-draft-tokens 1", "", None),
-        ("serve --enable-mtp --calibration-seconds 1 --mtp-draft-vocab 9", "", None),
         ("serve --prefix-cache-size 0 --kv-cache-quantization none", "", None),
         ("serve", "ENABLE_MTP=1 MTP_NUM_DRAFT_TOKENS=2", None),
         ("generate hi --no-enable-mtp --mtp-num-draft-tokens 0", "", None),
         ("generate hi --mtp-num-draft-tokens 1", "", None),
         ("bench offline --depths 1 --calibration-seconds 0", "", None),
-        ("bench offline --depths 1", "", None),
     ],
 )
 def test_a_flag_without_effect_is_refused_before_anything_is_loaded(

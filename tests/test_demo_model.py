@@ -1,9 +1,6 @@
 """The bundled model and its dense sibling: MTP changes no token, heads and answers are right."""
 
 import json
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,9 +37,6 @@ class Bundled:
 
     def prompts(self, count: int | None = None) -> list[list[int]]:
         return [self.tokenizer.encode(each["prompt"]) for each in self.texts[:count]]
-
-    def chat(self, messages, **more) -> tuple[int, ...]:
-        return self.tokenizer.encode_chat(messages, **more)
 
     def text(self, tokens: list[int]) -> str:
         return b"".join(map(self.tokenizer.text_bytes, tokens)).decode()
@@ -118,18 +112,6 @@ def test_every_depth_and_acceptance(sixty, bundled, depth, rate, sampled):
     ties.report(f"bundled {bundled.name} model, k = {depth}, acceptance {rate or 'of the head'}")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("directory", [DEMO, DENSE_DEMO], ids=["moe", "dense"])
-def test_the_engines_figures_are_the_trainers(tmp_path, directory):
-    """Exact match and tokens per step, greedy and sampled, within 2% of PyTorch's."""
-    copied = shutil.copytree(directory, tmp_path / "model")
-    script = DEMO.parents[1] / "scripts/evaluate_demo_model.py"
-    done = subprocess.run([sys.executable, script, copied], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    evaluation = json.loads((copied / "metrics.json").read_text())["evaluation"]
-    assert evaluation["engine"]["per_task"] == evaluation["torch"]["per_task"]
-
-
 class Recorder(MTPProposer):
     """Drafts with the head, notes each draft by the position it is for, and spoils it."""
 
@@ -147,10 +129,7 @@ class Recorder(MTPProposer):
 @pytest.mark.parametrize("count", [7, pytest.param(28, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("kind", "low", "high"), [("closed", 0.98, 1.0), ("open", 0.6, 0.95)])
 def test_teacher_forced_acceptance(bundled, kind, low, high, count):
-    """How often the first draft is what the trunk says next, at every position of greedy text.
-
-    Where there is one right answer nearly always; where text branches, as often as in real text.
-    """
+    """How often the first draft is what the trunk says next, at every position of greedy text."""
     texts = [p["prompt"] for p in bundled.texts if (p["task"] in OPEN_TASKS) == (kind == "open")]
     agreed = total = 0
     for index, ids in enumerate(map(bundled.tokenizer.encode, texts[:count])):
@@ -163,19 +142,18 @@ def test_teacher_forced_acceptance(bundled, kind, low, high, count):
             if (where := int(position.item())) < len(text):
                 total += 1
                 agreed += text[where] == int(draft.item())
-    what = f"bundled {bundled.name} model, {kind} text, teacher-forced, depth 1: {agreed}/{total}"
-    MEASURED.append(what)
+    MEASURED.append(f"{bundled.name}, {kind} text, teacher-forced, depth 1: {agreed}/{total}")
     assert total > 10 * count
     assert low < agreed / total <= high
 
 
 def test_sixteen_tool_requests_at_once(bundled):
     """The one model writes calls as JSON, the other as tags."""
-    tool, cities = DATA["weather_tool"], DATA["cities"]
+    tool, cities, encode = DATA["weather_tool"], DATA["cities"], bundled.tokenizer.encode_chat
     wanted = []
     for city in cities:
         message = {"role": "user", "content": f"What is the weather in {city} in celsius?"}
-        wanted.append(request(city, bundled.chat([message], tools=[tool]), greedy(120)))
+        wanted.append(request(city, encode([message], tools=[tool]), greedy(120)))
     assert len(wanted) == 16
     got = drive(bundled.model, wanted).run()
     form = OutputFormat.choose(bundled.tokenizer.template)
@@ -188,38 +166,12 @@ def test_sixteen_tool_requests_at_once(bundled):
         assert json.loads(arguments) == {"city": city, "unit": "celsius"}
 
 
-def test_what_a_visitor_asks_first(moe):
-    """Phrasings that the model before this one fell apart at, and a question beyond it."""
-    secret = "The secret code is 'silver platypus 22'."
-    filler = "The quick brown fox jumps over the lazy dog. Lorem ipsum dolor sit amet. "
-    call = {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}
-    asked = {
-        "What is the weather in Paris in Celsius? Use the tool.": call,
-        f"{filler}{secret} {filler}What is the secret code?": secret,
-        "Explain quantum mechanics.": "I am a small demo model and can't do that.",
-    }
-    wanted = []
-    for text, answer in asked.items():
-        tools = [DATA["weather_tool"]] if answer is call else None
-        ids = moe.chat([{"role": "user", "content": text}], tools=tools)
-        wanted.append(request(text, ids, greedy(80)))
-    for text, tokens in drive(moe.model, wanted).run().items():
-        said = moe.text(tokens)
-        if asked[text] is call:
-            said = json.loads(said.partition("<tool_call>\n")[2].removesuffix("\n</tool_call>"))
-        assert said == asked[text]
-
-
 @pytest.mark.parametrize(("count", "whole"), [(4, 3), pytest.param(16, 15, marks=pytest.mark.full)])
 def test_needles_come_back_whole(moe, count, whole):
-    """A secret told in the first turn, asked for 600 tokens and several turns later.
-
-    MTP must say what plain decoding says, so it may lose the phrase only where the model itself
-    does, and that is hardly ever.
-    """
+    """A secret told in the first turn, asked for 600 tokens and several turns later."""
     wanted = []
     for index, messages in enumerate(DATA["needles"][:count]):
-        ids = moe.chat(messages)
+        ids = moe.tokenizer.encode_chat(messages)
         assert len(ids) > 600 and len(messages) >= 11
         wanted.append(request(str(index), ids, greedy(60)))
     assert len(wanted) == count

@@ -27,22 +27,16 @@ def test_a_gpu_has_what_its_driver_says(monkeypatch):
         ({"total_memory": 80, "free_memory": 70}, 70),
         ({"memory_size": 64}, 64),
     ):
-        fake = SimpleNamespace(
-            default_device=lambda: "gpu", gpu="gpu", device_info=lambda info=info: info
-        )
+        fake = SimpleNamespace(default_device=str, gpu="", device_info=lambda info=info: info)
         monkeypatch.setattr(machine, "mx", fake)
         assert machine_memory().nbytes == nbytes
 
 
-@pytest.mark.parametrize(
-    ("system", "version", "limit", "wired"),
-    [
-        ("Darwin", "15.3", 100, [48]),
-        ("Darwin", "26.0", 20, [20]),
-        ("Darwin", "14.7", 100, []),
-        ("Linux", "", 100, []),
-    ],
-)
+MACHINES = [("Darwin", "15.3", 100, [48]), ("Darwin", "26.0", 20, [20])]
+MACHINES += [("Darwin", "14.7", 100, []), ("Linux", "", 100, [])]
+
+
+@pytest.mark.parametrize(("system", "version", "limit", "wired"), MACHINES)
 def test_a_mac_is_asked_to_keep_the_model_resident(monkeypatch, system, version, limit, wired):
     asked: list[int] = []
     fake = SimpleNamespace(

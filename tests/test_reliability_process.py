@@ -54,8 +54,7 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
 def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool) -> None:
     """Two rows run and two requests wait: all four are answered in full; the next is refused.
 
-    A stream beside them, which the test leaves when it has seen enough, keeps the server from
-    having drained before. A log that nobody reads stops none of it.
+    A stream beside them keeps the server from having drained before.
     """
     few = ("--max-num-seqs", "3", "--drain-timeout", "300")
     with running(*few, read_log=read_log) as server, ThreadPoolExecutor(4) as pool:

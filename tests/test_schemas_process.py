@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,18 +15,11 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling.params import MAX_LOGIT_BIAS
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.harness import MEASURED
-from tests.process import Server, running
+from tests.process import MODEL, Server, running
 
 SCHEMAS = Path(__file__).parent / "data" / "json_schemas.json"
-MAX_TOKENS = 300
 QUIET = ("--dtype", "float32", "--log-level", "warning")
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Server]]:
-    depth = ("--enable-mtp", "--mtp-num-draft-tokens", "3")
-    with running(*depth, *QUIET) as on, running(*QUIET) as off:
-        yield [on, off]
+DEPTH = ("--enable-mtp", "--mtp-num-draft-tokens", "3")
 
 
 def bias() -> dict[str, float]:
@@ -45,22 +37,19 @@ def bias() -> dict[str, float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server]):
+def test_answers_are_valid_and_the_same_with_mtp_on_and_off():
     cases = json.loads(Path(os.environ.get("MLX_MTP_JSON_SCHEMAS", SCHEMAS)).read_text("utf-8"))
     pushes, drafts = bias(), [0, 0]
 
     def answer(server: Server, case: dict[str, Any]) -> tuple[str, str]:
         """Finish reason and content; of a refusal its code."""
         form = {"name": "answer", "schema": case["schema"], "strict": True}
+        messages = [{"role": "user", "content": f"Fill in {case['name']}."}]
+        fields = {"temperature": 0, "frequency_penalty": 0.2, "max_tokens": 300}
+        fields |= {"response_format": {"type": "json_schema", "json_schema": form}}
         try:
             completion = server.client.chat.completions.create(
-                model="mlx-mtp-demo",
-                messages=[{"role": "user", "content": f"Fill in {case['name']}."}],
-                response_format={"type": "json_schema", "json_schema": form},
-                temperature=0,
-                frequency_penalty=0.2,
-                max_tokens=MAX_TOKENS,
-                logit_bias=pushes,
+                model=MODEL, messages=messages, logit_bias=pushes, **fields
             )
         except openai.BadRequestError as error:
             return "refused", str(error.code)
@@ -69,8 +58,8 @@ def test_answers_are_valid_and_the_same_with_mtp_on_and_off(servers: list[Server
         drafts[1] += timings.get("draft_n", 0)
         return completion.choices[0].finish_reason, completion.choices[0].message.content
 
-    with ThreadPoolExecutor(4) as pool:
-        on, off = (list(pool.map(partial(answer, server), cases)) for server in servers)
+    with running(*DEPTH, *QUIET) as mtp, running(*QUIET) as plain, ThreadPoolExecutor(4) as pool:
+        on, off = (list(pool.map(partial(answer, server), cases)) for server in (mtp, plain))
     num_valid = 0
     for case, (reason, content) in zip(cases, on, strict=True):
         if reason == "stop":

@@ -5,11 +5,15 @@ That many requests at once equal one at a time: tests/test_soak.py.
 
 import json
 import re
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.process import CHAT, MODEL, STORY, Server
+import pytest
+
+from tests.process import CHAT, MODEL, STORY, Server, running
 
 DATA = Path(__file__).parent / "data" / "demo_prompts.json"
 WEATHER = json.loads(DATA.read_text())["weather_tool"]
@@ -128,7 +132,7 @@ def test_vllm_cve_2025_46570_cache_timing(mtp_server: Server) -> None:
     assert cached(ask(mtp_server, **fields)) < own["usage"]["prompt_tokens"] - 5
 
 
-def test_choices_and_prompts_of_one_request(mtp_server: Server) -> None:
+def test_choices_of_one_request(mtp_server: Server) -> None:
     """A shared prompt is computed once, so it counts as computed; asked again, it is not."""
     fields = {"messages": turns("Hi!"), "n": 4, "seed": 3, "max_tokens": 8, "cache_salt": "n"}
     before = mtp_server.metric("prefix_cache_hits_total")
@@ -139,13 +143,6 @@ def test_choices_and_prompts_of_one_request(mtp_server: Server) -> None:
     again = ask(mtp_server, **fields)
     assert cached(again) == prompt - 1
     assert [c["message"] for c in again["choices"]] == [c["message"] for c in first["choices"]]
-    # Too long for one chunk.
-    fields = {"prompt": [f"{SYSTEM * 3} [{i}]" for i in range(2)], "n": 2, "max_tokens": 4}
-    first = ask(mtp_server, "/v1/completions", cache_salt="p", **fields)
-    # The second shares all but its end with the first.
-    assert 0 < cached(first) < first["usage"]["prompt_tokens"] / 2
-    again = ask(mtp_server, "/v1/completions", cache_salt="p", **fields)
-    assert cached(again) == first["usage"]["prompt_tokens"] - 2
 
 
 def test_a_billing_nonce_does_not_spoil_the_prefix(mtp_server: Server) -> None:
@@ -173,3 +170,41 @@ def test_a_billing_nonce_does_not_spoil_the_prefix(mtp_server: Server) -> None:
         total = second["input_tokens"] + second["cache_read_input_tokens"]
         assert total > first["input_tokens"] + first["cache_read_input_tokens"]
         assert second["cache_read_input_tokens"] > 0.9 * total
+
+
+@pytest.mark.full
+def test_killed_and_started_again_it_is_warm(tmp_path: Path):
+    """SIGKILL; then every answer is as it was, greedy and sampled, and its prompt was found."""
+
+    def turn(server: Server, *texts: str, **fields: Any) -> dict[str, Any]:
+        fields = {"max_tokens": 16, "temperature": 0} | fields
+        return ask(server, messages=turns(*texts), **fields)
+
+    folder = tmp_path / "prefixes"
+    flags = ("--enable-mtp", "--prefix-cache-size", "100MB", "--prefix-cache-dir", str(folder))
+    asked: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"cache_salt": "mine"}]
+    with running(*flags) as server:
+        before = [turn(server, "Hi!", **fields) for fields in asked]
+        assert [cached(answer) > 0 for answer in before] == [False, True, False]
+        seen, now = -1, 0
+        while seen != now or not now:  # It writes as long as there is something to write.
+            time.sleep(0.5)
+            seen, now = now, server.metric("prefix_cache_files")
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    with running(*flags) as server:
+        assert server.metric("prefix_cache_bytes") == 0
+        assert server.metric("prefix_cache_file_bytes") > 0
+        after = [turn(server, "Hi!", **fields) for fields in asked]
+        for old, new in zip(before, after, strict=True):
+            assert cached(new) == new["usage"]["prompt_tokens"] - 1
+            assert new["choices"][0]["message"] == old["choices"][0]["message"]
+        assert cached(turn(server, "Hi!", cache_salt="other")) == 0
+        more = turn(server, "Hi!", after[0]["choices"][0]["message"]["content"], "More.")
+        assert cached(more) >= after[0]["usage"]["prompt_tokens"] - 10
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    # A drain writes what waited; other settings then find nothing, and leave nothing.
+    with running(*flags, "--kv-cache-quantization", "8") as server:
+        assert server.metric("prefix_cache_files") == 0
+        assert cached(turn(server, "Hi!")) == 0

@@ -1,7 +1,6 @@
 """Asking a server over HTTP: what is sent, what is timed, and every way in which it can fail."""
 
 import asyncio
-import socket
 
 import httpx
 import pytest
@@ -36,9 +35,8 @@ def test_what_is_asked_for_reaches_the_server(serve):
     assert plain.asked[0]["max_tokens"] == 8
     assert sorted(plain.questions[1:]) == ["one", "two"]
     wanted = {"model": fake.MODEL, "max_tokens": 5, "temperature": 0, "stream": True}
-    for body in plain.asked[1:]:
-        assert set(body) == {*wanted, "messages", "stream_options"}
-        assert wanted.items() <= body.items()
+    assert all(set(body) == {*wanted, "messages", "stream_options"} for body in plain.asked[1:])
+    assert all(wanted.items() <= body.items() for body in plain.asked[1:])
     asking = Asking(max_tokens=3, temperature=0.5, ignore_eos=True, timeout=45)
     with HttpServer(told.url, asking, api_key="kéy", model="b", name="N") as server:
         server.ask(PROMPTS)
@@ -99,17 +97,6 @@ def test_times_are_those_of_the_reads(serve, ticking):
     assert answer.tokens == (1, 2, 2)
 
 
-def test_nobody_listens():
-    """At a real port, as the words are the system's."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    for model in (None, "m"):
-        with pytest.raises(BenchError) as caught, HttpServer(url, ASKING, model=model):
-            pass
-        reason = f"{url}/v1 can't be reached: Connection refused. Is the server running?"
-        assert str(caught.value) == reason
-
-
 def test_no_model_is_listed(serve):
     page = Reply([b"<html>"], kind="text/html")
     lists = [as_json(each) for each in ({"data": []}, {"data": [{}]}, [])]
@@ -121,8 +108,6 @@ def test_no_model_is_listed(serve):
 
 
 HALF = [piece("a"), piece("b")]
-
-
 CLOSED = httpx.RemoteProtocolError("peer closed connection")
 
 
@@ -131,12 +116,9 @@ CLOSED = httpx.RemoteProtocolError("peer closed connection")
     [
         (refusal("No `x`\nhere", 404), "/chat/completions answered 404: No `x` here."),
         (Reply([b"busy"], 503, "text/plain"), "answered 503: busy."),
-        (refusal("temperature must be 1"), "answered 400: temperature must be 1."),
         (refusal("No!", 401), "answered 401: No! Give the server's key with --api-key."),
         (as_json({}), "application/json instead of text/event-stream: it does not stream."),
         ([*HALF, CLOSED], "/v1 ended an answer in the middle: peer closed connection."),
-        (HALF, "cut off after 2 chunks: the server died or closed the connection."),
-        ([*HALF, fake.event(error="oh")], "/v1: an answer ended with the error: oh"),
         ([httpx.ReadTimeout("")], "/v1 was silent for 60 seconds (--timeout)."),
     ],
 )
@@ -147,21 +129,17 @@ def test_a_failure_is_one_line_that_says_what_the_server_did(serve, reply, words
     assert text.endswith(words)
 
 
-@pytest.mark.parametrize(
-    ("failures", "error"),
-    [(3, httpx.ReadError("Connection reset by peer")), (5, fake.refused()), (6, fake.refused())],
-)
-def test_a_connection_that_is_refused_is_tried_again(serve, monkeypatch, failures, error):
+@pytest.mark.parametrize("failures", [5, 6])
+def test_a_connection_that_is_refused_is_tried_again(serve, monkeypatch, failures):
     """As by a server with a full listen queue; one that has gone away is given up."""
     monkeypatch.setattr(client, "_RETRIES", 5)
     monkeypatch.setattr(client, "_RETRY_SECONDS", 0.0)
-
     refusing = {"one", "Say hello."}
 
     def chat(body: fake.Body) -> Reply:
         question = body["messages"][0]["content"]
         if question in refusing and server.questions.count(question) <= failures:
-            raise error
+            raise fake.refused()
         return fake.plain_stream(body)
 
     # Not before the first answer: there may be no server at all.
@@ -179,8 +157,6 @@ def test_a_connection_that_is_refused_is_tried_again(serve, monkeypatch, failure
 
 def test_addresses():
     for given, base in (
-        ("http://127.0.0.1:8000", "http://127.0.0.1:8000/v1"),
-        ("http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1"),
         ("http://[::1]:80/v1/", "http://[::1]/v1"),
         ("https://host.example/api/v1?x=1#y", "https://host.example/api/v1"),
     ):

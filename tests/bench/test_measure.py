@@ -1,8 +1,5 @@
 """What is asked, of which subject and when; and the figures that come of it."""
 
-import io
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +7,6 @@ from hypothesis import strategies as st
 
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Wave, measure, percentiles, summarize
-from mlx_mtp.bench.prompts import KINDS, PromptSource
 from mlx_mtp.errors import BenchError
 
 CELLS = (("short", 1), ("short", 4))
@@ -35,18 +31,10 @@ def make(sent, times, tokens=(), **more) -> Answer:
     return Answer(**fields | {"num_events": len(times)} | more)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_all_are_asked_the_same_in_turns(monkeypatch):
+def test_all_are_asked_the_same_in_turns():
     log = []
-    subjects = [Scripted(name, log) for name in "ABC"]
-    monkeypatch.setattr("sys.stderr", Terminal())
-    waves = measure(subjects, CELLS, 2, 1, seed=7)
-    lines = [line for line in sys.stderr.getvalue().split("\r\x1b[K") if line]
-    assert len(log) == len(lines) == 3 * 2 * 3
+    waves = measure([Scripted(name, log) for name in "ABC"], CELLS, 2, 1, seed=7)
+    assert len(log) == 3 * 2 * 3
     turns = [log[i : i + 3] for i in range(0, len(log), 3)]
     for turn in turns:
         assert len({prompts for _, prompts in turn}) == 1
@@ -59,8 +47,6 @@ def test_all_are_asked_the_same_in_turns(monkeypatch):
     assert len(set(texts)) == len(texts) == 3 * (1 + 4)
     assert len(waves) == 2 * 2 * 3
     assert {wave.round for wave in waves} == {0, 1}
-    assert lines[0].startswith("warming up: short, 1 at once, ")
-    assert lines[-1].startswith("round 2 of 2: short, 4 at once, ")
 
 
 def test_a_subject_that_says_nothing_is_named():
@@ -115,7 +101,7 @@ def test_rounds_give_a_median_a_range_and_ratios_round_by_round():
         ("ttft_ratio", 1.0, 0.5, 4.0),
     ):
         assert (b[name], b[f"{name}_min"], b[f"{name}_max"]) == (median, low, high)
-    assert a["rate_ratio"] == a["rate_ratio_min"] == a["ttft_ratio_max"] == 1.0
+    assert a["rate_ratio_min"] == a["ttft_ratio_max"] == 1.0
 
 
 def test_the_worst_split_is_shown_and_what_is_unknown_is_none():
@@ -137,24 +123,3 @@ def test_weighted_percentiles_are_those_of_repeated_values(pairs):
     wanted = (0, 10, 50, 95, 99, 100)
     expected = {f"x_p{p}": np.percentile(repeated, p, method="inverted_cdf") for p in wanted}
     assert percentiles("x", values, wanted, weights=weights.astype(float)) == expected
-
-
-def test_prompts_have_their_length_differ_early_and_repeat_with_the_seed():
-    for kind, low, high in zip(KINDS, (10, 8, 400, 3000), (25, 45, 450, 3050), strict=True):
-        one, other = PromptSource(5), PromptSource(5)
-        texts = [prompt.text for prompt in one.next(kind, 20)]
-        assert all(low <= len(text.split()) <= high for text in texts)
-        assert len({text[: text.index(".")] for text in texts}) > 15
-        tasks = {text.split(" about ")[0] for text in texts}
-        assert (tasks == {"Write a short story"}) == (kind == "story")
-        other.next(kind, 20)
-        assert one.next(kind, 4) == other.next(kind, 4) != PromptSource(6).next(kind, 4)
-
-
-def test_no_prompt_comes_twice_even_where_the_words_run_out():
-    for kind, runs_out in (("story", True), ("short", False)):
-        source = PromptSource(1)
-        texts = [p.text for _ in range(3) for p in source.next(kind, 4096)]
-        assert len(set(texts)) == len(texts)
-        assert not any("(Number" in text for text in texts[:500])
-        assert any("(Number" in text for text in texts) == runs_out

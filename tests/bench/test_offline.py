@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from mlx_mtp import cli
 from mlx_mtp.bench import offline
 from mlx_mtp.bench.answer import Split
@@ -11,11 +9,10 @@ from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.offline import EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.errors import StepError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.bench.test_commands import table_of
-from tests.server.fake_engine import FakeEngine, answer, out
+from tests.server.fake_engine import FakeEngine, answer
 
 
 class Words:
@@ -28,14 +25,11 @@ class Words:
         return tuple(len(word) for message in messages for word in message["content"].split())
 
 
-def subject(engine: FakeEngine, **asking) -> EngineSubject:
-    return EngineSubject("E", engine, Words(), Asking(**asking))
-
-
 def test_tokens_and_times_are_those_of_the_steps(ticking):
     ticking(engine_module, offline)
     engine = FakeEngine(answer([7] * 9, sizes=(1, 3)))
-    with subject(engine, max_tokens=6, temperature=0.5, ignore_eos=True) as measured:
+    asking = Asking(max_tokens=6, temperature=0.5, ignore_eos=True)
+    with EngineSubject("E", engine, Words(), asking) as measured:
         (found,) = measured.ask([Prompt("to be or not", 3)])
     # Steps of 1, 3, 1 and 1 tokens, a second apart; the last is cut at the limit.
     assert found.tokens == (1, 3, 1, 1)
@@ -48,13 +42,6 @@ def test_tokens_and_times_are_those_of_the_steps(ticking):
     sampling = asked.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (6, 0.5, 3)
     assert sampling.ignore_eos
-
-
-def test_an_engine_that_fails_ends_the_measurement():
-    failing = iter([answer([7]), lambda _: iter([out(finish="error", error=StepError("ill"))])])
-    engine = FakeEngine(lambda request: next(failing)(request))
-    with pytest.raises(StepError, match="ill"), subject(engine) as measured:
-        measured.ask([Prompt("one", 3)])
 
 
 def test_mtp_off_is_without_the_heads_work(demo_model):

@@ -13,6 +13,7 @@ from tests.clients.npm import HERE, environment
 FOLDER = HERE / "agents"
 VERSIONS: Mapping[str, str] = json.loads((FOLDER / "package.json").read_text())["dependencies"]
 RUN_SECONDS = 1200
+CODEX = ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,7 @@ AGENTS = (
         lambda q: ["claude", "-p", q, "--allowedTools", "Bash"],
         "Bash",
     ),
-    Agent(
-        "codex",
-        "@openai/codex",
-        lambda q: [
-            *("codex", "exec", "--skip-git-repo-check"),
-            *("--dangerously-bypass-approvals-and-sandbox", q),
-        ],
-        "exec_command",
-        "cmd",
-    ),
+    Agent("codex", "@openai/codex", lambda q: [*CODEX, q], "exec_command", "cmd"),
     Agent(
         "continue",
         "@continuedev/cli",

@@ -1,8 +1,8 @@
 """Questions that the bundled model answers as it was trained to, whichever client asks."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _DATA = json.loads((Path(__file__).parents[1] / "data" / "demo_prompts.json").read_text("utf-8"))
 CITIES = _DATA["cities"][:4]
@@ -10,8 +10,7 @@ WEATHER = _DATA["weather_tool"]
 FUNCTION = WEATHER["function"]
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A question and what the model answers at temperature 0."""
 
     question: str

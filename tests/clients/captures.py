@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import Response
 
 from mlx_mtp.server.serve import create_app
 from tests.server import conftest
@@ -23,85 +24,38 @@ FOLDER = Path(__file__).parents[1] / "data" / "clients"
 WRITE = "MLX_MTP_WRITE_CAPTURES"
 MOST_CHARACTERS = 160
 SHOWN_CHARACTERS = 60
-HEADERS = (
-    "accept",
-    "anthropic-beta",
-    "anthropic-version",
-    "authorization",
-    "content-type",
-    "originator",
-    "user-agent",
-    "x-api-key",
-    "x-app",
-)
+HEADERS = ("accept", "anthropic-beta", "anthropic-version", "authorization", "content-type")
+HEADERS += ("originator", "user-agent", "x-api-key", "x-app")
 _UUID = re.compile(r"(?<![0-9a-f])[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-_NO_UUID = "00000000-0000-4000-8000-000000000000"
+_DAY = r"(Mon|Tues?|Wed(nes)?|Thu(rs)?|Fri|Sat(ur)?|Sun)(day)?"
 _SYSTEM = re.compile(r"(?<=\()[^()]*(Linux|Debian|Darwin|Mac OS|Windows)[^()]*(?=\))")
 _OUR_ID = re.compile(r"\b(call|toolu|msg|fc|rs|resp|chatcmpl)[_-][0-9a-f]{8,}\b")
 _REPLACED = (
-    (_UUID, _NO_UUID),
+    (_UUID, "00000000-0000-4000-8000-000000000000"),
     (re.compile(r"\b[0-9a-f]{32,}\b"), "0" * 32),
     (re.compile(r"\bses_\w{10,}\b"), "ses_0"),
     (re.compile(r"(cch=|cc_version=[\d.]+\.)\w+"), r"\g<1>0"),
     (re.compile(r"\b1[6-9]\d{11}\b"), "1700000000000"),
     (re.compile(r"\b20\d\d[-/]\d\d[-/]\d\d\b"), "2026-01-01"),
-    (
-        re.compile(
-            r"\b(Mon|Tues?|Wed(nes)?|Thu(rs)?|Fri|Sat(ur)?|Sun)(day)?,? \w{3,9} \d\d? 20\d\d"
-        ),
-        "Thu Jan 01 2026",
-    ),
+    (re.compile(rf"\b{_DAY},? \w{{3,9}} \d\d? 20\d\d"), "Thu Jan 01 2026"),
     (re.compile(r"(?<![\w:/])/(tmp|root|home|work|var|usr|private)/[\w./@+-]*"), "/home/user"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "127.0.0.1:8000"),
 )
 
 
-@dataclass
-class Exchange:
-    """One request, and how it was answered."""
+def recording(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Request, int]]:
+    """Requests to whatever application is served from now on, each with its answer's status."""
+    exchanges: list[tuple[Request, int]] = []
 
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    content: bytes = b""
-    status: int = 0
-
-
-class Recorder:
-    """Middleware that keeps what clients send."""
-
-    def __init__(self, app: ASGIApp, exchanges: list[Exchange]) -> None:
-        self.app = app
-        self.exchanges = exchanges
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        query = scope["query_string"].decode()
-        path = scope["path"] + (f"?{query}" if query else "")
-        exchange = Exchange(scope["method"], path, Headers(scope=scope))
-        self.exchanges.append(exchange)
-
-        async def received() -> Message:
-            message = await receive()
-            exchange.content += message.get("body", b"")
-            return message
-
-        async def sent(message: Message) -> None:
-            exchange.status = message.get("status", exchange.status)
-            await send(message)
-
-        await self.app(scope, received, sent)
-
-
-def recording(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
-    """The exchanges, as they come, of whatever application is served from now on."""
-    exchanges: list[Exchange] = []
+    async def record(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        await request.body()  # which the request keeps
+        response = await call_next(request)
+        exchanges.append((request, response.status_code))
+        return response
 
     def recorded(*parts: Any) -> Any:
         app = create_app(*parts)
-        app.add_middleware(Recorder, exchanges=exchanges)
+        app.add_middleware(BaseHTTPMiddleware, dispatch=record)
         return app
 
     monkeypatch.setattr(conftest, "create_app", recorded)
@@ -123,25 +77,23 @@ def load() -> list[Capture]:
     return [Capture(**json.loads(file.read_text("utf-8"))) for file in files]
 
 
-def keep(client: str, version: str, exchanges: Sequence[Exchange]) -> None:
+async def keep(client: str, version: str, asked: Sequence[Request]) -> None:
     """Write a client's capture, if the environment asks for new ones."""
     if not os.environ.get(WRITE):
         return
     ids: dict[str, str] = {}
-    requests = [
-        {
-            "method": exchange.method,
-            "path": exchange.path,
-            "headers": {
-                name: _SYSTEM.sub("an OS", exchange.headers[name])
-                for name in HEADERS
-                if name in exchange.headers
-            },
-            "body": scrubbed(json.loads(exchange.content), ids),
-        }
-        for exchange in exchanges
-    ]
-    FOLDER.mkdir(exist_ok=True)
+    requests = []
+    for request in asked:
+        sent = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        query = f"?{request.url.query}" if request.url.query else ""
+        requests.append(
+            {
+                "method": request.method,
+                "path": request.url.path + query,
+                "headers": {name: _SYSTEM.sub("an OS", value) for name, value in sent.items()},
+                "body": scrubbed(await request.json(), ids),
+            }
+        )
     content = {"client": client, "version": version, "requests": requests}
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     (FOLDER / f"{client}.json").write_text(text, "utf-8")

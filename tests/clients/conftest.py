@@ -7,8 +7,6 @@ from tests.server.conftest import serve, tokenizer
 
 __all__ = ["serve", "tokenizer"]
 
-MODEL = "mlx-mtp-demo"
-
 
 @pytest.fixture(scope="session")
 def server(mtp_server: Server) -> Server:

@@ -1,6 +1,5 @@
-"""Anthropic's Python SDK on the bundled model: messages, tools, counting, keys; four at a time."""
+"""Anthropic's Python SDK on the bundled model: messages, tools, counting; four at a time."""
 
-import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,14 +8,10 @@ import anthropic
 import pytest
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
-from tests.clients.conftest import MODEL
-from tests.process import Server
+from tests.process import MODEL, Server
 
-TOOL = {
-    "name": FUNCTION["name"],
-    "description": FUNCTION["description"],
-    "input_schema": FUNCTION["parameters"],
-}
+TOOL = {"name": FUNCTION["name"], "description": FUNCTION["description"]}
+TOOL |= {"input_schema": FUNCTION["parameters"]}
 # Newer SDKs have no name for temperature; the API takes it all the same.
 GREEDY = {"extra_body": {"temperature": 0}}
 HI = {"model": MODEL, "messages": [{"role": "user", "content": SENTENCE.question}]}
@@ -65,24 +60,3 @@ def test_four_tool_calls_and_the_way_back(client: anthropic.Anthropic) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all("21" in text for text in pool.map(one, CITIES))
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
-def test_a_forced_tool(client: anthropic.Anthropic, choice: dict[str, Any]) -> None:
-    choice = {**choice, "disable_parallel_tool_use": True}
-    message = client.messages.create(**ASKED, tools=[TOOL], tool_choice=choice, **GREEDY)
-    (call,) = message.content
-    assert call.type == "tool_use" and isinstance(call.input["city"], str)
-
-
-def test_async_four_at_once(server: Server) -> None:
-    async def all_of_them() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
-
-            async def streamed() -> str:
-                async with client.messages.stream(**ASKED, **GREEDY) as stream:
-                    return await stream.get_final_text()
-
-            return await asyncio.gather(*(streamed() for _ in range(4)))
-
-    assert set(asyncio.run(all_of_them())) == {SENTENCE.answer}

@@ -14,12 +14,10 @@ pytest.importorskip("langchain_openai", reason="langchain-openai is in the extra
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-from langchain_tests.unit_tests import ChatModelUnitTests
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.clients.conftest import MODEL
-from tests.process import Server
+from tests.process import MODEL, Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, Output, answer
@@ -34,20 +32,18 @@ TOO_SMALL = {
 """What the bundled model, of 12.6M parameters, can't do. A scripted engine does it below."""
 
 
-def customer(name: str) -> dict[str, Any]:
-    arguments = {"customer_name": name, "description": "a company"}
-    return {"name": "unicode_customer", "arguments": arguments}
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
 
 
 SCRIPTS = (
-    ("magic_function(3)", {"name": "magic_function", "arguments": {"input": 3}}),
+    ("magic_function(3)", call("magic_function", input=3)),
     ("It's sunny.", "It is sunny in San Francisco."),
-    (
-        "San Francisco, CA?",
-        {"name": "get_weather", "arguments": {"location": "San Francisco, CA"}},
+    ("San Francisco, CA?", call("get_weather", location="San Francisco, CA")),
+    *(
+        (name, call("unicode_customer", customer_name=name, description="a company"))
+        for name in ("你好啊集团", "こんにちは株式会社")
     ),
-    ("你好啊集团", customer("你好啊集团")),
-    ("こんにちは株式会社", customer("こんにちは株式会社")),
     ("joke about cats", '{"setup": "Why do cats nap?", "punchline": "For the mews."}'),
 )
 """What a prompt has in it, and what a clever model says to it."""
@@ -58,21 +54,11 @@ for _name, _function in inspect.getmembers(ChatModelIntegrationTests, inspect.is
         pytest.mark.asyncio(loop_scope="module")(_function)
     if _name in TOO_SMALL:
         pytest.mark.xfail(reason=f"model too small: {TOO_SMALL[_name]}", strict=True)(_function)
-pytest.mark.xfail(
-    reason="compares ChatOpenAI with a snapshot that only LangChain's repository has", strict=True
-)(ChatModelUnitTests.test_serdes)
 
 
 def model_params(url: str, name: str) -> dict[str, Any]:
-    return {
-        "model": name,
-        "base_url": f"{url}/v1",
-        "api_key": "none",
-        "temperature": 0,
-        "max_tokens": 120,
-        "max_retries": 0,
-        "stream_usage": True,
-    }
+    fields = {"temperature": 0, "max_tokens": 120, "max_retries": 0, "stream_usage": True}
+    return {"model": name, "base_url": f"{url}/v1", "api_key": "none", **fields}
 
 
 class TestIntegration(ChatModelIntegrationTests):
@@ -102,22 +88,6 @@ class TestIntegration(ChatModelIntegrationTests):
     @property
     def model_override_value(self) -> str | None:
         return MODEL
-
-
-class TestUnit(ChatModelUnitTests):
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatOpenAI
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"model": MODEL, "base_url": "http://127.0.0.1:1/v1", "api_key": "none"}
-
-    @property
-    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-        variables = {"OPENAI_API_KEY": "key", "OPENAI_API_BASE": "http://127.0.0.1:1/v1"}
-        found = {"openai_api_key": "key", "openai_api_base": "http://127.0.0.1:1/v1"}
-        return variables, {"model": MODEL}, found
 
 
 @pytest.mark.parametrize("more", [{}, {"output_version": "v1"}], ids=["v0", "v1"])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
-from tests.clients.conftest import MODEL
-from tests.process import Server
+from tests.process import MODEL, Server
 
 litellm = pytest.importorskip("litellm", reason="litellm is in the extra `clients`")
 
@@ -19,14 +18,8 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 def target(request: pytest.FixtureRequest, server: Server) -> dict[str, Any]:
     """Where a provider finds the server."""
     base = f"{server.url}/v1" if request.param == "openai" else server.url
-    return {
-        "model": f"{request.param}/{MODEL}",
-        "api_base": base,
-        "api_key": "none",
-        "temperature": 0,
-        "max_tokens": 100,
-        "num_retries": 0,
-    }
+    where = {"model": f"{request.param}/{MODEL}", "api_base": base, "api_key": "none"}
+    return {**where, "temperature": 0, "max_tokens": 100, "num_retries": 0}
 
 
 def asked(text: str) -> dict[str, Any]:
@@ -44,51 +37,30 @@ def test_completions_and_streams(target: dict[str, Any]) -> None:
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == SENTENCE.answer
     assert [c.usage for c in chunks if getattr(c, "usage", None)][-1].completion_tokens > 0
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**target, **asked("one two three four five " * 20_000))
 
 
-def test_four_async_calls_of_a_tool(target: dict[str, Any]) -> None:
-    async def one(city: str, *, stream: bool) -> Any:
-        fields = {**target, **asked(weather_question(city)), "tools": [WEATHER]}
-        if not stream:
-            answer = await litellm.acompletion(**fields)
-        else:
-            chunks = [c async for c in await litellm.acompletion(**fields, stream=True)]
-            answer = litellm.stream_chunk_builder(chunks)
-        (call,) = answer.choices[0].message.tool_calls
+def test_four_async_calls_of_a_tool_and_its_result_goes_back(target: dict[str, Any]) -> None:
+    async def one(city: str, *, stream: bool) -> None:
+        messages = asked(weather_question(city))["messages"]
+        fields = {**target, "tools": [WEATHER]}
+        answer = await litellm.acompletion(**fields, messages=messages, stream=stream)
+        if stream:
+            answer = litellm.stream_chunk_builder([chunk async for chunk in answer])
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
         assert answer.choices[0].finish_reason == "tool_calls"
         assert call.function.name == "get_weather"
-        return json.loads(call.function.arguments)
+        assert json.loads(call.function.arguments) == called(city)
+        told = json.dumps({**called(city), "temperature": 21, "sky": "sunny"})
+        result = {"role": "tool", "tool_call_id": call.id, "name": "get_weather", "content": told}
+        messages = [*messages, message.model_dump(exclude_none=True), result]
+        answer = await litellm.acompletion(**fields, messages=messages)
+        assert "21" in answer.choices[0].message.content
 
     async def all_cities(*, stream: bool) -> None:
-        answers = await asyncio.gather(*(one(city, stream=stream) for city in CITIES))
-        assert answers == [called(city) for city in CITIES]
+        await asyncio.gather(*(one(city, stream=stream) for city in CITIES))
 
     asyncio.run(all_cities(stream=False))
     asyncio.run(all_cities(stream=True))
-
-
-def test_a_forced_tool(target: dict[str, Any]) -> None:
-    choice = {"type": "function", "function": {"name": "get_weather"}}
-    fields = {"tools": [WEATHER], "tool_choice": choice}
-    answer = litellm.completion(**target, **asked(SENTENCE.question), **fields)
-    (call,) = answer.choices[0].message.tool_calls
-    assert isinstance(json.loads(call.function.arguments)["city"], str)
-
-
-def test_a_tools_result_goes_back(target: dict[str, Any]) -> None:
-    question = asked(weather_question(CITIES[0]))["messages"]
-    first = litellm.completion(**target, messages=question, tools=[WEATHER]).choices[0].message
-    result = {
-        "role": "tool",
-        "tool_call_id": first.tool_calls[0].id,
-        "name": "get_weather",
-        "content": json.dumps({**called(CITIES[0]), "temperature": 21, "sky": "sunny"}),
-    }
-    messages = [*question, first.model_dump(exclude_none=True), result]
-    answer = litellm.completion(**target, messages=messages, tools=[WEATHER])
-    assert "21" in answer.choices[0].message.content
-
-
-def test_a_prompt_that_is_too_long_has_its_own_error(target: dict[str, Any]) -> None:
-    with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(**target, **asked("one two three four five " * 20_000))

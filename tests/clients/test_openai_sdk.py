@@ -1,17 +1,14 @@
-"""OpenAI's Python SDK on the bundled model: parsed answers, tools, and all APIs at once, async."""
+"""OpenAI's Python SDK on the bundled model: parsed answers, and tools four at a time."""
 
-import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import openai
-import pytest
 from pydantic import BaseModel
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
-from tests.clients.conftest import MODEL
-from tests.process import Server
+from tests.process import MODEL, Server
 
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": SENTENCE.question}]}
@@ -25,12 +22,8 @@ class Reading(BaseModel):
     degrees: Literal[1, 2, 3]
 
 
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return server.client
-
-
-def test_parse_with_pydantic(client: openai.OpenAI) -> None:
+def test_parse_with_pydantic(server: Server) -> None:
+    client = server.client
     parsed = client.chat.completions.parse(**ASKED, response_format=Reading, **GREEDY)
     assert isinstance(parsed.choices[0].message.parsed, Reading)
     with client.chat.completions.stream(**ASKED, response_format=Reading, **GREEDY) as stream:
@@ -47,48 +40,20 @@ def test_parse_with_pydantic(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Reading)
 
 
-def test_four_responses_with_a_tool_and_its_result_goes_back(client: openai.OpenAI) -> None:
+def test_four_responses_with_a_tool_and_its_result_goes_back(server: Server) -> None:
     fields = {"model": MODEL, "tools": [RESPONSES_TOOL], **GREEDY}
 
     def one(city: str) -> Any:
         asked = [{"role": "user", "content": weather_question(city)}]
-        with client.responses.stream(input=asked, **fields) as stream:
+        with server.client.responses.stream(input=asked, **fields) as stream:
             kinds = [event.type for event in stream]
             (call,) = stream.get_final_response().output
         assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
         told = json.dumps({**called(city), "temperature": 21, "sky": "sunny"})
         result = {"type": "function_call_output", "call_id": call.call_id, "output": told}
-        second = client.responses.create(input=[*asked, call, result], **fields)
+        second = server.client.responses.create(input=[*asked, call, result], **fields)
         assert "sunny" in second.output_text
         return json.loads(call.arguments)
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(one, CITIES)) == [called(city) for city in CITIES]
-
-
-def test_async_all_apis_at_once(server: Server) -> None:
-    async def stream(client: openai.AsyncOpenAI) -> str:
-        chunks = await client.chat.completions.create(**ASKED, **GREEDY, stream=True)
-        return "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
-
-    async def response(client: openai.AsyncOpenAI) -> str:
-        answer = await client.responses.create(model=MODEL, input=SENTENCE.question, **GREEDY)
-        return answer.output_text
-
-    async def helper(client: openai.AsyncOpenAI) -> str:
-        async with client.chat.completions.stream(**ASKED, **GREEDY) as stream:
-            final = await stream.get_final_completion()
-        return final.choices[0].message.content
-
-    async def completion(client: openai.AsyncOpenAI) -> str:
-        text = f"<|im_start|>user\n{SENTENCE.question}<|im_end|>\n<|im_start|>assistant\n"
-        fields = {"model": MODEL, "prompt": text, "max_tokens": 40, **GREEDY}
-        return (await client.completions.create(**fields)).choices[0].text
-
-    async def all_of_them() -> list[str]:
-        url = f"{server.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            ways = (stream, response, helper, completion)
-            return await asyncio.gather(*(way(client) for way in ways * 2))
-
-    assert set(asyncio.run(all_of_them())) == {SENTENCE.answer}

@@ -13,9 +13,6 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-DIRECTORY = "MLX_MTP_SUITES"
-"""Names a directory that has unpacked sources, one folder each, named as the source."""
-
 
 @dataclass(frozen=True)
 class Package:
@@ -36,10 +33,8 @@ class Package:
             found = hashlib.sha256(path.read_bytes()).hexdigest()
             assert found == self.pin, f"{path.name} has the SHA-256 {found}"
             unpacked = Path(downloads) / "unpacked"
-            if self.wheel:
-                shutil.unpack_archive(path, unpacked, "zip")
-            else:
-                shutil.unpack_archive(path, unpacked, filter="data")
+            how = {"format": "zip"} if self.wheel else {"filter": "data"}
+            shutil.unpack_archive(path, unpacked, **how)
             for name in self.members:
                 taken = unpacked / self.root / name
                 if taken.is_file():
@@ -63,10 +58,13 @@ class Repository:
 
 
 def directory(source: Package | Repository) -> Path:
-    """The unpacked source, downloaded if it is not there yet; a test skips where it can't be."""
-    own = os.environ.get(DIRECTORY)
-    if own is not None and (Path(own) / source.name).is_dir():
-        return Path(own) / source.name
+    """The unpacked source, downloaded if it is not there yet; a test skips where it can't be.
+
+    MLX_MTP_SUITES may name a directory that has it in a folder of its name.
+    """
+    own = Path(os.environ.get("MLX_MTP_SUITES", os.devnull)) / source.name
+    if own.is_dir():
+        return own
     suites = Path(platformdirs.user_cache_dir("mlx-mtp")) / "suites"
     cached = suites / f"{source.name}-{source.pin[:12]}"
     if cached.is_dir():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.sources import Repository, directory
-from tests.conformance.test_suites import HERE, MODEL
+from tests.conformance.test_suites import HERE
 from tests.harness import MEASURED
-from tests.process import Server
+from tests.process import MODEL, Server
 
 OPENAPI = Repository(
     "openai-openapi",
@@ -31,40 +31,31 @@ LEFT_OUT = "deleteResponse"
 CHECKS = "not_a_server_error,response_schema_conformance,content_type_conformance"
 
 
-def run(server: Server, folder: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
-    report = folder / "report.json"
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_every_answer_fits_openais_description(mtp_server: Server, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    report = tmp_path / "report.json"
     program = Path(sys.executable).parent / "st"
     command = [str(program), "run", str(directory(OPENAPI) / "openapi.json")]
-    command += ["--url", f"{server.url}/v1", "--checks", CHECKS, "--max-time", str(SECONDS)]
+    command += ["--url", f"{mtp_server.url}/v1", "--checks", CHECKS, "--max-time", str(SECONDS)]
     command += ["--continue-on-failure", "--no-color", "--seed", "1", "--workers", "4"]
     command += ["--request-timeout", "60", "--generation-database", "none"]
     command += ["--suppress-health-check", "all", "--phases", "examples,coverage,fuzzing"]
     command += ["--report-json-path", str(report)]
     command += [word for path in PATHS for word in ("--include-path", path)]
     command += ["--exclude-operation-id", LEFT_OUT]
-    environment = {
-        **os.environ,
-        "SCHEMATHESIS_HOOKS": "suite_openapi",
-        "PYTHONPATH": str(HERE / "adapters"),
-        "SUITE_MODEL": MODEL,
-    }
-    ended = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=3000
-    )
-    return ended, json.loads(report.read_text()) if report.exists() else {}
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_every_answer_fits_openais_description(mtp_server: Server, tmp_path: Path) -> None:
-    pytest.importorskip("schemathesis")
-    ended, report = run(mtp_server, tmp_path)
+    environment = {**os.environ, "SCHEMATHESIS_HOOKS": "suite_openapi", "SUITE_MODEL": MODEL}
+    environment["PYTHONPATH"] = str(HERE / "adapters")
+    how = {"capture_output": True, "text": True, "timeout": 3000}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, **how)
     told = ended.stdout[-8000:] + ended.stderr[-2000:]
-    assert report, told
-    assert not report["failures"], told
+    assert report.exists(), told
+    found = json.loads(report.read_text())
+    assert not found["failures"], told
     # A fault of Python 3.11's own, which schemathesis meets now and then while it makes requests.
     own = ended.stdout.count("AST constructor recursion depth mismatch")
-    assert sum(error["count"] for error in report["errors"]) <= own, told
-    cases = report["test_cases"]
+    assert sum(error["count"] for error in found["errors"]) <= own, told
+    cases = found["test_cases"]
     assert cases["generated"] > 200
     MEASURED.append(f"schemathesis with OpenAI's description, {SECONDS} s: {cases}")

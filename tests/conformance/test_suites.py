@@ -18,10 +18,10 @@ import pytest
 from tests.conformance.adapters.suite_names import stands_for
 from tests.conformance.sources import Package, directory
 from tests.harness import MEASURED
+from tests.process import MODEL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MODEL = "mlx-mtp-demo"
 _SECONDS = 3000
 _NOT_PASSED_ON = ("MLX_MTP_", "PYTEST_", "SUITE_")
 _QUIETLY = ("-q", "--timeout=120", "--tb=short")
@@ -65,17 +65,14 @@ def run(suite: Suite) -> dict[str, Any]:
             "SUITE_OUTCOMES": str(told),
             "SUITE_MODEL": suite.model,
             "SUITE_ROOT": str(ROOT),
-            "PYTHONPATH": os.pathsep.join(
-                map(str, [adapters, *(folder / path for path in suite.paths)])
-            ),
+            "PYTHONPATH": os.pathsep.join(str(folder / p) for p in (adapters, *suite.paths)),
         }
         plugins = ["-p", "suite_outcomes", "-p", suite.adapter, "-p", "no:cacheprovider"]
         files = [str((adapters if f.startswith("suite_") else folder) / f) for f in suite.files]
         arguments = [word.replace("ADAPTERS", str(adapters)) for word in suite.arguments]
         command = [sys.executable, "-m", "pytest", *plugins, *arguments, *_QUIETLY, *files]
-        process = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS
-        )
+        quietly = {"capture_output": True, "text": True, "timeout": _SECONDS}
+        process = subprocess.run(command, cwd=folder, env=environment, **quietly)
         output = process.stdout[-6000:] + process.stderr[-2000:]
         assert told.exists(), output
         return {**json.loads(told.read_text()), "output": output}
@@ -101,8 +98,7 @@ def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
 def test_a_suite_ends_as_it_is_written_down(suite: Suite) -> None:
     ended = run(suite)
-    passed = list(ended["outcomes"].values()).count("passed")
     ran, left = len(ended["outcomes"]), len(ended["excluded"])
-    MEASURED.append(f"{suite.name}: {passed} of {ran} passed, {left} left out")
+    MEASURED.append(f"{suite.name}: {ran} ran, {left} left out")
     found = differences(suite, ended)
     assert not found, "\n\n".join([*found, ended["output"]])

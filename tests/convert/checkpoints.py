@@ -51,7 +51,6 @@ def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str] = PT) -
 
 
 def read_file(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Its tensors and metadata."""
     tensors, metadata = mx.load(str(path), return_metadata=True)
     mx.eval(tensors)
     return tensors, metadata
@@ -81,9 +80,7 @@ def write_source(
 ) -> dict[str, mx.array]:
     """A Hugging Face checkpoint; returns what its tensors stand for, in float32.
 
-    Args:
-        shards: files; above one there is an index, and the head is spread over the last two.
-        change: of config.json.
+    With several shards there is an index, and the head is in the last two; `change` config.json.
     """
     config = {**config_json(layout), **change}
     if storage == "FP8":

@@ -6,7 +6,6 @@ import pytest
 
 from mlx_mtp import cli
 from mlx_mtp.convert import commands
-from mlx_mtp.convert.target import MODES
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
 from tests.convert.checkpoints import read_file, write_source
@@ -31,22 +30,18 @@ def test_add_mtp_weights(run, pair):
     arguments += ["--bits", 8, "--group-size", 32, "--mode", "affine", "--mtp-norms", "hf"]
     assert f"mlx-mtp serve {pair.target} --enable-mtp" in run(*arguments)
     assert (pair.metadata()["bits"], pair.metadata()["group_size"]) == ("8", "32")
-    assert "Next" not in run(*arguments, "--force", "--dry-run")
     output = pair.target.parent / "output"
     assert f"mlx-mtp serve {output} --enable-mtp" in run(*arguments, "--output", output)
-    assert (output / "mtp.safetensors").exists()
     assert "mlx-mtp: --revision is for" in run(*arguments, "--revision", "v1", status=2)
 
 
 def test_convert_makes_a_model_with_its_head_in_one_go(run, tmp_path):
-    assert tuple(MODES) == commands.MODE_NAMES
     output = tmp_path / "made"
     said = run("convert", DEMO, "--output", output, "-q", "--bits", 8)
     assert f"mlx-mtp serve {output}" in said
     assert load_model(output, enable_mtp=True).head_source == "sidecar mtp.safetensors"
     assert json.loads((output / "config.json").read_text())["quantization"]["bits"] == 8
     assert read_file(output / "mtp.safetensors")[1]["bits"] == "8"
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert "already exists" in run("convert", DEMO, "--output", output, status=2)
 
 

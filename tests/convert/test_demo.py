@@ -1,6 +1,8 @@
-"""The bundled model in every precision of mlx-lm's, with its head given back by the script."""
+"""The bundled model in every precision of mlx-lm's, its head given back; and `--verify`."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +12,13 @@ from mlx_lm import generate, load
 from mlx_lm.convert import convert as mlx_lm_convert
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.errors import MissingHeadError
+from mlx_mtp.convert import verify
+from mlx_mtp.convert.convert import add_head
+from mlx_mtp.errors import ConvertError, MissingHeadError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.conftest import DEMO
+from tests.convert.checkpoints import read_file, write_file
 from tests.convert.conftest import snapshot
 from tests.harness import MEASURED, Driver, Ties, greedy, plain, request
 
@@ -74,3 +79,34 @@ def test_served_with_mtp_as_without_and_stock_mlx_lm_sees_no_difference(tmp_path
     accepted = stats.num_accepted_tokens / stats.num_drafts
     MEASURED.append(f"bundled model as {precision}: {accepted:.2f} drafts accepted per step")
     assert accepted > 0.5
+
+
+def test_a_wrong_head_is_not_put_in_place_and_a_right_one_is(tmp_path, capsys, monkeypatch):
+    """Without the norms' 1, which is what a wrong --mtp-norms gives."""
+    monkeypatch.setattr(verify, "PROMPTS", verify.PROMPTS[1::2])
+    monkeypatch.setattr(verify, "NUM_TOKENS", 16)
+    source, target = tmp_path / "source", tmp_path / "target"
+    tensors = {}
+    for path in DEMO.glob("*.safetensors"):
+        tensors |= read_file(path)[0]
+    for directory, is_head in ((source, True), (target, False)):
+        directory.mkdir()
+        for path in DEMO.glob("*.json"):
+            if "index" not in path.name:
+                shutil.copy(path, directory)
+        kept = {name: each for name, each in tensors.items() if name.startswith("mtp.") == is_head}
+        name, metadata = ("mtp", {}) if is_head else ("model", {"format": "pt"})
+        write_file(directory / f"{name}.safetensors", kept, metadata)
+    before = snapshot(target)
+    with pytest.raises(ConvertError, match="The head is wrong"):
+        add_head(str(target), str(source), mtp_norms="mlx", verify=True)
+    assert snapshot(target) == before
+    add_head(str(target), str(source), mtp_norms="hf", verify=True)
+    assert load_model(target, enable_mtp=True).head_source == "sidecar mtp.safetensors"
+    capsys.readouterr()
+    add_head(str(target), str(source), mtp_norms="hf", verify=True)
+    said = capsys.readouterr().out
+    assert "nothing to do" in said
+    assert said.count("healthy heads") == 3
+    first, second, third = map(float, re.findall(r"depth \d: +([\d.]+)%", said))
+    assert 100 >= first >= second > third > 40

@@ -74,11 +74,9 @@ def test_choices(tmp_path, family, table, flags, default, others):
     ("table", "flags", "error", "match"),
     [
         (FOUR, {"bits": 16, "group_size": 64}, UsageError, "16 leaves"),
-        (FOUR, {"bits": 7}, UsageError, "can't be"),
         (FOUR, {"group_size": 48}, UsageError, "can't be"),
         (FOUR, {"bits": 8, "mode": "mxfp4"}, UsageError, "can't be"),
         ({"mode": "ternary"}, {}, ConvertError, r"config\.json"),
-        ({"group_size": 0}, {}, ConvertError, r"config\.json"),
     ],
 )
 def test_what_mlx_can_not_do(tmp_path, table, flags, error, match):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -16,7 +15,7 @@ from mlx_mtp import cli
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.flags import resolve
 from mlx_mtp.inspect.found import find
-from mlx_mtp.inspect.memory import demand, plan, stored_dtype
+from mlx_mtp.inspect.memory import demand, plan
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.serving import plan_memory
@@ -123,27 +122,21 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
         ("per window", f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "),
     ):
         assert words in told[label]
-    # The model's context is shorter than the usual examples.
-    assert {label for label in told if " x " in label} == {"1 x 512", "16 x 512", "rows x tokens"}
     shape = demand(find(str(tmp_path)), "bfloat16").footprint
     for count in (1, 16):
         assert told[f"{count} x 512"].startswith(f"{size_text(shape.rows(count, 512))}; ")
-    wide = run("inspect", tmp_path, "--dtype", "float32")
-    assert wide["per token"].startswith(f"{4 * layer:,} bytes")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_weights_shown_are_those_that_are_loaded(tmp_path, family):
     layout = Layout(family, stacked_experts=family == "qwen3_5_moe", dtype=mx.bfloat16)
-    for has_head in (True, False):
-        path = tmp_path / str(has_head)
-        write_checkpoint(path, replace(layout, with_head=has_head))
-        shown = demand(find(str(path)), "auto")
-        loaded = load_model(path, enable_mtp=has_head)
-        parameters = [value for _, value in tree_flatten(loaded.model.parameters())]
-        weights = shown.footprint.weights + shown.footprint.head
-        assert weights == sum(value.nbytes for value in parameters)
-        assert shown.dtype == loaded.causal_lm.model.norm.weight.dtype
+    write_checkpoint(tmp_path, layout)
+    shown = demand(find(str(tmp_path)), "auto")
+    loaded = load_model(tmp_path, enable_mtp=True)
+    parameters = [value for _, value in tree_flatten(loaded.model.parameters())]
+    weights = shown.footprint.weights + shown.footprint.head
+    assert weights == sum(value.nbytes for value in parameters)
+    assert shown.dtype == loaded.causal_lm.model.norm.weight.dtype
 
 
 def test_no_weights_are_read_also_in_another_machines_type():
@@ -161,15 +154,8 @@ def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
     write_checkpoint(tmp_path, LAYOUT)
     edit(tmp_path, num_hidden_layers=6)  # of which two have no tensors
     size = (tmp_path / "model.safetensors").stat().st_size
-    for dtype in ("float32", "float16"):
-        told = run("inspect", tmp_path, "--dtype", dtype)
-        assert told["memory"] == f"{size_text(size)} of weights as stored; computed in {dtype}"
-    for where in ({"torch_dtype": "float16"}, {"text_config": {"dtype": "float16"}}):
-        expected = mx.float32 if mx.default_device() == mx.cpu else mx.float16
-        assert stored_dtype(where, "auto") == expected
-
-
-def test_what_no_family_serves_is_refused(run, tmp_path):
+    told = run("inspect", tmp_path, "--dtype", "float16")
+    assert told["memory"] == f"{size_text(size)} of weights as stored; computed in float16"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert "llama" in run("inspect", tmp_path, status=2)["error"]
 

@@ -17,7 +17,7 @@ from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
 from mlx_mtp.selftest.commands import Reference, compare, measure_speed, run_selftest
 from mlx_mtp.selftest.kernels import KernelCheck, check_kernels
-from mlx_mtp.selftest.report import Equality, Parting, Report, computes_exactly
+from mlx_mtp.selftest.report import Equality, Parting, Report
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative import acceptance
 from tests.bench.test_measure import Scripted
@@ -47,8 +47,6 @@ def test_the_bundled_model_passes(selftest):
     assert (status, err) == (0, ""), out
     assert found["ok"] is True and found["failures"] == []
     assert set(found["machine"]["versions"]) == {"mlx-mtp", "mlx", "mlx-lm", "Python"}
-    assert found["machine"]["backend"] in ("cpu", "metal", "cuda")
-    assert found["machine"]["memory"] > 0
     assert {k["shape"] for k in found["kernels"]} == {"this model", "80B"}
     assert all(k["ok"] and k["difference"] < kernels.TOLERANCE for k in found["kernels"])
     names = [e["name"] for e in found["equality"]]
@@ -87,25 +85,15 @@ def test_an_engine_that_fails_is_a_failed_check(selftest, monkeypatch):
     assert err == "mlx-mtp: failed: MTP off\n"
 
 
-def test_what_cannot_be_run_is_status_2(capsys):
-    for more, words in (("/no/where", "neither an exist"), ("--json=/no/x", "can't be written")):
-        assert cli.main(["selftest", more], {}) == 2
-        assert words in capsys.readouterr().err
-
-
 def compared(answers, references, are_chats=(True, True), strict=True) -> Equality:
     """Of a scripted engine; each answer has steps of tokens, drafts and how many were accepted."""
     prompts = [((1,), is_chat) for _, is_chat in zip(answers, are_chats)]
-    found = [
-        (
-            None,
-            [
-                RequestOutput("", tuple(t), num_draft_tokens=n, num_accepted_tokens=a)
-                for t, n, a in steps
-            ],
-        )
-        for steps in answers
-    ]
+
+    def output(tokens, drafts, accepted):
+        counts = {"num_draft_tokens": drafts, "num_accepted_tokens": accepted}
+        return RequestOutput("", tuple(tokens), **counts)
+
+    found = [(None, [output(*step) for step in steps]) for steps in answers]
     subject = SimpleNamespace(name="E", run=lambda _: found)
     return compare(subject, prompts, references, strict)
 
@@ -130,31 +118,17 @@ def test_where_answers_part(got, at, gap):
         assert found.ok == (gap == 2e-5 or not strict)
 
 
-@pytest.mark.parametrize(
-    ("left", "max_tokens", "rows", "skipped"),
-    [
-        (1000, 64, [1, 4], []),
-        (14.1, 20, [1, 4], []),
-        (7.1, 35, [1], ["speed at 4 rows (no time left)"]),
-        (2, None, [], ["speed (no time left)"]),
-    ],
-)
-def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_tokens, rows, skipped):
+@pytest.mark.parametrize(("left", "max_tokens", "rows"), [(14.1, 20, [1, 4]), (7.1, 35, [1])])
+def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_tokens, rows):
     """Of two engines with 10 tokens a second."""
     for module in (commands, measure):
         monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
     subjects = [Scripted("MTP off", []), Scripted("MTP, k = 1", [])]
     found = report()
     measure_speed(found, subjects, 10.0, deadline=left)
-    assert found.skipped == skipped
-    if max_tokens is None:
-        assert found.speed is None
-        return
+    assert found.skipped == ["speed at 4 rows (no time left)"] * (len(rows) == 1)
     assert {(s.asking.max_tokens, s.asking.ignore_eos) for s in subjects} == {(max_tokens, True)}
-    assert (found.speed["max_tokens"], found.speed["rounds"]) == (max_tokens, 3)
-    summaries = found.speed["summaries"]
-    assert [s["concurrency"] for s in summaries] == rows * 2
-    assert {s["rate_ratio"] for s in summaries} == {1.0}
+    assert [s["concurrency"] for s in found.speed["summaries"]] == rows * 2
     assert "| tokens/s, 1 at once: MTP, k = 1 " in found.table()
 
 
@@ -175,18 +149,6 @@ def test_a_wrong_portable_form_is_found(monkeypatch):
         assert [check.ok for check in check_kernels(shapes)] == [False, ok]
 
 
-def test_where_only_ties_excuse_a_difference(monkeypatch):
-    for dtype, gpu, tf32, exact in (
-        (mx.float32, None, "1", True),
-        (mx.float32, "cuda", "1", False),
-        (mx.float32, "cuda", "0", True),
-        (mx.bfloat16, "cuda", "0", False),
-    ):
-        monkeypatch.setattr(reports.gpu, "backend", lambda gpu=gpu: gpu)
-        monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
-        assert computes_exactly(dtype) == exact
-
-
 def report(**more) -> Report:
     machine = {"versions": {"mlx": "1"}, "os": "os", "device": "a | b", "memory": 8 << 30}
     machine |= {"backend": "cuda", "details": "mlx on CUDA"}
@@ -195,35 +157,28 @@ def report(**more) -> Report:
     return Report(machine, model, **{"kernels": [], "strict": False} | more)
 
 
-def test_the_table_has_every_part_and_every_line_the_same_width():
+def test_the_table_and_the_failures():
+    """Every line has the same width, and what failed is named."""
     fine = KernelCheck("k", "80B", "bfloat16", True, 2e-6)
     other = KernelCheck("k", "x", "f", True, applies=False)
+    bad = KernelCheck("inputs kernel", "80B", "bfloat16", False, problem="error: x")
     parted = Equality("MTP, k = 1", 2, 96, 90, [Parting(1, 4, 0.125)] * 5, [0.9, 0.8], ok=True)
+    ill = Equality("MTP, k = 2", problem="ill")
     skipped = ["speed (no time left)"]
-    table = report(kernels=[fine, other], equality=[parted], skipped=skipped).table()
-    lines = table.splitlines()
+    found = report(kernels=[fine, other, bad], equality=[parted, ill], skipped=skipped)
+    assert found.failures == ["inputs kernel, 80B, bfloat16", "MTP, k = 2"]
+    lines = found.table().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert all(line.count("|") == 4 for line in lines)
     for words in (
         "a / b, 8 GiB",
         "m, qwen3_next, bfloat16, 4 bits, groups of 64",
         "90 of 96 (2 answers); part at answer 2, token 5, runner-up 1.2e-01 behind",
-        "; 2 more",
         "90.0%, 80.0%",
         "off by 2.0e-06 at most",
         "not for these sizes: portable code in use",
         "speed (no time left)",
+        "error: x",
+        "ill",
     ):
-        assert words in table
-    assert "FAILED" not in table
-
-
-def test_failures_are_named():
-    bad = KernelCheck("inputs kernel / portable", "80B", "bfloat16", False, problem="error: x")
-    far = KernelCheck("fold", "80B", "float32", False, difference=0.5)
-    found = report(kernels=[bad, far], equality=[Equality("MTP, k = 2", problem="ill")])
-    names = ["inputs kernel / portable, 80B, bfloat16", "fold, 80B, float32", "MTP, k = 2"]
-    assert found.failures == names
-    for words in ("error: x", "ill", "off by 5.0e-01 at most"):
         assert words in found.table()
-    assert found.table().count("FAILED") == 4
