@@ -143,21 +143,6 @@ def test_several_requests_on_one_connection(client: Served, name: str) -> None:
         assert statuses[-1] == 200 or source.read(1) == b""
 
 
-def test_clients_that_pause_or_leave_disturb_nobody(client: Served) -> None:
-    with socket.create_connection(client.address, timeout=30) as slow:
-        slow.sendall(head()[:-5])
-        with socket.create_connection(client.address) as leaving:
-            leaving.sendall(request_bytes("POST", TEXT, body=BODY)[:-5])
-        assert client.get("/health").status_code == 200
-        slow.sendall(head()[-5:])
-        assert Answer(incoming(slow)).status == 200
-
-
-def test_an_error_repeats_no_header(client: Served) -> None:
-    for line in ("Authorization : Bearer sk-secret", "Bearer sk-secret", "x-api-key\0: sk-secret"):
-        assert b"secret" not in exchange(client, head(line)).body
-
-
 def is_whole(sent: bytes) -> bool:
     """There is a request to be answered; otherwise the server must be told that it ends here.
 

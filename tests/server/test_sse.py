@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
@@ -11,13 +10,11 @@ import pytest
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.engine.request import RequestOutput
-from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generate import Admitted
 from mlx_mtp.server.openai.routes import ChatWriter
 from mlx_mtp.server.openai.wire import ChatRequest
-from mlx_mtp.server.serve import SWITCH_SECONDS, Server, bind, run
 from mlx_mtp.server.sse import stream_events
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.writer import new_id
@@ -110,39 +107,6 @@ def test_steps_that_have_come_together_are_written_at_once(
     asyncio.run(main())
 
 
-def test_what_a_step_brings_of_one_kind_is_one_event(stream: Stream, tokenizer: Tokenizer) -> None:
-    said = tokenizer.encode("It is so.")
-    words = [tokenizer.token_text(token) for token in said]
-    tokens = (*tokenizer.encode("<think>I think so."), *tokenizer.encode("</think>"), *said)
-
-    async def main() -> None:
-        await stream.open(enable_thinking=True)
-        stream.step(*tokens)
-        _, reasoning, content = events(await anext(stream.pieces))
-        assert reasoning["choices"][0]["delta"] == {"reasoning_content": "I think so."}
-        assert told(content) == ("It is so.", words)
-        stream.step(said[0], finish="length")
-        content, _ = events(await anext(stream.pieces))
-        assert told(content) == (words[0], words[:1])
-
-    asyncio.run(main())
-
-
-def test_what_came_before_an_error_is_written(stream: Stream, tokenizer: Tokenizer) -> None:
-    (token,) = tokenizer.encode("a")
-
-    async def main() -> None:
-        await stream.open()
-        stream.step(token)
-        stream.arrived(out(finish="error", error=StepError("lost")))
-        first, last = [events(piece) async for piece in stream.pieces]
-        assert told(first[-1]) == ("a", ["a"])
-        assert "lost" in last[0]["error"]["message"]
-        assert last[1:] == ["[DONE]"]
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("ticks", range(4))
 def test_a_reader_cancelled_as_something_arrives_is_cancelled(stream: Stream, ticks: int) -> None:
     async def main() -> None:
@@ -160,18 +124,3 @@ def test_a_reader_cancelled_as_something_arrives_is_cancelled(stream: Stream, ti
             assert reader.result()
 
     asyncio.run(main())
-
-
-def test_a_server_has_its_threads_take_turns_more_often() -> None:
-    before, seen = sys.getswitchinterval(), []
-
-    class Stub:
-        def run(self, sockets: object) -> None:
-            seen.append(sys.getswitchinterval())
-
-    try:
-        with bind("127.0.0.1", 0) as sock:
-            assert run(cast(Server, Stub()), sock, lambda _: True)
-    finally:
-        sys.setswitchinterval(before)
-    assert seen == [pytest.approx(SWITCH_SECONDS)]

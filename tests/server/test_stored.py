@@ -119,16 +119,6 @@ def test_pages(client: Served) -> None:
     assert names(listed(client, model="other")) == []
 
 
-def test_pages_of_messages(client: Served) -> None:
-    texts = ["u", "é", "v"]
-    said = [{"role": "user", "content": text} for text in texts]
-    path = f"{CHAT}/{ask(client, store=True, messages=said)['id']}/messages"
-    page = client.get(path).json()
-    assert [m["content"] for m in page["data"]] == texts
-    second = client.get(path, params={"after": page["first_id"], "limit": 1}).json()
-    assert ([m["content"] for m in second["data"]], second["has_more"]) == (["é"], True)
-
-
 def test_bad_queries(client: Served) -> None:
     for name, value in (
         *(("limit", limit) for limit in (0, 101, "many")),

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
+from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer, endless, out
 from tests.server.in_process import GOOD, MESSAGES, TEXT
 from tests.server.wire_help import CHAT, ask, chat_body, events, saying
 
@@ -27,17 +26,6 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
 def client(serve: Serve, tokenizer: Tokenizer) -> Iterator[Served]:
     with serve(saying(tokenizer, "Once upon a time, 🎉 and then: the end.")) as client:
         yield client
-
-
-def test_usage_counts_in_every_chunk_and_comes_to_that_of_a_whole_answer(client: Served) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last, end = events(client, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in (*chunks, last, end)]
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 3
-    prompts = {chunk["usage"]["prompt_tokens"] for chunk in (*chunks, last)}
-    assert prompts == {end["usage"]["prompt_tokens"]}
-    assert last["usage"] == end["usage"] == ask(client)["usage"]
 
 
 def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -105,13 +93,6 @@ def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(
         ask(client)
         events(client)
     assert len(engine.cancelled) == 1
-
-
-def test_a_special_token_is_no_text(serve: Serve) -> None:
-    with serve(FakeEngine(lambda _: iter([out(40, EOS, 40, finish="length")]))) as client:
-        body = ask(client, ignore_eos=True)
-    assert body["usage"]["completion_tokens"] == 3
-    assert len(body["choices"][0]["message"]["content"]) == 2
 
 
 def test_without_mtp_no_drafts_can_be_asked_for(serve: Serve) -> None:
@@ -196,27 +177,6 @@ def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: bool, scri
             assert engine.wait_for(lambda: len(engine.submitted) == 3)
         assert engine.wait_for(lambda: not engine.running)
         assert engine.cancelled == {request.request_id for request in engine.submitted}
-
-
-@pytest.mark.parametrize(
-    ("signals", "drain"), [([signal.SIGTERM], 0.2), ([signal.SIGINT] * 2, 1e3)]
-)
-def test_stopping_the_server_ends_its_streams_with_a_reason(
-    serve: Serve, signals: list[int], drain: float
-) -> None:
-    """One signal does so when the time to drain is over; the second doesn't wait for that."""
-    with (
-        serve(FakeEngine(endless(40)), drain_timeout=drain) as client,
-        client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
-    ):
-        lines = response.iter_lines()
-        next(lines)
-        for number in signals:
-            client.server.handle_exit(number, None)
-        *_, error, done = [line for line in lines if line]
-        assert "shutting down" in error
-        assert done == "data: [DONE]"
-        assert not client.server.force_exit
 
 
 def test_models_and_paths_that_end_in_a_slash(client: Served) -> None:

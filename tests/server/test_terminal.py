@@ -56,12 +56,6 @@ def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
         stream_answer(engine, tokenizer, {}, options())
 
 
-def test_generate_refuses_what_the_server_would_refuse(tokenizer):
-    for more, words in (({"top_p": 2.0}, "top_p"), ({"stop": "x" * 300}, r"stop\[0\]")):
-        with pytest.raises(Exception, match=words):
-            stream_answer(FakeEngine(answer([300])), tokenizer, {}, options(**more))
-
-
 def test_the_speed_leaves_out_the_first_step():
     stream = OutputStream(0, Detokenizer(lambda _: b"x"), PlainParser())
     stream.push(out(5, 5, 5, 5, 5, finish="length"))
