@@ -195,21 +195,6 @@ def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
         drip(raw)
 
 
-def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve: Serve) -> None:
-    def attempt(seconds: float) -> bool:
-        engine = FakeEngine(answer([300]))
-        settings = {"api_keys": ("k",), "head_timeout": seconds}
-        with serve(engine, **settings) as client, connect(client) as raw:
-            raw.sendall(POST)
-            refused = raw.recv(12)
-            wait_until(lambda: bool(select.select([raw], [], [], 0)[0]))
-            raw.recv(1 << 16)
-            drip(raw)
-        return refused == b"HTTP/1.1 401"
-
-    patiently(attempt)
-
-
 def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
     def attempt(seconds: float) -> bool:
         with serve(FakeEngine(answer([])), head_timeout=seconds) as client, connect(client) as raw:

@@ -16,7 +16,13 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_mtp.convert.source import INDEX, HubRepo, open_source
-from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
+from mlx_mtp.errors import (
+    CheckpointError,
+    ConvertError,
+    InvalidRequestError,
+    ModelError,
+    UnsupportedModelError,
+)
 from mlx_mtp.models.hub import BUNDLED_MODEL, resolve_model
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
@@ -28,7 +34,6 @@ from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import (
     CHAT,
     COUNT,
-    DETOKENIZE,
     GOOD,
     HI,
     MESSAGES,
@@ -130,17 +135,8 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_models_template_stays_in_its_box(template: str) -> None:
-    with in_process(tokenizer=tokenizer_with(template)) as client:
-        response = client.post(CHAT, json=GOOD[CHAT])
-        assert "template" in error_of(response, CHAT, 400)
-        assert "root:" not in response.text
-
-
-def test_a_message_is_no_template(client: httpx.Client) -> None:
-    text = "{{ 7 * 191 }}{% include '/etc/passwd' %}"
-    body = {"messages": [{"role": "user", "content": text}]}
-    tokens = client.post(TOKENIZE, json=body).json()["tokens"]
-    assert text in client.post(DETOKENIZE, json={"tokens": tokens}).json()["prompt"]
+    with pytest.raises(InvalidRequestError, match="template"):
+        tokenizer_with(template).render_chat(HI)
 
 
 BAD_SCHEMAS: list[Any] = [
@@ -281,10 +277,3 @@ def test_cve_2024_37032_names_of_repositories_and_files_lead_nowhere_else(
     assert set(source.file_of.values()) == {"x.safetensors"}
     with pytest.raises(CheckpointError, match="missing"):
         source.repo.missing(source.files)
-
-
-def test_a_models_json_that_is_too_deep(model: Path) -> None:
-    for text in ("[" * 100_000, '{"a":' * 100_000):
-        (model / "config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"config\.json can't be read"):
-            load_model(model, enable_mtp=False, lazy=True)

@@ -63,16 +63,6 @@ def test_what_is_refused(tokenizer: Tokenizer) -> None:
     assert draft_vocabulary((5, 1), UNIGRAM, 8) == (1, 5)
 
 
-def test_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    file = tmp_path / "ids.txt"
-    file.write_text("17\n 300 \r\n5\n")
-    wanted = read_wanted(count_or_path(str(file)))
-    assert wanted == (17, 300, 5)
-    # The added tokens are in even if the file lacks them, and may be in it.
-    assert draft_vocabulary(wanted, tokenizer, VOCAB) == (5, 17, 300, *ADDED)
-    assert draft_vocabulary((17, 4090), tokenizer, VOCAB) == (17, *ADDED)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -92,7 +82,17 @@ def test_files_that_are_wrong(tmp_path: Path, content: bytes | None, message: st
     assert message in str(caught.value)
 
 
-def test_the_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+) -> None:
+    file = tmp_path / "ids.txt"
+    file.write_text("17\n 300 \r\n5\n")
+    # The added tokens are in even if the file lacks them.
+    wanted = read_wanted(count_or_path(str(file)))
+    assert draft_vocabulary(wanted, tokenizer, VOCAB) == (5, 17, 300, *ADDED)
     assert count_or_path("32768") == 32768
     for text in ("ids.txt", "12k", "1.5"):
         assert count_or_path(text) == Path(text)

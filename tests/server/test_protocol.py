@@ -88,6 +88,7 @@ def test_refusals(client: Served, case: Case) -> None:
     refused = exchange(client, sent, end=case.end)
     assert refused.status == case.status
     assert case.word in error_of(refused, "/")
+    assert b"Secret" not in refused.body
     assert refused.headers["content-type"].startswith("application/json")
     assert exchange(client, request_bytes("POST", TEXT, body=BODY)).status == 200
 
@@ -123,12 +124,6 @@ SEQUENCES = {
     "headers behind a request": (
         (request_bytes("GET", "/v1/models"), 200),
         (head(*["X: a"] * 20_000), 431),
-    ),
-    "bad bodies": (
-        *((request_bytes("POST", TEXT, body=b"{"), 400) for _ in range(3)),
-        (request_bytes("POST", TEXT, body=BODY), 200),
-        (request_bytes("POST", TEXT, {"Content-Encoding": "gzip"}, BODY), 415),
-        (request_bytes("POST", TEXT, body=BODY), 200),
     ),
 }
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import ValidationError
 
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError, StepMemoryError
 from mlx_mtp.server import body as body_module
 from mlx_mtp.server.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
-from mlx_mtp.server.openai.wire import ChatRequest
 from tests.server.conftest import MODEL, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import (
@@ -61,8 +59,7 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, {"temperature": 10**400}, "temperature", "number"),
     (CHAT, INVALID, {"logit_bias": {"\uff11": 1}}, "logit_bias", "not a token id"),
     (CHAT, INVALID, {"seed": 10**4000}, "seed", "less than"),
-    (CHAT, INVALID, {"n": 5}, "n", "1 to 4"),
-    (CHAT, INVALID, {"n": 1_000_000}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
+    (CHAT, INVALID, {"n": 5}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
     (CHAT, INVALID, {"metadata": {"x" * 513: "a"}}, "metadata." + "x" * 111 + "...", "512 char"),
     (CHAT, INVALID, tool(DEEP), "tools[0].function.parameters", "128 levels"),
     # Each item is wrong too, which would be reported if one of them were looked at.
@@ -215,6 +212,8 @@ def test_a_body_that_is_too_long(client: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("path", GOOD)
 def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
+    if path == COUNT:  # More than fits may be counted.
+        assert client.post(path, json=GOOD[path] | user("word " * 3000)).status_code == 200
     for headers in (
         {"Content-Type": "application/json; charset=UTF-8"},
         {"Content-Type": "application/vnd.api+json"},
@@ -236,13 +235,6 @@ def test_a_clients_value_is_repeated_in_part(client: httpx.Client) -> None:
     for fields in ({"prompt": [10**4000]}, {"model": "x" * 4000}):
         response = client.post(TEXT, content=json.dumps(GOOD[TEXT] | fields))
         assert len(error_of(response, TEXT)) < 250
-
-
-def test_only_the_first_wrong_item_is_looked_at() -> None:
-    wrong = {"messages": [WRONG] * 9, "tools": [WRONG] * 9, "stop_token_ids": [WRONG] * 9}
-    with pytest.raises(ValidationError) as caught:
-        ChatRequest.model_validate({"model": MODEL} | wrong)
-    assert caught.value.error_count() == len(wrong)
 
 
 def test_large_bodies_are_parsed_off_the_event_loop(

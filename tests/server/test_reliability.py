@@ -33,13 +33,14 @@ REJECTED = "mlx_mtp:requests_rejected_total"
 class Valve:
     """A script that is silent until it is opened."""
 
-    is_open = False
+    def __init__(self, *then: Output) -> None:
+        self.is_open = False
+        self._then = then or (out(40), out(40, finish="length"))
 
     def __call__(self, _: Request) -> Iterator[Output]:
         while not self.is_open:
             yield None
-        yield out(40)
-        yield out(40, finish="length")
+        yield from self._then
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

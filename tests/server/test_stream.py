@@ -14,6 +14,7 @@ from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer, endless, out
 from tests.server.in_process import GOOD, MESSAGES, TEXT
+from tests.server.test_reliability import Valve
 from tests.server.wire_help import CHAT, ask, chat_body, events, saying
 
 
@@ -107,19 +108,6 @@ def test_without_mtp_no_drafts_can_be_asked_for(serve: Serve) -> None:
     assert [request.num_draft_tokens for request in engine.submitted] == [0, None, None]
 
 
-class Waiting:
-    """A script that is silent until it may go on."""
-
-    def __init__(self, then: Output) -> None:
-        self.is_over = False
-        self.then = then
-
-    def __call__(self, _: Request) -> Iterator[Output]:
-        while not self.is_over:
-            yield None
-        yield self.then
-
-
 @pytest.mark.parametrize(
     ("path", "error", "silence", "first", "last"),
     [
@@ -132,14 +120,14 @@ class Waiting:
 def test_silence_is_broken_and_errors_after_that_are_events(
     serve: Serve, path: str, error: StepError | None, silence: str, first: str, last: str
 ) -> None:
-    script = Waiting(out(finish="error", error=error) if error else out(40, finish="length"))
+    script = Valve(out(finish="error", error=error) if error else out(40, finish="length"))
     with (
         serve(FakeEngine(script), keep_alive_seconds=0.02) as client,
         client.stream("POST", path, json=GOOD[path] | {"stream": True}) as response,
     ):
         lines = response.iter_lines()
         assert next(line for line in itertools.islice(lines, 3, None) if line) == silence
-        script.is_over = True
+        script.is_open = True
         data = [line for line in lines if line.startswith("data")]
         assert first in data[0]
         assert last in data[-1]
@@ -160,13 +148,8 @@ def test_an_engine_that_dies_silently_ends_its_requests(serve: Serve) -> None:
         assert client.get("/health").status_code == 503
 
 
-def silence(_: Request) -> Iterator[Output]:
-    while True:
-        yield None
-
-
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("script", [silence, endless(40)])
+@pytest.mark.parametrize("script", [Valve(), endless(40)])
 def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: bool, script: Any) -> None:
     engine = FakeEngine(script)
     with serve(engine) as client:

@@ -19,7 +19,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.errors import EngineError, GrammarError, UnsupportedParameterError
+from mlx_mtp.errors import EngineError, GrammarError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
@@ -28,7 +28,7 @@ from mlx_mtp.server.structured import MAX_CACHED, Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import EOS, FakeEngine, answer
-from tests.server.wire_help import CHAT, ask, chat_body, events
+from tests.server.wire_help import CHAT, chat_body, events
 
 COMPLETIONS = "/v1/completions"
 FORM = "response_format"
@@ -140,42 +140,6 @@ def test_what_is_refused_names_the_field(
     assert word in error["message"]
 
 
-def test_what_reaches_the_engine(fake: Served, engine: FakeEngine) -> None:
-    def spec(path: str = CHAT, **fields: Any) -> GrammarSpec | None:
-        ask(fake, path, **fields)
-        request = engine.submitted[-1]
-        assert (request.grammar is None) == (request.sampling.grammar is None)
-        return request.sampling.grammar
-
-    array = {"type": "array"}
-    schema, json_object = GrammarSpec("json_schema", json.dumps(array)), GrammarSpec("json_object")
-    assert spec() is None
-    for response_format, expected in (
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, json_object),
-        (form(array, strict=True, description="d"), schema),
-        ({"type": "json_object", "schema": array}, schema),
-    ):
-        assert spec(response_format=response_format) == expected
-    for name, value, expected in (
-        ("json", array, schema),
-        ("json", json.dumps(array), schema),
-        ("regex", "a+", GrammarSpec("regex", "a+")),
-        ("grammar", 'start: "a"', GrammarSpec("lark", 'start: "a"')),
-        ("choice", ["ok", "no"], GrammarSpec("choice", '["ok", "no"]')),
-    ):
-        assert spec(**{f"guided_{name}": value}) == expected
-        assert spec(structured_outputs={name: value}) == expected
-        assert spec(COMPLETIONS, prompt="a", **{f"guided_{name}": value}) == expected
-    assert spec(structured_outputs={"json_object": True}) == json_object
-    thinking = spec(guided_regex="a+", chat_template_kwargs={"enable_thinking": True})
-    assert thinking == GrammarSpec("regex", "a+", free_until="</think>")
-    body = {"model": MODEL, "prompt": "a", "response_format": {"type": "json_object"}}
-    assert fake.post(COMPLETIONS, json=body).json()["error"]["param"] == "response_format"
-    body = {"model": MODEL, "prompt": "a", "guided_regex": "(a"}
-    assert fake.post(COMPLETIONS, json=body).json()["error"]["code"] == "invalid_grammar"
-
-
 def test_others_are_answered_while_a_grammar_takes_its_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,14 +212,6 @@ def test_a_fork_that_dies_without_an_answer_is_an_error() -> None:
     """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "['llguidance failed on it.', \"'why'.\"]\n"
-
-
-def test_a_model_without_an_end_has_no_grammars(tokenizer: Tokenizer) -> None:
-    with (
-        contextlib.closing(Grammars(tokenizer, (1 << 20,))) as made,
-        pytest.raises(UnsupportedParameterError, match="no token that ends"),
-    ):
-        asyncio.run(made.compile(GrammarSpec("json_object"), "response_format"))
 
 
 @pytest.fixture(scope="module")
