@@ -44,7 +44,6 @@ CASES = [
     Case("two hosts", 400, "Host", raw=head("Host: localhost")),
     # More than the system takes by itself: its client gets to read the answer.
     Case("8 MB of headers", 431, LONG, raw=head("X: " + "a" * (1 << 23))),
-    Case("some long headers", 431, LONG, raw=head(*["Cookie: " + "a" * 4096] * 5)),
     Case("many headers", 431, f"{MAX_HEADERS} headers", raw=head(*["X: a"] * MAX_HEADERS)),
     Case("as many as allowed", 404, "no route", raw=head(*["X: a"] * 99, path="/x")),
     Case("headers without end", 431, "headers", raw=head(*["X: a"] * 5000)[:-2]),
@@ -52,10 +51,8 @@ CASES = [
     Case("a header without a colon", 400, "not valid HTTP", raw=head("Secret")),
     Case("a space before the colon", 400, "not valid HTTP", raw=head("Secret : x")),
     Case("control characters", 400, "not valid HTTP", raw=head("X: a\x00b")),
-    Case("a length of letters", 400, "Length", raw=head("Content-Length: abc")),
     Case("two lengths", 400, "Length", raw=head("Content-Length: 5", "Content-Length: 6")),
     Case("a length of 30 digits", 400, "Length", raw=head("Content-Length: " + "9" * 30)),
-    Case("a length too large", 413, "longer", b"{}", {"Content-Length": "9" * 12}),
     Case("a length too short", 400, "not valid JSON", b"{}  ", {"Content-Length": "1"}),
     Case("a length too long", 400, "ended", b"{}", {"Content-Length": "9"}, end=True),
     Case("no length", 400, "empty", raw=request_bytes("POST", TEXT) + b"{}", end=True),
@@ -66,7 +63,6 @@ CASES = [
     Case("small chunks", 400, "too small", chunks(*[b" "] * (FREE_CHUNKS + 100), b""), CHUNKED),
     Case("as many as allowed", 400, "empty", chunks(*[b" "] * (FREE_CHUNKS - 9), b""), CHUNKED),
     Case("trailers without end", 431, "headers", b"0\r\n" + b"X: a\r\n" * 30_000, CHUNKED),
-    Case("no HTTP", 400, "not valid HTTP", raw=b"hello\r\n\r\n"),
     Case("half a request line", 400, "ended", raw=b"GET /v1/mod", end=True),
     Case("TLS", 400, "not valid HTTP", raw=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
     Case("a target with a space", 400, "request line", raw=head(path="/a b")),
@@ -104,13 +100,8 @@ def test_what_careful_clients_send_passes(client: Served) -> None:
     assert exchange(client, request_bytes("POST", TEXT, CHUNKED, halves)).status == 200
     large = chunks(*[b" " * 256] * (FREE_CHUNKS + 100), BODY, b"")
     assert exchange(client, request_bytes("POST", TEXT, CHUNKED, large)).status == 200
-    stream = json.dumps(GOOD[TEXT] | {"stream": True}).encode()
-    events = exchange(client, request_bytes("POST", TEXT, {"Accept": "application/json"}, stream))
-    assert events.headers["content-type"].startswith("text/event-stream")
     old = f"POST {TEXT} HTTP/1.0\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY
-    answered = exchange(client, old)
-    assert answered.status == 200
-    assert answered.headers["connection"] == "close"
+    assert exchange(client, old).headers["connection"] == "close"
 
 
 SEQUENCES = {

@@ -24,7 +24,6 @@ from tests.server.in_process import (
     GOOD,
     HI,
     MESSAGES,
-    RESPONSES,
     TEXT,
     in_process,
 )
@@ -64,10 +63,8 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, tool(DEEP), "tools[0].function.parameters", "128 levels"),
     # Each item is wrong too, which would be reported if one of them were looked at.
     (CHAT, INVALID, {"messages": [WRONG] * 4097}, "messages", "at most 4096"),
-    (CHAT, INVALID, user([WRONG] * 4097), "messages[0].content", "at most 4096"),
     (CHAT, INVALID, {"logit_bias": {str(i): WRONG for i in range(1025)}}, "logit_bias", "1024"),
     (CHAT, INVALID, {"tools": [WRONG] * 1025}, "tools", "at most 1024"),
-    (CHAT, INVALID, {"metadata": {str(i): 3 for i in range(65)}}, "metadata", "at most 64"),
     (CHAT, INVALID, KWARGS, "chat_template_kwargs", "at most 64"),
     (CHAT, INVALID, calls(*[WRONG] * 1025), "messages[0].tool_calls", "at most 1024"),
     (CHAT, INVALID, tool(LARGE), "tools[0].function.parameters", "65536"),
@@ -80,7 +77,6 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (TEXT, "invalid_grammar", {"guided_regex": "((("}, "guided_regex", "can't be enforced"),
     (TEXT, CONTEXT, {"prompt": [5] * 1000, "max_tokens": 30}, "max_tokens", "tokens, but 1030"),
     (TEXT, CONTEXT, {"prompt": "hello " * 400_000}, None, "more than 2048 tokens > 1023 maximum"),
-    (RESPONSES, INVALID, {"tools": [1] * 1025}, "tools", "at most 1024"),
     (COUNT, INVALID, {"messages": HI * 4097}, None, "at most 4096"),
 ]
 
@@ -101,14 +97,12 @@ BODIES: list[tuple[bytes, str]] = [
     (text(b'"\xff"'), "not valid UTF-8"),
     (text(b'"\xed\xa0\x80"'), "not valid UTF-8"),
     (text(r'"\ud800"'), "surrogate"),
-    (text(r'{"\udc00": 1}'), "surrogate"),
     (text(b'"\x00"'), "control character"),
     (text("NaN"), "NaN is not JSON"),
     (text("1e999"), "1e999 is too large"),
     (text("9" * 5000), "too many digits"),
     (text("0." + "9" * 5000), "not a parameter"),
     (text("[" * 1000 + "]" * 1000), f"at most {MAX_DEPTH} levels"),
-    (text("[" * 1000), "levels"),
     (text("[" * 256 + "]" * 256), "levels"),
     (text("[" * 255 + "]" * 255), "not a parameter"),
     (text('"' + r"[\"{" * 9000 + '"'), "not a parameter"),
@@ -128,7 +122,6 @@ HEADERS: list[tuple[dict[str, str], int, str, str]] = [
     ({"Transfer-Encoding": "chunked", "Content-Length": "5"}, 400, INVALID, "exclude"),
     ({"Host": "evil.example"}, 403, "forbidden", "--allowed-host evil.example"),
     ({"Origin": "https://evil.example"}, 403, "forbidden", "--cors-origin https://evil.example"),
-    ({"Origin": "null"}, 403, "forbidden", "'null'"),
 ]
 ROUTES: list[tuple[str, str, int, str, str]] = [
     ("POST", "/v1", 404, "not_found", "no route POST /v1."),
@@ -136,10 +129,8 @@ ROUTES: list[tuple[str, str, int, str, str]] = [
     ("DELETE", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
     ("GET", "/v1/models/gpt-4", 404, NO_MODEL, MODEL),
     ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, NO_MODEL, "not served"),
-    ("GET", "/v1/models/%00%ff", 404, NO_MODEL, "not served"),
     ("GET", "/" + "a" * 9000, 404, "not_found", "aaa..."),
     ("PUT", CHAT, 405, "", "Method Not Allowed: PUT"),
-    ("DELETE", "/health", 405, "", "Not Allowed"),
     ("POST", "/v1/embeddings", 404, "not_found", "no embeddings"),
     ("GET", MESSAGES, 405, "", "Not Allowed"),
     ("POST", MESSAGES + "/x", 404, "not_found", "no route"),
@@ -219,7 +210,6 @@ def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
         {"Content-Type": "application/vnd.api+json"},
         {"Content-Encoding": "identity"},
         {"Origin": "http://localhost"},
-        {"Host": "127.0.0.1:1234"},
     ):
         for suffix in ("", "/"):
             response = client.post(path + suffix, json=GOOD[path], headers=headers)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generate import Admitted
@@ -23,7 +22,6 @@ from tests.server.fake_engine import FakeEngine, endless, fake_logprobs, out
 from tests.server.wire_help import chat_body
 
 PARAMS = SamplingParams(max_tokens=8, top_logprobs=1)
-USAGE = {"include_usage": True}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +38,8 @@ class Stream:
         self.name = new_id("chatcmpl-")
         self._context = context
 
-    async def open(self, **kwargs: Any) -> None:
-        body = chat_body(stream=True, stream_options=USAGE, chat_template_kwargs=kwargs)
+    async def open(self) -> None:
+        body = chat_body(stream=True, stream_options={"include_usage": True})
         asked = ChatRequest.model_validate(body)
         admitted = Admitted(self._context, asked, self.name, (), asked.options(), PARAMS)
         generation = await admitted.chat(asked.conversation())
@@ -53,9 +51,7 @@ class Stream:
         """A step has brought tokens."""
         request = cast(FakeEngine, self._context.engine).submitted[-1]
         logprobs = tuple(fake_logprobs(token, request) for token in tokens)
-        self.arrived(out(*tokens, finish=finish, logprobs=logprobs))
-
-    def arrived(self, output: RequestOutput) -> None:
+        output = out(*tokens, finish=finish, logprobs=logprobs)
         output = dataclasses.replace(output, request_id=f"{self.name}-0")
         self._context.dispatcher._dispatch(0.0, [output])
 
@@ -70,13 +66,6 @@ def events(piece: bytes) -> list[Any]:
     assert not rest
     data = [event.removeprefix("data: ") for event in found]
     return [event if event == "[DONE]" else json.loads(event) for event in data]
-
-
-def told(event: Any) -> tuple[str, list[str]]:
-    """A chunk's text, and its tokens by the logprobs."""
-    (choice,) = event["choices"]
-    logprobs = choice["logprobs"] or {"content": []}
-    return choice["delta"].get("content", ""), [entry["token"] for entry in logprobs["content"]]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -96,12 +85,11 @@ def test_steps_that_have_come_together_are_written_at_once(
         *more, last = [events(piece) async for piece in stream.pieces]
         pieces += more
         assert len(pieces) == (1 if together else len(tokens))
-        role, *contents, finish = [event for piece in pieces for event in piece]
-        assert role["choices"][0]["delta"]["role"] == "assistant"
+        _, *contents, _ = [event["choices"][0] for piece in pieces for event in piece]
         # Each still is an event of its own, with its own logprobs.
-        assert [told(event) for event in contents] == [(word, [word]) for word in words]
-        assert finish["choices"][0]["finish_reason"] == "length"
-        assert last[0]["usage"]["completion_tokens"] == len(tokens)
+        assert [choice["delta"]["content"] for choice in contents] == words
+        logprobs = [choice["logprobs"]["content"] for choice in contents]
+        assert [[entry["token"] for entry in each] for each in logprobs] == [[w] for w in words]
         assert last[1:] == ["[DONE]"]
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
 from mlx_mtp.terminal import stream_answer
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer
+from tests.server.fake_engine import FakeEngine, answer
 
 
 def options(**more: object) -> argparse.Namespace:
@@ -32,17 +32,6 @@ def test_generate_prints_the_answer_and_then_its_speed(tokenizer, capsys):
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
     text = b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
     assert "Be kind." in text
-
-
-@pytest.mark.parametrize(
-    ("context", "asked", "given"), [(64, None, None), (4096, None, 512), (4096, 700, 700)]
-)
-def test_generate_takes_the_room_that_there_is(tokenizer, context, asked, given):
-    engine = FakeEngine(answer([300]), FakeInfo(max_model_len=context))
-    assert stream_answer(engine, tokenizer, {}, options(max_tokens=asked)) == 0
-    (request,) = engine.submitted
-    room = context - len(request.prompt_token_ids)
-    assert request.sampling.max_tokens == (given or room)
 
 
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):

@@ -133,12 +133,3 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, messag
     (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=message or re.escape(str(tmp_path / name))):
         Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("config", [None, '{"model_type": "qwen3_next"}'])
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, config: str | None) -> None:
-    if config is not None:
-        # transformers has a tokenizer for these models, which is empty then.
-        (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ModelError, match="no tokenizer"):
-        Tokenizer.load(tmp_path)

@@ -1,7 +1,6 @@
 """Request bodies, defaults and limits, beyond the recorded exchanges."""
 
 import dataclasses
-import json
 import random
 from typing import Any
 
@@ -79,10 +78,3 @@ def test_the_answer_gets_the_room_that_is_left() -> None:
         RequestOptions({"max_tokens": 8}).room(3, 10)
     with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
         RequestOptions({}, cut_to_context=True).room(10, 10)
-
-
-def test_seeds_are_repeatable_and_exact_in_a_double() -> None:
-    seeds = [sampled(chat(), seed=number).seed for number in (*range(50), *range(50))]
-    assert seeds[:50] == seeds[50:]
-    assert len(set(seeds)) == 50
-    assert all(json.loads(str(seed)) == float(seed) for seed in seeds)

@@ -179,16 +179,6 @@ def test_answers(make: Make, fields: dict[str, Any], said: str, expected: list[A
         assert parser.done == ("max_calls" in fields)
 
 
-def test_the_parser_knows_where_reasoning_is() -> None:
-    parser = HERMES()
-    seen = []
-    for piece in ["<think>", "a", "</th", "ink>", "\n\n", "b"]:
-        parser.feed(piece)
-        seen.append(parser.in_reasoning)
-    assert seen == [True, True, True, False, False, False]
-    assert HERMES(opened=True).in_reasoning
-
-
 LONG = 'def f():\n    return "</parameter>"  # <b> & \\n\n'
 READ_VALUES = {
     "city": [("5", '"5"'), ("", '""'), (LONG, json.dumps(LONG))],
