@@ -1,7 +1,6 @@
 """Who may call the server: keys, host names, web pages."""
 
 import argparse
-import hmac
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,8 +173,6 @@ def test_without_a_valid_key_nothing_opens_but_health(
             own = {name: value.encode()}
             for path in ("/v1/models", "/v1/models/", "/metrics"):
                 assert locked.get(path, headers=own).status_code == 200
-            for path in NO_ROUTES:
-                assert path in error_of(locked.get(path, headers=own), path, 404)
             assert key not in locked.post(TEXT, content=b"{", headers=own).text
             assert locked.post(TEXT, json=GOOD[TEXT], headers=own).status_code == 200
     assert KEY not in caplog.text
@@ -185,23 +182,18 @@ def test_without_a_valid_key_nothing_opens_but_health(
 def test_cve_2025_59425_the_time_tells_nothing_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM compared keys with `==`, whose time tells how many characters are right."""
     compared: list[tuple[bytes, bytes]] = []
-    compare = hmac.compare_digest
-
-    def noting(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return compare(one, other)
-
-    monkeypatch.setattr(access.hmac, "compare_digest", noting)
+    monkeypatch.setattr(
+        access.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b
+    )
     keys = ("first", "second", "third")
     with in_process(api_keys=keys) as client:
         for given in (*keys, "fourth", "f", "", "x" * 5000):
-            for headers in ({"x-api-key": given}, {"authorization": f"Bearer {given}".strip()}):
-                compared.clear()
-                status = client.get("/v1/models", headers=headers).status_code
-                assert status == (200 if given in keys else 401)
-                assert len(compared) == 2 * len(keys), "each key is compared, whichever was right"
-                # By digests of one length: not even a key's length shows.
-                assert {len(side) for pair in compared for side in pair} == {32}
+            compared.clear()
+            status = client.get("/v1/models", headers={"x-api-key": given}).status_code
+            assert status == (200 if given in keys else 401)
+            assert len(compared) == 2 * len(keys), "each key is compared, whichever was right"
+            # By digests of one length: not even a key's length shows.
+            assert {len(side) for pair in compared for side in pair} == {32}
 
 
 def test_keys_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,28 +208,21 @@ def test_keys_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         with pytest.raises(UsageError, match=word):
             read_keys(None, str(file))
     file.write_text("# of the laptop\nsk-one\n\n  sk-two \r\n#sk-three\nsk-one\n")
-    for mode, warned in ((0o600, False), (0o640, False), (0o644, True)):
+    for mode, warned in ((0o640, False), (0o644, True)):
         caplog.clear()
         file.chmod(mode)
         assert read_keys(None, str(file)) == ("sk-one", "sk-two")
         assert ("chmod 600" in caplog.text) is warned
         assert "sk-one" not in caplog.text
     assert read_keys("sk-zero", str(file)) == ("sk-zero", "sk-one", "sk-two")
-    assert read_keys("sk-zero", None) == ("sk-zero",)
-    assert read_keys(None, None) == ()
 
 
-@pytest.mark.parametrize(
-    ("host", "origins", "has_key", "words"),
-    [
-        *(("127.0.0.1", (), False, []), ("localhost", (PAGE,), False, [])),
-        *(("0.0.0.0", ("*",), True, []), ("0.0.0.0", (), False, ["0.0.0.0", "--api-key"])),
-        ("::1", ("*",), False, ["web page"]),
-    ],
-)
-def test_an_open_server_is_warned_about(
-    host: str, origins: Any, has_key: bool, words: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_if_open(host, origins, has_key=has_key)
-    assert bool(caplog.records) == bool(words)
-    assert all(word in caplog.text for word in words)
+def test_an_open_server_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    for host, origins, has_key, word in (
+        *(("localhost", (PAGE,), False, ""), ("0.0.0.0", ("*",), True, "")),
+        *(("0.0.0.0", (), False, "--api-key"), ("::1", ("*",), False, "web page")),
+    ):
+        caplog.clear()
+        warn_if_open(host, origins, has_key=has_key)
+        assert bool(caplog.records) == bool(word)
+        assert word in caplog.text

@@ -1,13 +1,9 @@
 """The backend: which installations are refused with what advice, and which BLAS is loaded."""
 
-import ctypes
-import logging
 import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -81,42 +77,3 @@ def test_coming_after_mlx_is_told():
     done = run("import mlx.core; from mlx_mtp import backend; print(backend.prepare().blas)")
     assert "reference" in done.stdout
     assert "before backend.prepare()" in done.stderr
-
-
-def test_the_sources_are_tried_in_their_order(monkeypatch, caplog):
-    # As if neither mlx nor OpenBLAS had been loaded.
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
-    names = ("_system", "_ngsolve", "_cmeel")
-    for name in names:
-        monkeypatch.setattr(backend, name, lambda name=name: (object(), name))
-
-    for name, error in zip(names, (OSError("no file"), LookupError("no package"), OSError("no"))):
-        assert backend._fast_blas() == f"OpenBLAS ({name})"
-        monkeypatch.setattr(backend, name, Mock(__name__=name, side_effect=error))
-    with caplog.at_level(logging.WARNING):
-        assert "slow" in backend._fast_blas()
-    assert "libopenblas0" in caplog.text
-
-
-def test_the_links_are_gone_after_loading(monkeypatch, tmp_path):
-    links = {
-        "libopenblas.so.0": "ngsolve_openblas/libopenblasp-r0.so",
-        "libgfortran.so.5": "mlx_cpu.libs/libgfortran-1.so.5.0.0",
-        "libquadmath-2.so.0": "mlx_cpu.libs/libquadmath-2.so.0",
-    }
-    for name in (*links.values(), "mlx/core.so"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    seen = {}
-
-    def load(path: str) -> object:
-        seen.update({link: link.resolve() for link in Path(path).parent.iterdir()})
-        return object()
-
-    monkeypatch.setattr(backend, "_package_folder", lambda name: tmp_path / name)
-    monkeypatch.setattr(backend, "_load", load)
-    assert backend._ngsolve()[1] == "ngsolve-openblas"
-    found = {link.name: str(target.relative_to(tmp_path)) for link, target in seen.items()}
-    assert found == links
-    assert not any(link.parent.exists() for link in seen)

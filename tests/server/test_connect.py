@@ -100,27 +100,18 @@ def test_a_new_file(connect, home, client, urls):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("client", "said", "comments"),
-    [
-        ("opencode", "default model", ()),
-        ("claude", "Every Claude Code session", ()),
-        ("codex", "default model", ("# mine",)),
-        ("continue", "is added to", ("# mine", "# best")),
-    ],
-)
-def test_what_else_is_in_the_file_stays(connect, home, client, said, comments):
-    path = home / FILES[client]
+@pytest.mark.parametrize(("client", "path"), FILES.items())
+def test_what_else_is_in_the_file_stays(connect, home, client, path):
+    path = home / path
     path.parent.mkdir(parents=True)
     path.write_text(OLD[client])
     path.chmod(0o640)
     before = load(path)
     printed = connect(client, "--write")
-    assert said in printed
     assert path.with_name(path.name + ".bak").read_text() == OLD[client]
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     after, text = load(path), path.read_text()
-    assert all(comment in text for comment in comments)
+    assert text.count("# mine") == OLD[client].count("# mine")
     if client == "continue":
         assert after["models"][0] == before["models"][0]
         assert [model["model"] for model in after.pop("models")] == ["llama", MODEL]
@@ -158,47 +149,19 @@ def test_where_a_client_keeps_its_files(connect, home):
     assert os.listdir(home / "elsewhere") == ["config.toml"]
 
 
-@pytest.mark.parametrize("locked", [False, True])
-def test_claude_for_one_session_comes_first(urls, connect, home, locked):
-    """The variables are those of the file, and no file is touched."""
-    environ = {"PATH": os.environ["PATH"], "MLX_MTP_API_KEY": KEY}
-    printed = connect("claude", url=urls[locked], **environ)
-    assert not any(home.iterdir())
-    connect("claude", "--write", url=urls[locked], **environ)
-    command = printed[printed.index("ANTHROPIC_BASE_URL") : printed.index("claude\n")]
-    shell = ["sh", "-c", f"{command} env"]
-    found = subprocess.run(shell, env=environ, capture_output=True, text=True, check=True).stdout
-    written = load(home / FILES["claude"])
-    wanted = written["env"] | {"ANTHROPIC_AUTH_TOKEN": KEY if locked else "none"}
-    assert {f"{name}={value}" for name, value in wanted.items()} <= set(found.splitlines())
-    assert ("apiKeyHelper" in written) == locked
-
-
 def test_keys_are_never_written(urls, connect):
     more = {"url": urls[1], "status": 2}
     assert "requires its API key" in connect("codex", **more)
     assert "refuses" in connect("codex", "--api-key", "wrong", **more)
+    assert "leave out --write" in connect("open-webui", "--write", status=2)
     for name in (*FILES, "open-webui"):
         said = connect(name, url=urls[1], MLX_MTP_API_KEY=KEY)
         assert KEY not in said and said.count("MLX_MTP_API_KEY") >= 2
 
 
-def test_open_webui(connect, home, urls):
-    assert f"OPENAI_API_BASE_URL={urls[0]}/v1" in connect("open-webui")
-    assert "leave out --write" in connect("open-webui", "--write", status=2)
-    assert not any(home.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("http://127.0.0.1:1", "No server answers"),
-        ("127.0.0.1:1", "Connection refused"),
-        ("x y", "No server answers"),
-        ("ftp://x", "is not an address"),
-        ("http://", "is not an address"),
-    ],
-)
-def test_no_server(connect, url, words):
-    error = connect("codex", url=url, status=2)
-    assert error.startswith("mlx-mtp: ") and words in error
+def test_no_server(connect):
+    nowhere, wrong = ("127.0.0.1:1", "http://127.0.0.1:1", "x y"), ("ftp://x", "http://")
+    for words, urls in (("No server answers", nowhere), ("is not an address", wrong)):
+        for url in urls:
+            error = connect("codex", url=url, status=2)
+            assert error.startswith("mlx-mtp: ") and words in error

@@ -1,12 +1,10 @@
 """Clients that are slow, stalled, silent or too many; none of them may hold the others up."""
 
 import contextlib
-import http.client
 import itertools
 import json
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ from mlx_mtp.server import http_protocol
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, Output, answer, out
 from tests.server.in_process import CHAT, GOOD
-from tests.server.raw_http import Answer, incoming, request_bytes
+from tests.server.raw_http import request_bytes
 from tests.server.test_metrics import samples
 from tests.server.test_reliability import HELD, Valve, post, small, wait_until
 
@@ -193,39 +191,6 @@ def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
     with serve(FakeEngine(answer([300])), head_timeout=0.25) as client, connect(client) as raw:
         raw.sendall(GET[:-2] + b"X: ")
         drip(raw)
-
-
-def test_a_body_that_nobody_wants_does_not_keep_the_connection(serve: Serve) -> None:
-    def attempt(seconds: float) -> bool:
-        engine = FakeEngine(answer([300]))
-        settings = {"api_keys": ("k",), "head_timeout": seconds}
-        with serve(engine, **settings) as client, connect(client) as raw:
-            raw.sendall(POST)
-            refused = raw.recv(12)
-            wait_until(lambda: bool(select.select([raw], [], [], 0)[0]))
-            raw.recv(1 << 16)
-            drip(raw)
-        return refused == b"HTTP/1.1 401"
-
-    patiently(attempt)
-
-
-def test_a_kept_connection_serves_request_after_request(serve: Serve) -> None:
-    def attempt(seconds: float) -> bool:
-        with serve(FakeEngine(answer([])), head_timeout=seconds) as client, connect(client) as raw:
-            # httpx and the SDKs keep one for 5 s; uvicorn by itself would end it just then.
-            assert client.server.config.timeout_keep_alive >= seconds
-            source = incoming(raw)
-            try:
-                for _ in range(6):
-                    raw.sendall(GET * 3)
-                    assert [Answer(source).status for _ in range(3)] == [200] * 3
-                    time.sleep(seconds / 3)
-            except (ConnectionError, http.client.RemoteDisconnected):
-                return False
-        return True
-
-    patiently(attempt)
 
 
 def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
-from tests.server.wire_help import CALL, WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
+from tests.server.wire_help import WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
 
 HERMES = (
     '<tool_call>\n{"name": "get_weather", "arguments": '
@@ -116,17 +116,3 @@ def test_answers_of_every_length(said: tuple[Served, str, range], api: Any) -> N
     assert len(found) > 8
     full = '{"city": "Rome'
     assert all(full.startswith(part) or part.startswith(full) for part in found)
-
-
-def test_half_a_call_is_no_reason_to_call(serve: Serve, tokenizer: Tokenizer) -> None:
-    """Not even after a whole one: clients would act on both."""
-    second = CALL.replace("Rome", "Oslo")
-    with serve(saying(tokenizer, f"{CALL}\n{second}")) as client:
-        fields: dict[str, Any] = {"tools": [WEATHER], "stop": ["slo"]}
-        (choice,) = ask(client, **fields)["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert choice["message"]["tool_calls"][1]["function"]["arguments"] == '{"city": "O'
-        assert joined(events(client, **fields))["finish_reason"] == "stop"
-        whole = ask(client, MESSAGES, **MESSAGE, stop_sequences=["slo"])
-        assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "slo")
-        assert [block["type"] for block in whole["content"]] == ["tool_use", "text"]

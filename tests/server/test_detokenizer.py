@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,6 @@ from mlx_mtp.server.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(BUNDLED_MODEL)
 DECODE = tokenizers.Tokenizer.from_str(TOKENIZER.to_json()).decode
-
-SMILE = "🙂".encode()
 
 
 def cut_at_stop(text: str, stops: list[str]) -> str:
@@ -60,24 +57,3 @@ def test_stop_strings_cut_at_the_same_place_whatever_the_borders(
         assert detokenizer.stop or not held or any(stop.startswith(held) for stop in stops)
     assert out + detokenizer.flush() == expected
     assert (detokenizer.stop is not None) == any(stop in text for stop in stops)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "stops", "parts"),
-    [
-        # Half a character is held until it is whole, and is a replacement at the end.
-        ([b"a" + SMILE[:1], SMILE[1:3], SMILE[3:] + b"b"], [], ["a", "", "🙂b", ""]),
-        ([b"a", "é".encode()[:1]], [], ["a", "", "\ufffd"]),
-        # Text before a stop comes at once, and nothing after it; a false start is released.
-        ([b"one <", b"/s", b"> two", b"three"], ["</s>"], ["one ", "", "", "", ""]),
-        ([b"x<", b"/", b"b>", b"y</"], ["</s>"], ["x", "", "</b>", "y", "</"]),
-        # The stop that is complete first wins; of two that end together the longer.
-        ([b"abcd"], ["abcd", "bc"], ["a", ""]),
-        ([b"a", b"b", b"c", b"d"], ["abcd", "bc"], ["", "", "a", "", ""]),
-        ([b"xabc"], ["bc", "abc"], ["x", ""]),
-    ],
-)
-def test_what_comes_out_when(pieces: list[bytes], stops: list[str], parts: list[str]) -> None:
-    """The parts are those of the pieces, and last what flushing brings."""
-    detokenizer = Detokenizer(pieces.__getitem__, stops)
-    assert [*map(detokenizer.push, range(len(pieces))), detokenizer.flush()] == parts

@@ -13,7 +13,6 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import count_or_path
 from mlx_mtp.server.draft_vocab import draft_vocabulary, read_wanted
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.conftest import DEMO
 
 VOCAB = 4096
 ADDED = range(4087, 4096)  # <|im_end|>, <think>, <tool_call> and the others
@@ -43,12 +42,8 @@ def test_the_order_is_characters_then_merges_then_the_rest() -> None:
 @pytest.mark.parametrize("count", [10, 265, 1024, VOCAB - 1])
 def test_the_bundled_tokenizer(tokenizer: Tokenizer, count: int) -> None:
     ids = draft_vocabulary(count, tokenizer, VOCAB)
-    assert len(ids) == len(set(ids)) == count
-    assert list(ids) == sorted(ids)
-    assert set(ADDED) <= set(ids)
-    written = json.loads((DEMO / "tokenizer.json").read_text())["model"]
-    first = ["".join(pair) for pair in written["merges"][: max(count - len(ADDED) - 256, 0)]]
-    assert {written["vocab"][piece] for piece in first} <= set(ids)
+    assert len(ids) == count
+    assert list(ids) == sorted(set(ids) | set(ADDED))
     if count == len(ADDED) + 256:
         assert {len(tokenizer.token_bytes(i)) for i in ids if i not in ADDED} == {1}
     for everything in (None, VOCAB, 1 << 31):
@@ -68,23 +63,11 @@ def test_what_is_refused(tokenizer: Tokenizer) -> None:
     assert draft_vocabulary((5, 1), UNIGRAM, 8) == (1, 5)
 
 
-def test_a_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    file = tmp_path / "ids.txt"
-    file.write_text("17\n 300 \r\n5\n")
-    wanted = read_wanted(count_or_path(str(file)))
-    assert wanted == (17, 300, 5)
-    # The added tokens are in even if the file lacks them, and may be in it.
-    assert draft_vocabulary(wanted, tokenizer, VOCAB) == (5, 17, 300, *ADDED)
-    assert draft_vocabulary((17, 4090), tokenizer, VOCAB) == (17, *ADDED)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "ids.txt is empty; it must have one token id per line"),
         (b"3\nfour\n", "line 2 is 'four'; every line must be one token id"),
-        (b"3\n\n4\n", "line 2 is ''"),
-        (b"-3\n", "line 1 is '-3'"),
         ("\u0663\n".encode(), "line 1"),
         (b"9" * 5000, "line 1 is '9"),
         (b"\xff\xfe3", "can't be read: it is not UTF-8 text"),
@@ -99,29 +82,28 @@ def test_files_that_are_wrong(tmp_path: Path, content: bytes | None, message: st
     assert message in str(caught.value)
 
 
-def test_the_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+) -> None:
+    file = tmp_path / "ids.txt"
+    file.write_text("17\n 300 \r\n5\n")
+    # The added tokens are in even if the file lacks them.
+    wanted = read_wanted(count_or_path(str(file)))
+    assert draft_vocabulary(wanted, tokenizer, VOCAB) == (5, 17, 300, *ADDED)
     assert count_or_path("32768") == 32768
     for text in ("ids.txt", "12k", "1.5"):
         assert count_or_path(text) == Path(text)
     for text in ("0", "-4", "99999999999", ""):
         with pytest.raises(argparse.ArgumentTypeError):
             count_or_path(text)
-    for command in (["serve", "--port", "0"], ["generate", "x", "--no-enable-mtp"]):
-        assert cli.main([*command, "--mtp-draft-vocab", "1000"], {}) == 2
-        assert "MTP is off: add --enable-mtp" in capsys.readouterr().err
+    assert cli.main(["serve", "--port", "0", "--mtp-draft-vocab", "1000"], {}) == 2
+    assert "MTP is off: add --enable-mtp" in capsys.readouterr().err
     # A missing file ends every command before the load.
     monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("it was loaded"))
     serve = ["serve", "--port", "0", "--enable-mtp"]
     for command in (serve, ["generate", "x"], ["bench", "offline"]):
         assert cli.main([*command, "--mtp-draft-vocab", "none.txt"], {}) == 2
         assert "none.txt can't be read" in capsys.readouterr().err
-
-
-def test_generate_with_it_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = []
-    for more in ([], ["--mtp-draft-vocab", "600"]):
-        words = ["generate", "Tell me a story.", "--temperature", "0", "--max-tokens", "24"]
-        assert cli.main([*words, "--mtp-num-draft-tokens", "2", *more], {}) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1]
-    assert answers[0].strip()

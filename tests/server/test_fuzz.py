@@ -11,8 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.server.body import parse_json
 from tests.server.conftest import MODEL
 from tests.server.in_process import in_process
 from tests.server.raw_http import error_of
@@ -120,24 +118,3 @@ def test_changes_to_good_bodies(client: httpx.Client, strategy: Any, examples: i
 
     run()
     assert client.get("/health").status_code == 200
-
-
-@settings(max_examples=300)
-@given(st.one_of(VALUES.map(lambda v: json.dumps(v).encode()), st.binary(max_size=60)))
-def test_the_parser_agrees_with_the_librarys(content: bytes) -> None:
-    """An object comes out as json.loads reads it, unless a name is twice in one or is broken."""
-    twice = []
-
-    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice.append(len(dict(pairs)) < len(pairs))
-        return dict(pairs)
-
-    try:
-        expected = json.loads(content.decode(), object_pairs_hook=note)
-        json.dumps(expected, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:  # No JSON, no finite number, half a character.
-        expected = None
-    try:
-        assert parse_json(content) == expected
-    except InvalidRequestError:
-        assert not isinstance(expected, dict) or any(twice)

@@ -90,7 +90,6 @@ def test_a_hub_model_comes_with_the_files_that_are_needed(hub: FakeHub, tmp_path
         ("org/missing", {}, ["no such model", "org/missing", "HF_TOKEN"]),
         ("org/gated", {}, ["gated", "accept its terms", "https://huggingface.co/org/gated"]),
         ("org/broken", {}, ["can't be reached", "500"]),
-        ("org/model", {"HF_HUB_OFFLINE": "1"}, ["can't be reached"]),
         ("org/model", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["can't be reached"]),
     ],
 )

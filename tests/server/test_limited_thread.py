@@ -13,6 +13,7 @@ from mlx_mtp.server.prompting import run_in_thread
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
+from tests.server.raw_http import error_of
 from tests.server.test_reliability import wait_until
 from tests.server.wire_help import CHAT, ask, chat_body
 
@@ -45,56 +46,14 @@ def test_the_first_part_is_ended_and_the_rest_has_time() -> None:
     assert run(lambda: 3, 0.05, lambda found: time.sleep(0.2) or found) == 3
 
 
-def test_a_job_that_begins_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may start the thread after its time is up: nothing is raised in it then."""
-    begin = threading.Event()
-    original = threading.Thread.run
-
-    def late(self: threading.Thread) -> None:
-        begin.wait(30)
-        original(self)
-
-    monkeypatch.setattr(threading.Thread, "run", late)
-    done: list[int] = []
-    with pytest.raises(TimeoutError):
-        run(lambda: done.append(1), 0.01)
-    begin.set()
-    wait_until(has_ended)
-    assert not done
-
-
-def test_a_job_that_ends_when_its_time_is_up() -> None:
-    """Either way it ends, and no thread dies of it: that would be a warning, and so an error."""
-
-    async def many(seconds: float) -> None:
-        for _ in range(100):
-            with contextlib.suppress(TimeoutError):
-                assert await run_in_thread(lambda: time.sleep(seconds) or 3, int, seconds) == 3
-
-    for seconds in (0.0001, 0.001, 0.002):
-        asyncio.run(many(seconds))
-    wait_until(has_ended)
-
-
-def test_templates_that_a_server_may_meet(serve: Serve, tokenizer: Tokenizer) -> None:
-    """An endless one costs its time and no more; one in the sandbox can't leave it."""
-    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    for begins, template in (("ever", ENDLESS), ("out", escape)):
-        condition = "{% if messages[0].content == '" + begins + "' %}" + template + "{% endif %}"
-        served = tokenizer_with(condition + tokenizer.template)
-        with serve(FakeEngine(answer([300])), tokenizer=served, template_seconds=1.5) as client:
-            assert ask(client)
-            body = chat_body(messages=[{"role": "user", "content": begins}])
-            response = client.post(CHAT, json=body)
-            assert response.status_code == 400
-            error = response.json()["error"]
-            assert error["param"] == "messages"
-            assert ("more than 1.5 s" if begins == "ever" else "unsafe") in error["message"]
-            assert ask(client)
-            # A client brings none of its own.
-            for fields in ({"chat_template": ENDLESS}, {"tokenize": False}):
-                for more in (fields, {"chat_template_kwargs": fields}):
-                    response = client.post(CHAT, json=chat_body(**more))
-                    assert response.status_code == 400
-                    assert response.json()["error"]["param"].endswith(next(iter(fields)))
+def test_a_template_that_never_ends_costs_its_time_and_no_more(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    condition = "{% if messages[0].content == 'ever' %}" + ENDLESS + "{% endif %}"
+    served = tokenizer_with(condition + tokenizer.template)
+    with serve(FakeEngine(answer([300])), tokenizer=served, template_seconds=1.5) as client:
+        response = client.post(CHAT, json=chat_body(messages=[{"role": "user", "content": "ever"}]))
+        assert "more than 1.5 s" in error_of(response, CHAT, 400)
+        assert response.json()["error"]["param"] == "messages"
+        assert ask(client)
     wait_until(has_ended)

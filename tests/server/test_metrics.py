@@ -31,15 +31,12 @@ STATS = json.loads("""{
     "generation_tokens": 4, "num_drafts": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
     "num_accepted_tokens_per_pos": [8, 9], "depths": [[1, 3], [16, 0]], "parked": true
 }""")
-PROMISED = {
+REASONS = ("queue_full", "draining", "engine", "connections")
+PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASONS} | {
     "num_requests_running": 1,
     "num_requests_waiting": 2,
     "num_requests_held": 0,
     "engine_restarts_total": 18,
-    "requests_rejected_total{reason=queue_full}": 0,
-    "requests_rejected_total{reason=draining}": 0,
-    "requests_rejected_total{reason=engine}": 0,
-    "requests_rejected_total{reason=connections}": 0,
     "request_timeouts_total": 0,
     "prompt_tokens_total": 3,
     "generation_tokens_total": 4,

@@ -44,7 +44,6 @@ CASES = [
     Case("two hosts", 400, "Host", raw=head("Host: localhost")),
     # More than the system takes by itself: its client gets to read the answer.
     Case("8 MB of headers", 431, LONG, raw=head("X: " + "a" * (1 << 23))),
-    Case("some long headers", 431, LONG, raw=head(*["Cookie: " + "a" * 4096] * 5)),
     Case("many headers", 431, f"{MAX_HEADERS} headers", raw=head(*["X: a"] * MAX_HEADERS)),
     Case("as many as allowed", 404, "no route", raw=head(*["X: a"] * 99, path="/x")),
     Case("headers without end", 431, "headers", raw=head(*["X: a"] * 5000)[:-2]),
@@ -52,10 +51,8 @@ CASES = [
     Case("a header without a colon", 400, "not valid HTTP", raw=head("Secret")),
     Case("a space before the colon", 400, "not valid HTTP", raw=head("Secret : x")),
     Case("control characters", 400, "not valid HTTP", raw=head("X: a\x00b")),
-    Case("a length of letters", 400, "Length", raw=head("Content-Length: abc")),
     Case("two lengths", 400, "Length", raw=head("Content-Length: 5", "Content-Length: 6")),
     Case("a length of 30 digits", 400, "Length", raw=head("Content-Length: " + "9" * 30)),
-    Case("a length too large", 413, "longer", b"{}", {"Content-Length": "9" * 12}),
     Case("a length too short", 400, "not valid JSON", b"{}  ", {"Content-Length": "1"}),
     Case("a length too long", 400, "ended", b"{}", {"Content-Length": "9"}, end=True),
     Case("no length", 400, "empty", raw=request_bytes("POST", TEXT) + b"{}", end=True),
@@ -66,7 +63,6 @@ CASES = [
     Case("small chunks", 400, "too small", chunks(*[b" "] * (FREE_CHUNKS + 100), b""), CHUNKED),
     Case("as many as allowed", 400, "empty", chunks(*[b" "] * (FREE_CHUNKS - 9), b""), CHUNKED),
     Case("trailers without end", 431, "headers", b"0\r\n" + b"X: a\r\n" * 30_000, CHUNKED),
-    Case("no HTTP", 400, "not valid HTTP", raw=b"hello\r\n\r\n"),
     Case("half a request line", 400, "ended", raw=b"GET /v1/mod", end=True),
     Case("TLS", 400, "not valid HTTP", raw=b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
     Case("a target with a space", 400, "request line", raw=head(path="/a b")),
@@ -88,6 +84,7 @@ def test_refusals(client: Served, case: Case) -> None:
     refused = exchange(client, sent, end=case.end)
     assert refused.status == case.status
     assert case.word in error_of(refused, "/")
+    assert b"Secret" not in refused.body
     assert refused.headers["content-type"].startswith("application/json")
     assert exchange(client, request_bytes("POST", TEXT, body=BODY)).status == 200
 
@@ -103,13 +100,8 @@ def test_what_careful_clients_send_passes(client: Served) -> None:
     assert exchange(client, request_bytes("POST", TEXT, CHUNKED, halves)).status == 200
     large = chunks(*[b" " * 256] * (FREE_CHUNKS + 100), BODY, b"")
     assert exchange(client, request_bytes("POST", TEXT, CHUNKED, large)).status == 200
-    stream = json.dumps(GOOD[TEXT] | {"stream": True}).encode()
-    events = exchange(client, request_bytes("POST", TEXT, {"Accept": "application/json"}, stream))
-    assert events.headers["content-type"].startswith("text/event-stream")
     old = f"POST {TEXT} HTTP/1.0\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY
-    answered = exchange(client, old)
-    assert answered.status == 200
-    assert answered.headers["connection"] == "close"
+    assert exchange(client, old).headers["connection"] == "close"
 
 
 SEQUENCES = {
@@ -124,12 +116,6 @@ SEQUENCES = {
         (request_bytes("GET", "/v1/models"), 200),
         (head(*["X: a"] * 20_000), 431),
     ),
-    "bad bodies": (
-        *((request_bytes("POST", TEXT, body=b"{"), 400) for _ in range(3)),
-        (request_bytes("POST", TEXT, body=BODY), 200),
-        (request_bytes("POST", TEXT, {"Content-Encoding": "gzip"}, BODY), 415),
-        (request_bytes("POST", TEXT, body=BODY), 200),
-    ),
 }
 
 
@@ -141,21 +127,6 @@ def test_several_requests_on_one_connection(client: Served, name: str) -> None:
         source = incoming(sock)
         assert [Answer(source).status for _ in sent] == list(statuses)
         assert statuses[-1] == 200 or source.read(1) == b""
-
-
-def test_clients_that_pause_or_leave_disturb_nobody(client: Served) -> None:
-    with socket.create_connection(client.address, timeout=30) as slow:
-        slow.sendall(head()[:-5])
-        with socket.create_connection(client.address) as leaving:
-            leaving.sendall(request_bytes("POST", TEXT, body=BODY)[:-5])
-        assert client.get("/health").status_code == 200
-        slow.sendall(head()[-5:])
-        assert Answer(incoming(slow)).status == 200
-
-
-def test_an_error_repeats_no_header(client: Served) -> None:
-    for line in ("Authorization : Bearer sk-secret", "Bearer sk-secret", "x-api-key\0: sk-secret"):
-        assert b"secret" not in exchange(client, head(line)).body
 
 
 def is_whole(sent: bytes) -> bool:

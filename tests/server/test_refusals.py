@@ -10,13 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import ValidationError
 
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError, StepMemoryError
 from mlx_mtp.server import body as body_module
 from mlx_mtp.server.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
-from mlx_mtp.server.openai.wire import ChatRequest
 from tests.server.conftest import MODEL, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import (
@@ -26,7 +24,6 @@ from tests.server.in_process import (
     GOOD,
     HI,
     MESSAGES,
-    RESPONSES,
     TEXT,
     in_process,
 )
@@ -61,16 +58,13 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, {"temperature": 10**400}, "temperature", "number"),
     (CHAT, INVALID, {"logit_bias": {"\uff11": 1}}, "logit_bias", "not a token id"),
     (CHAT, INVALID, {"seed": 10**4000}, "seed", "less than"),
-    (CHAT, INVALID, {"n": 5}, "n", "1 to 4"),
-    (CHAT, INVALID, {"n": 1_000_000}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
+    (CHAT, INVALID, {"n": 5}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
     (CHAT, INVALID, {"metadata": {"x" * 513: "a"}}, "metadata." + "x" * 111 + "...", "512 char"),
     (CHAT, INVALID, tool(DEEP), "tools[0].function.parameters", "128 levels"),
     # Each item is wrong too, which would be reported if one of them were looked at.
     (CHAT, INVALID, {"messages": [WRONG] * 4097}, "messages", "at most 4096"),
-    (CHAT, INVALID, user([WRONG] * 4097), "messages[0].content", "at most 4096"),
     (CHAT, INVALID, {"logit_bias": {str(i): WRONG for i in range(1025)}}, "logit_bias", "1024"),
     (CHAT, INVALID, {"tools": [WRONG] * 1025}, "tools", "at most 1024"),
-    (CHAT, INVALID, {"metadata": {str(i): 3 for i in range(65)}}, "metadata", "at most 64"),
     (CHAT, INVALID, KWARGS, "chat_template_kwargs", "at most 64"),
     (CHAT, INVALID, calls(*[WRONG] * 1025), "messages[0].tool_calls", "at most 1024"),
     (CHAT, INVALID, tool(LARGE), "tools[0].function.parameters", "65536"),
@@ -83,7 +77,6 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (TEXT, "invalid_grammar", {"guided_regex": "((("}, "guided_regex", "can't be enforced"),
     (TEXT, CONTEXT, {"prompt": [5] * 1000, "max_tokens": 30}, "max_tokens", "tokens, but 1030"),
     (TEXT, CONTEXT, {"prompt": "hello " * 400_000}, None, "more than 2048 tokens > 1023 maximum"),
-    (RESPONSES, INVALID, {"tools": [1] * 1025}, "tools", "at most 1024"),
     (COUNT, INVALID, {"messages": HI * 4097}, None, "at most 4096"),
 ]
 
@@ -104,14 +97,12 @@ BODIES: list[tuple[bytes, str]] = [
     (text(b'"\xff"'), "not valid UTF-8"),
     (text(b'"\xed\xa0\x80"'), "not valid UTF-8"),
     (text(r'"\ud800"'), "surrogate"),
-    (text(r'{"\udc00": 1}'), "surrogate"),
     (text(b'"\x00"'), "control character"),
     (text("NaN"), "NaN is not JSON"),
     (text("1e999"), "1e999 is too large"),
     (text("9" * 5000), "too many digits"),
     (text("0." + "9" * 5000), "not a parameter"),
     (text("[" * 1000 + "]" * 1000), f"at most {MAX_DEPTH} levels"),
-    (text("[" * 1000), "levels"),
     (text("[" * 256 + "]" * 256), "levels"),
     (text("[" * 255 + "]" * 255), "not a parameter"),
     (text('"' + r"[\"{" * 9000 + '"'), "not a parameter"),
@@ -131,7 +122,6 @@ HEADERS: list[tuple[dict[str, str], int, str, str]] = [
     ({"Transfer-Encoding": "chunked", "Content-Length": "5"}, 400, INVALID, "exclude"),
     ({"Host": "evil.example"}, 403, "forbidden", "--allowed-host evil.example"),
     ({"Origin": "https://evil.example"}, 403, "forbidden", "--cors-origin https://evil.example"),
-    ({"Origin": "null"}, 403, "forbidden", "'null'"),
 ]
 ROUTES: list[tuple[str, str, int, str, str]] = [
     ("POST", "/v1", 404, "not_found", "no route POST /v1."),
@@ -139,10 +129,8 @@ ROUTES: list[tuple[str, str, int, str, str]] = [
     ("DELETE", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
     ("GET", "/v1/models/gpt-4", 404, NO_MODEL, MODEL),
     ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, NO_MODEL, "not served"),
-    ("GET", "/v1/models/%00%ff", 404, NO_MODEL, "not served"),
     ("GET", "/" + "a" * 9000, 404, "not_found", "aaa..."),
     ("PUT", CHAT, 405, "", "Method Not Allowed: PUT"),
-    ("DELETE", "/health", 405, "", "Not Allowed"),
     ("POST", "/v1/embeddings", 404, "not_found", "no embeddings"),
     ("GET", MESSAGES, 405, "", "Not Allowed"),
     ("POST", MESSAGES + "/x", 404, "not_found", "no route"),
@@ -215,12 +203,13 @@ def test_a_body_that_is_too_long(client: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("path", GOOD)
 def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
+    if path == COUNT:  # More than fits may be counted.
+        assert client.post(path, json=GOOD[path] | user("word " * 3000)).status_code == 200
     for headers in (
         {"Content-Type": "application/json; charset=UTF-8"},
         {"Content-Type": "application/vnd.api+json"},
         {"Content-Encoding": "identity"},
         {"Origin": "http://localhost"},
-        {"Host": "127.0.0.1:1234"},
     ):
         for suffix in ("", "/"):
             response = client.post(path + suffix, json=GOOD[path], headers=headers)
@@ -236,13 +225,6 @@ def test_a_clients_value_is_repeated_in_part(client: httpx.Client) -> None:
     for fields in ({"prompt": [10**4000]}, {"model": "x" * 4000}):
         response = client.post(TEXT, content=json.dumps(GOOD[TEXT] | fields))
         assert len(error_of(response, TEXT)) < 250
-
-
-def test_only_the_first_wrong_item_is_looked_at() -> None:
-    wrong = {"messages": [WRONG] * 9, "tools": [WRONG] * 9, "stop_token_ids": [WRONG] * 9}
-    with pytest.raises(ValidationError) as caught:
-        ChatRequest.model_validate({"model": MODEL} | wrong)
-    assert caught.value.error_count() == len(wrong)
 
 
 def test_large_bodies_are_parsed_off_the_event_loop(

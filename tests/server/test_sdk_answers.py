@@ -3,22 +3,15 @@
 The recorded exchanges are checked without a server; what they don't have is asked for.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from openai.types import Completion
 from pydantic import BaseModel, TypeAdapter
 
-from mlx_mtp.server.tokenizer import Tokenizer
 from tests.clients.shapes import CHAT, MESSAGES, RESPONSES, TYPES
-from tests.server.conftest import MODEL, Serve
 from tests.server.test_exchanges import GROUPS, MASKED
-from tests.server.wire_help import CALL, WEATHER, saying
 
-HI: Any = [{"role": "user", "content": "hi"}]
 # llama.cpp's and vLLM's fields, which clients read; the seed, to ask for the same again; and those
 # of responses that other versions of the SDK have.
 OURS = {"seed", "timings", "reasoning_content", "store", "name", "bytes"}
@@ -87,48 +80,3 @@ def test_recorded_answers(number: int) -> None:
             for choice in event["choices"]:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
         check(chunk.validate_python(event))
-
-
-@pytest.fixture(scope="module")
-def sdk(serve: Serve, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]:
-    strict: Any = {"_strict_response_validation": True, "max_retries": 0}
-    with (
-        serve(saying(tokenizer, f"See. {CALL}"), api_keys=("k",)) as client,
-        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="k", **strict) as made,
-    ):
-        yield made
-
-
-def test_stored_chats(sdk: openai.OpenAI) -> None:
-    chats = sdk.chat.completions
-    # The SDK's type of a stored message knows no role but this one.
-    fields: Any = {"model": MODEL, "messages": [{"role": "assistant", "content": "hi"}]}
-    for n in range(3):
-        made = chats.create(**fields, store=True, tools=[WEATHER], metadata={"n": str(n)})
-    assert check(chats.retrieve(made.id)).choices == made.choices
-    assert [message.content for message in chats.messages.list(made.id)] == ["hi"]
-    assert check(chats.update(made.id, metadata={"n": "9"})).metadata == {"n": "9"}
-    # The SDK asks for the next page by itself.
-    assert [check(c).metadata["n"] for c in chats.list(limit=1)] == ["0", "1", "9"]
-    assert [c.id for c in chats.list(metadata={"n": "9"})] == [made.id]
-    assert check(chats.delete(made.id)).deleted
-    with pytest.raises(openai.NotFoundError):
-        chats.retrieve(made.id)
-
-
-def test_models_and_errors(sdk: openai.OpenAI) -> None:
-    url = str(sdk.base_url).removesuffix("v1/")
-    with anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as claude:
-        check(claude.messages.count_tokens(model=MODEL, messages=HI))
-        for model in (*sdk.models.list(), sdk.models.retrieve(MODEL), *claude.models.list()):
-            assert model.id == MODEL
-            names = {"max_model_len", "type", "display_name", "created_at", "lifecycle"}
-            assert unknown(model) <= names | {"object", "created", "owned_by", "max_input_tokens"}
-    with pytest.raises(openai.NotFoundError) as missing:
-        sdk.chat.completions.create(model="other", messages=HI)
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as wrong:
-        sdk.responses.create(model=MODEL, input="hi", temperature=-1)
-    assert wrong.value.param == "temperature"
-    with pytest.raises(openai.AuthenticationError):
-        sdk.with_options(api_key="wrong").models.list()

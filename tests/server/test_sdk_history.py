@@ -3,9 +3,7 @@
 Answers of other servers are among the recorded exchanges.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -15,17 +13,13 @@ from pydantic import BaseModel
 
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.wire_help import CALL, WEATHER, WEATHER_SCHEMA
+from tests.server.wire_help import CALL, WEATHER_SCHEMA, saying
 
 HI: Any = [{"role": "user", "content": "hi"}]
 AND: Any = {"role": "user", "content": "And?"}
-THINKING: Any = {"chat_template_kwargs": {"enable_thinking": True}}
-SAID = {
-    "text": "Let me see.\n</think>\n\nHere it is.",
-    "call": f"Let me see.\n</think>\n\nHere it is. {CALL}",
-}
-FORMS: dict[str, Callable[[BaseModel], Any]] = {
+SAID = f"Let me see.\n</think>\n\nHere it is. {CALL}"
+Form = Callable[[BaseModel], Any]
+FORMS: dict[str, Form] = {
     "object": lambda value: value,
     "dump": lambda value: value.model_dump(),
     "json": lambda value: value.model_dump(mode="json", by_alias=True),
@@ -34,116 +28,58 @@ FORMS: dict[str, Callable[[BaseModel], Any]] = {
 }
 
 
-def pairs(*ways: str) -> Any:
-    """Each form and each way, not all of their pairs."""
-    return pytest.mark.parametrize(("form", "how"), [*zip(FORMS, cycle(ways))])
-
-
 class get_weather(BaseModel):  # noqa: N801
     """The weather."""
 
     city: str
 
 
-@dataclass
-class Answering:
-    """A served engine, and the history that it was asked with last."""
-
-    engine: FakeEngine
-    said: str
-    sdk: openai.OpenAI
-    claude: anthropic.Anthropic
-    tokenizer: Tokenizer
-
-    def check(self, num_results: int) -> None:
-        """The prompt has what the model said, and nothing else of the answer."""
-        assert num_results == (self.said == "call")
-        ids = self.engine.submitted[-1].prompt_token_ids
-        prompt = b"".join(map(self.tokenizer.token_bytes, ids)).decode()
-        turn = prompt.rpartition("<|im_start|>user\nAnd?")[0].rpartition("\nhi<|im_end|>")[2]
-        assert "Here it is." in turn
-        assert ("<tool_call>" in turn) == ("Rome" in turn) == (self.said == "call")
-        for word in ("parsed", "annotations", "refusal", "logprobs", "signature", "None", "null"):
-            assert word not in turn
-
-
-@pytest.fixture(scope="module", params=SAID)
-def served(request: Any, serve: Serve, tokenizer: Tokenizer) -> Iterator[Answering]:
-    engine = FakeEngine(answer(tokenizer.encode(SAID[request.param])))
-    with serve(engine) as client:
-        url = str(client.base_url)
-        with (
-            openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as sdk,
-            anthropic.Anthropic(base_url=url, api_key="k", max_retries=0) as claude,
-        ):
-            yield Answering(engine, request.param, sdk, claude, tokenizer)
-
-
-@pairs("create", "parse", "stream")
-def test_chats(served: Answering, how: str, form: str) -> None:
-    chats = served.sdk.chat.completions
-    tool = openai.pydantic_function_tool(get_weather) if how != "create" else WEATHER
-    fields: Any = {"model": MODEL, "messages": HI, "tools": [tool], "extra_body": THINKING}
-    if how == "stream":
-        with chats.stream(**fields) as stream:
-            message: Any = stream.get_final_completion().choices[0].message
-    else:
-        message = getattr(chats, how)(**fields).choices[0].message
+def chat(sdk: openai.OpenAI, form: Form) -> None:
+    chats: Any = sdk.chat.completions
+    fields: Any = {"model": MODEL, "tools": [openai.pydantic_function_tool(get_weather)]}
+    fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = chats.parse(messages=HI, **fields).choices[0].message
     assert message.reasoning_content == "Let me see."
-    results = [
-        {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
-        for call in message.tool_calls or ()
-    ]
-    chats.create(**fields | {"messages": [*HI, FORMS[form](message), *results, AND]})
-    served.check(len(results))
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+    chats.create(messages=[*HI, form(message), result, AND], **fields)
 
 
-@pairs("create", "parse", "stream")
-@pytest.mark.parametrize("summary", [{}, {"summary": "auto"}])
-def test_responses(served: Answering, how: str, summary: dict[str, str], form: str) -> None:
-    responses = served.sdk.responses
-    fields: Any = {"model": MODEL, "input": HI, "include": ["reasoning.encrypted_content"]}
-    fields["reasoning"] = {"effort": "high", **summary}
-    strict = {"strict": True} if how == "parse" else {}
-    tool = {"type": "function", "name": "get_weather", "parameters": WEATHER_SCHEMA, **strict}
-    fields["tools"] = [tool]
-    if how == "stream":
-        with responses.stream(**fields) as stream:
-            response: Any = stream.get_final_response()
-    else:
-        response = getattr(responses, how)(**fields)
-    results = [
-        {"type": "function_call_output", "call_id": item.call_id, "output": "Sunny."}
-        for item in response.output
-        if item.type == "function_call"
-    ]
-    history = [FORMS[form](item) for item in response.output]
-    responses.create(**fields | {"input": [*HI, *history, *results, AND]})
-    served.check(len(results))
+def response(sdk: openai.OpenAI, form: Form) -> None:
+    fields: Any = {"model": MODEL, "include": ["reasoning.encrypted_content"]}
+    fields["reasoning"] = {"effort": "high"}
+    tool = {"type": "function", "name": "get_weather", "parameters": WEATHER_SCHEMA}
+    fields["tools"] = [tool | {"strict": True}]
+    found = sdk.responses.parse(input=HI, **fields).output
+    result = {"type": "function_call_output", "call_id": found[-1].call_id, "output": "Sunny."}
+    sdk.responses.create(input=[*HI, *map(form, found), result, AND], **fields)
 
 
-@pairs("create", "parse", "stream", "beta")
-def test_messages(served: Answering, how: str, form: str) -> None:
-    claude = served.claude
+def message(claude: anthropic.Anthropic, form: Form) -> None:
     tool = {"name": "get_weather", "input_schema": WEATHER_SCHEMA}
-    fields: Any = {"model": MODEL, "messages": HI, "max_tokens": 99, "tools": [tool]}
+    fields: Any = {"model": MODEL, "max_tokens": 99, "tools": [tool]}
     fields["thinking"] = {"type": "enabled", "budget_tokens": 50}
-    if how == "stream":
-        with claude.messages.stream(**fields) as stream:
-            message: Any = stream.get_final_message()
-    elif how == "beta":
-        message = claude.beta.messages.create(**fields)
-    else:
-        message = getattr(claude.messages, how)(**fields)
-    results = [
-        {"type": "tool_result", "tool_use_id": block.id, "content": "Sunny."}
-        for block in message.content
-        if block.type == "tool_use"
-    ]
-    blocks = [FORMS[form](block) for block in message.content]
-    turns = [
-        {"role": "assistant", "content": blocks},
-        {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
-    ]
-    claude.messages.create(**fields | {"messages": [*HI, *turns]})
-    served.check(len(results))
+    found = claude.messages.create(messages=HI, **fields).content
+    result = {"type": "tool_result", "tool_use_id": found[-1].id, "content": "Sunny."}
+    said = {"role": "assistant", "content": [form(block) for block in found]}
+    asked = {"role": "user", "content": [result, {"type": "text", "text": "And?"}]}
+    claude.messages.create(messages=[*HI, said, asked], **fields)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_history(serve: Serve, tokenizer: Tokenizer, form: Form) -> None:
+    engine = saying(tokenizer, SAID)
+    with (
+        serve(engine) as client,
+        openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="k", max_retries=0) as sdk,
+        anthropic.Anthropic(base_url=str(client.base_url), api_key="k", max_retries=0) as claude,
+    ):
+        for ask, api in ((chat, sdk), (response, sdk), (message, claude)):
+            ask(api, form)  # type: ignore[arg-type]
+            ids = engine.submitted[-1].prompt_token_ids
+            prompt = b"".join(map(tokenizer.token_bytes, ids)).decode()
+            # The prompt has what the model said, and nothing else of the answer.
+            turn = prompt.rpartition("<|im_start|>user\nAnd?")[0].rpartition("\nhi<|im_end|>")[2]
+            assert "Here it is." in turn and "<tool_call>" in turn and "Rome" in turn
+            for word in ("parsed", "annotations", "refusal", "logprobs", "None", "null"):
+                assert word not in turn

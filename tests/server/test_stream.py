@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +12,9 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
+from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer, endless, out
 from tests.server.in_process import GOOD, MESSAGES, TEXT
+from tests.server.test_reliability import Valve
 from tests.server.wire_help import CHAT, ask, chat_body, events, saying
 
 
@@ -27,17 +27,6 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
 def client(serve: Serve, tokenizer: Tokenizer) -> Iterator[Served]:
     with serve(saying(tokenizer, "Once upon a time, 🎉 and then: the end.")) as client:
         yield client
-
-
-def test_usage_counts_in_every_chunk_and_comes_to_that_of_a_whole_answer(client: Served) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last, end = events(client, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in (*chunks, last, end)]
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 3
-    prompts = {chunk["usage"]["prompt_tokens"] for chunk in (*chunks, last)}
-    assert prompts == {end["usage"]["prompt_tokens"]}
-    assert last["usage"] == end["usage"] == ask(client)["usage"]
 
 
 def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: Tokenizer) -> None:
@@ -107,13 +96,6 @@ def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(
     assert len(engine.cancelled) == 1
 
 
-def test_a_special_token_is_no_text(serve: Serve) -> None:
-    with serve(FakeEngine(lambda _: iter([out(40, EOS, 40, finish="length")]))) as client:
-        body = ask(client, ignore_eos=True)
-    assert body["usage"]["completion_tokens"] == 3
-    assert len(body["choices"][0]["message"]["content"]) == 2
-
-
 def test_without_mtp_no_drafts_can_be_asked_for(serve: Serve) -> None:
     engine = FakeEngine(answer([300]), FakeInfo(num_draft_tokens=0, mtp_enabled=False))
     with serve(engine) as client:
@@ -124,19 +106,6 @@ def test_without_mtp_no_drafts_can_be_asked_for(serve: Serve) -> None:
     assert (refused.status_code, error["param"]) == (400, "mtp.num_draft_tokens")
     assert "without MTP" in error["message"]
     assert [request.num_draft_tokens for request in engine.submitted] == [0, None, None]
-
-
-class Waiting:
-    """A script that is silent until it may go on."""
-
-    def __init__(self, then: Output) -> None:
-        self.is_over = False
-        self.then = then
-
-    def __call__(self, _: Request) -> Iterator[Output]:
-        while not self.is_over:
-            yield None
-        yield self.then
 
 
 @pytest.mark.parametrize(
@@ -151,14 +120,14 @@ class Waiting:
 def test_silence_is_broken_and_errors_after_that_are_events(
     serve: Serve, path: str, error: StepError | None, silence: str, first: str, last: str
 ) -> None:
-    script = Waiting(out(finish="error", error=error) if error else out(40, finish="length"))
+    script = Valve(out(finish="error", error=error) if error else out(40, finish="length"))
     with (
         serve(FakeEngine(script), keep_alive_seconds=0.02) as client,
         client.stream("POST", path, json=GOOD[path] | {"stream": True}) as response,
     ):
         lines = response.iter_lines()
         assert next(line for line in itertools.islice(lines, 3, None) if line) == silence
-        script.is_over = True
+        script.is_open = True
         data = [line for line in lines if line.startswith("data")]
         assert first in data[0]
         assert last in data[-1]
@@ -179,13 +148,8 @@ def test_an_engine_that_dies_silently_ends_its_requests(serve: Serve) -> None:
         assert client.get("/health").status_code == 503
 
 
-def silence(_: Request) -> Iterator[Output]:
-    while True:
-        yield None
-
-
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("script", [silence, endless(40)])
+@pytest.mark.parametrize("script", [Valve(), endless(40)])
 def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: bool, script: Any) -> None:
     engine = FakeEngine(script)
     with serve(engine) as client:
@@ -196,27 +160,6 @@ def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: bool, scri
             assert engine.wait_for(lambda: len(engine.submitted) == 3)
         assert engine.wait_for(lambda: not engine.running)
         assert engine.cancelled == {request.request_id for request in engine.submitted}
-
-
-@pytest.mark.parametrize(
-    ("signals", "drain"), [([signal.SIGTERM], 0.2), ([signal.SIGINT] * 2, 1e3)]
-)
-def test_stopping_the_server_ends_its_streams_with_a_reason(
-    serve: Serve, signals: list[int], drain: float
-) -> None:
-    """One signal does so when the time to drain is over; the second doesn't wait for that."""
-    with (
-        serve(FakeEngine(endless(40)), drain_timeout=drain) as client,
-        client.stream("POST", CHAT, json=chat_body(stream=True)) as response,
-    ):
-        lines = response.iter_lines()
-        next(lines)
-        for number in signals:
-            client.server.handle_exit(number, None)
-        *_, error, done = [line for line in lines if line]
-        assert "shutting down" in error
-        assert done == "data: [DONE]"
-        assert not client.server.force_exit
 
 
 def test_models_and_paths_that_end_in_a_slash(client: Served) -> None:

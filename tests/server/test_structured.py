@@ -19,7 +19,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.errors import EngineError, GrammarError, UnsupportedParameterError
+from mlx_mtp.errors import EngineError, GrammarError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
@@ -27,8 +27,8 @@ from mlx_mtp.server.grammar_check import GrammarChecker
 from mlx_mtp.server.structured import MAX_CACHED, Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, answer, endless
-from tests.server.wire_help import CHAT, WEATHER, ask, chat_body, events
+from tests.server.fake_engine import EOS, FakeEngine, answer
+from tests.server.wire_help import CHAT, chat_body, events
 
 COMPLETIONS = "/v1/completions"
 FORM = "response_format"
@@ -91,39 +91,34 @@ REFUSED: list[tuple[str, object, str, str]] = [
     (FORM, form({"minimum": 10**400}), FORM, "out of range"),
     (FORM, form(nested(126)), FORM, "recursion limit"),
     ("guided_json", "{", "", "JSON"),
-    ("guided_json", "[]", "", "dict"),
     ("guided_json", " " * LONG, "", "characters"),
-    ("guided_json", '{"a":' * 2000, "", "JSON"),
     ("guided_json", '{"const": 1e999}', "", "JSON"),
     ("guided_json", '{"const": "\\ud800"}', "", "JSON"),
     ("guided_json", {"type": "foo"}, "", "Invalid type: foo"),
     ("guided_regex", "(a", "", "unclosed group"),
-    ("guided_regex", "a" * LONG, "", ""),
     ("guided_choice", [], "", ""),
     ("guided_choice", ["a"] * (MAX_CHOICES + 1), "", str(MAX_CHOICES)),
     ("guided_grammar", "start: missing", "", "missing"),
     ("guided_grammar", 'root ::= "a', "", "GBNF"),
     ("structured_outputs", {}, "", "one of json"),
-    ("structured_outputs", {"json": {}, "regex": "a"}, "", "one of json"),
     ("structured_outputs", {"json_object": False}, "structured_outputs.json_object", "true"),
     ("structured_outputs", {"regex": "(a"}, "", "unclosed group"),
     ("structured_outputs", {"choice": ["a"], "x": 1}, "structured_outputs.x", "not a parameter"),
 ]
 TOGETHER: list[tuple[dict[str, Any], str, str]] = [
-    ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "guided_json"),
     ({"guided_regex": "a", FORM: {"type": "text"}}, "guided_regex", FORM),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
-    (
-        {"structured_outputs": {"regex": "a"}, "guided_json": {}},
-        "structured_outputs",
-        "guided_json",
-    ),
+    ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "structured_outputs", "guided_j"),
 ]
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
-    [*(({field: value}, param or field, word) for field, value, param, word in REFUSED), *TOGETHER],
+    [
+        *(({field: value}, param or field, word) for field, value, param, word in REFUSED),
+        *((fields, next(iter(fields)), "") for fields in HOSTILE.values()),
+        *TOGETHER,
+    ],
     ids=lambda value: json.dumps(value)[:50],
 )
 def test_what_is_refused_names_the_field(
@@ -134,61 +129,6 @@ def test_what_is_refused_names_the_field(
     error = response.json()["error"]
     assert error["param"] == param
     assert word in error["message"]
-
-
-def test_what_reaches_the_engine(fake: Served, engine: FakeEngine) -> None:
-    def spec(path: str = CHAT, **fields: Any) -> GrammarSpec | None:
-        ask(fake, path, **fields)
-        request = engine.submitted[-1]
-        assert (request.grammar is None) == (request.sampling.grammar is None)
-        return request.sampling.grammar
-
-    array = {"type": "array"}
-    schema, json_object = GrammarSpec("json_schema", json.dumps(array)), GrammarSpec("json_object")
-    assert spec() is None
-    for response_format, expected in (
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, json_object),
-        (form(array, strict=True, description="d"), schema),
-        ({"type": "json_object", "schema": array}, schema),
-    ):
-        assert spec(response_format=response_format) == expected
-    for name, value, expected in (
-        ("json", array, schema),
-        ("json", json.dumps(array), schema),
-        ("regex", "a+", GrammarSpec("regex", "a+")),
-        ("grammar", 'start: "a"', GrammarSpec("lark", 'start: "a"')),
-        ("choice", ["ok", "no"], GrammarSpec("choice", '["ok", "no"]')),
-    ):
-        assert spec(**{f"guided_{name}": value}) == expected
-        assert spec(structured_outputs={name: value}) == expected
-        assert spec(COMPLETIONS, prompt="a", **{f"guided_{name}": value}) == expected
-    assert spec(structured_outputs={"json_object": True}) == json_object
-    thinking = spec(guided_regex="a+", chat_template_kwargs={"enable_thinking": True})
-    assert thinking == GrammarSpec("regex", "a+", free_until="</think>")
-    body = {"model": MODEL, "prompt": "a", "response_format": {"type": "json_object"}}
-    assert fake.post(COMPLETIONS, json=body).json()["error"]["param"] == "response_format"
-    body = {"model": MODEL, "prompt": "a", "guided_regex": "(a"}
-    assert fake.post(COMPLETIONS, json=body).json()["error"]["code"] == "invalid_grammar"
-
-
-def test_hostile_grammars_are_refused_while_others_stream(serve: Serve) -> None:
-    """A stream that runs beside goes on, and so do grammars that are none of these."""
-    with serve(FakeEngine(endless(300))) as client, httpx.Client(timeout=30) as other:
-        body = chat_body(stream=True, max_tokens=900)
-        for fields in HOSTILE.values():
-            with client.stream("POST", CHAT, json=body) as stream:
-                lines = stream.iter_lines()
-                next(lines)
-                response = other.post(f"{client.base_url}{CHAT}", json=chat_body(**fields))
-                assert response.status_code == 400
-                assert response.json()["error"]["code"] == "invalid_grammar"
-                assert response.json()["error"]["param"] == next(iter(fields))
-                for _ in range(20):
-                    next(lines)
-            again = other.post(f"{client.base_url}{CHAT}", json=chat_body(**fields))
-            assert again.json() == response.json()
-        assert client.get("/health").status_code == 200
 
 
 def test_others_are_answered_while_a_grammar_takes_its_time(
@@ -265,14 +205,6 @@ def test_a_fork_that_dies_without_an_answer_is_an_error() -> None:
     assert run.stdout == "['llguidance failed on it.', \"'why'.\"]\n"
 
 
-def test_a_model_without_an_end_has_no_grammars(tokenizer: Tokenizer) -> None:
-    with (
-        contextlib.closing(Grammars(tokenizer, (1 << 20,))) as made,
-        pytest.raises(UnsupportedParameterError, match="no token that ends"),
-    ):
-        asyncio.run(made.compile(GrammarSpec("json_object"), "response_format"))
-
-
 @pytest.fixture(scope="module")
 def served(serve: Serve, demo_model: LoadedModel, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]:
     """The bundled model with MTP, by OpenAI's client."""
@@ -334,14 +266,3 @@ def test_a_grammar_that_meets_a_limit_on_its_way_says_so(
         list(say(served, stream=stream, extra_body={"guided_json": schema}, logit_bias=bias))
     assert caught.value.code == "invalid_grammar"
     assert say(served, max_tokens=5).choices[0].finish_reason == "length"
-
-
-def test_a_required_tool_call_is_made(served: openai.OpenAI) -> None:
-    properties = {"city": {"enum": ["Rome", "Paris"]}}
-    schema = {"type": "object", "properties": properties, "required": ["city"]}
-    tool = {"type": "function", "function": {**WEATHER["function"], "parameters": schema}}
-    completion = say(served, tools=[tool], tool_choice="required", parallel_tool_calls=False)
-    (call,) = completion.choices[0].message.tool_calls
-    assert call.function.name == "get_weather"
-    jsonschema.validate(json.loads(call.function.arguments), schema)
-    assert completion.choices[0].finish_reason == "tool_calls"

@@ -9,11 +9,8 @@ import pytest
 from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
-from mlx_mtp.server.detokenizer import Detokenizer
-from mlx_mtp.server.output_stream import OutputStream
-from mlx_mtp.server.parsing.answer import PlainParser
-from mlx_mtp.terminal import stream_answer, summary
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
+from mlx_mtp.terminal import stream_answer
+from tests.server.fake_engine import FakeEngine, answer
 
 
 def options(**more: object) -> argparse.Namespace:
@@ -37,35 +34,9 @@ def test_generate_prints_the_answer_and_then_its_speed(tokenizer, capsys):
     assert "Be kind." in text
 
 
-@pytest.mark.parametrize(
-    ("context", "asked", "given"), [(64, None, None), (4096, None, 512), (4096, 700, 700)]
-)
-def test_generate_takes_the_room_that_there_is(tokenizer, context, asked, given):
-    engine = FakeEngine(answer([300]), FakeInfo(max_model_len=context))
-    assert stream_answer(engine, tokenizer, {}, options(max_tokens=asked)) == 0
-    (request,) = engine.submitted
-    room = context - len(request.prompt_token_ids)
-    assert request.sampling.max_tokens == (given or room)
-
-
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
     monkeypatch.setattr(engine_module, "PATIENCE", 0.01)
     engine = FakeEngine(lambda _: itertools.repeat(None))
     engine.unhealthy_reason = "the engine's thread died: it was ill"
     with pytest.raises(EngineStoppedError, match="it was ill"):
         stream_answer(engine, tokenizer, {}, options())
-
-
-def test_generate_refuses_what_the_server_would_refuse(tokenizer):
-    for more, words in (({"top_p": 2.0}, "top_p"), ({"stop": "x" * 300}, r"stop\[0\]")):
-        with pytest.raises(Exception, match=words):
-            stream_answer(FakeEngine(answer([300])), tokenizer, {}, options(**more))
-
-
-def test_the_speed_leaves_out_the_first_step():
-    stream = OutputStream(0, Detokenizer(lambda _: b"x"), PlainParser())
-    stream.push(out(5, 5, 5, 5, 5, finish="length"))
-    times = [(11.0, 1), (12.0, 3), (13.0, 5)]
-    start = "[5 tokens, 2.0 tokens/s; prompt of 3 tokens in 1.00 s; "
-    for depth, end in ((None, "no drafts]"), ("auto", "no drafts, depth auto]")):
-        assert summary(stream, 3, 10.0, times, depth) == start + end

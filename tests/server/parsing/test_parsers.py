@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.server.parsing.answer import AnswerParser
-from mlx_mtp.server.parsing.events import Text, ToolArguments, ToolEnd, ToolStart, merged
+from mlx_mtp.server.parsing.events import ToolArguments, ToolEnd
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.parsing.harmony import MARKERS
 from tests.server.parsing.pieces import events_of, hermes, summary, xml
@@ -60,16 +60,13 @@ THINK_CASES: list[tuple[str, bool, list[Any]]] = [
     # the text, whether the prompt opened the block, what comes out
     ("", False, []),
     (" \n", False, [text(" \n")]),
-    ("  indented", False, [text("  indented")]),
     ("<think>\nso\n</think>\n\nyes", False, [think("so"), text("yes")]),
     ("\n\n<think>so</think>yes", False, [think("so"), text("yes")]),
     ("a\n\nb\n</think>\n\n c\n", True, [think("a\n\nb"), text(" c\n")]),
     ("<think>\nso</think>yes", True, [think("so"), text("yes")]),
     ("<think>\n\n</think>\n\nyes", False, [text("yes")]),
-    ("cut short\n", True, [think("cut short\n")]),
     ("cut </thi", True, [think("cut </thi")]),
     ("a < b</ think></think>", True, [think("a < b</ think>")]),
-    ("<thin", False, [text("<thin")]),
     ("<thinking>x", False, [text("<thinking>x")]),
     ("no <think>x</think>", False, [text("no <think>x</think>")]),
     ("a</think>b</think>c", True, [think("a"), text("b</think>c")]),
@@ -88,7 +85,6 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (f"{CALL}\nDone.", [DONE, text("\nDone.")]),
     (f'<tool_call>{{"arguments": {ROME}, "name": "f"}}</tool_call>', [DONE]),
     (hermes("f", json.dumps(ROME)), [DONE]),
-    ('<tool_call>{"name": "f"}</tool_call>', [EMPTY]),
     (hermes("f", "null"), [EMPTY]),
     (hermes("f", '""'), [EMPTY]),
     ('<tool_call>{"name": "f", "parameters": {}}', [EMPTY]),
@@ -101,11 +97,8 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (CALL.replace("}}", '}, "arguments": {}}'), [DONE]),
     (CALL.replace("}}", "}, x}"), [DONE, text(", x}\n</tool_call>")]),
     (CALL[: CALL.index("}}") + 1], [DONE]),
-    (CALL.removesuffix("call>"), [DONE]),
-    (hermes("g.h", "{}"), [("call", "g.h", "{}")]),
     (hermes("two words", "{}"), [("call", "two words", "{}")]),
     # Broken in one way or another: content, never lost.
-    ("<tool_call>oops</tool_call>", [text("<tool_call>oops</tool_call>")]),
     ("Use <tool_call> for it.", [text("Use <tool_call> for it.")]),
     (f"`<tool_call>`: {CALL}", [text("`<tool_call>`:"), DONE]),
     (f"<tool_call>{CALL}", [text("<tool_call>"), DONE]),
@@ -115,11 +108,6 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (hermes("f", "[1]"), [text(hermes("f", "[1]"))]),
     (hermes("f", "{a: 1}"), [("broken", BROKEN), text("a: 1" + CLOSED)]),
     (hermes("f", '{"a": 1,}'), [("broken", BROKEN + '"a": 1,'), text(CLOSED)]),
-    (
-        hermes("f", '{"a": Infinity}'),
-        [("broken", BROKEN + '"a": '), text("Infinity" + CLOSED)],
-    ),
-    ("abc <tool_c", [text("abc <tool_c")]),
     ('x <tool_call>{"name": "f', [text('x <tool_call>{"name": "f')]),
     (CALL[: CALL.index('me"}')], [("cut", "f", '{"city": "Ro')]),
     (f"{OPENED}-1.5e", [("cut", "f", '{"a": -1.5e')]),
@@ -130,7 +118,6 @@ FUNCTION = "<tool_call><function=f>"
 PARAMETER = f"{FUNCTION}<parameter=a>\nxy"
 WEATHER_CALL, WEATHER_DONE = xml("get_weather", city="Rome"), ("call", "get_weather", ROME)
 XML_CASES: list[tuple[str, list[Any]]] = [
-    (xml("f"), [EMPTY]),
     (f"Both:\n{xml('f')}\n{WEATHER_CALL}", [text("Both:"), EMPTY, WEATHER_DONE]),
     (WEATHER_CALL.replace("\n", ""), [WEATHER_DONE]),
     (f"Well.\n{WEATHER_CALL.removeprefix('<tool_call>')}", [text("Well."), WEATHER_DONE]),
@@ -138,14 +125,12 @@ XML_CASES: list[tuple[str, list[Any]]] = [
     (WEATHER_CALL.replace("</parameter>\n", ""), [WEATHER_DONE]),
     (xml("f", **{'a"b': "x"}), [("call", "f", '{"a\\"b": "x"}')]),
     ("Write <function=f or so>.", [text("Write <function=f or so>.")]),
-    ("<function=g>", [text("<function=g>")]),
     ("<tool_call>\n{}", [text("<tool_call>\n{}")]),
     (f"<tool_call>{xml('f')}", [text("<tool_call>"), EMPTY]),
     (f"{FUNCTION}oops</function>", [("broken", FUNCTION), text("oops</function>")]),
     (f"so {PARAMETER}", [text("so"), ("cut", "f", '{"a": "xy')]),
     (FUNCTION, [("cut", "f", "{")]),
     (f"{PARAMETER}\n</parameter>\n<parameter=bc", [("cut", "f", '{"a": "xy", "bc')]),
-    (FUNCTION[:-1], [text(FUNCTION[:-1])]),
 ]
 THOUGHT = "<|channel|>analysis<|message|>Let me see.<|end|>"
 NEXT = "<|start|>assistant"
@@ -154,7 +139,6 @@ TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 ONE, ONE_DONE = TO_F + '{"a": 1}', ("call", "f", '{"a": 1}')
 FIRST = "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"
 HARMONY_CASES: list[tuple[str, list[Any]]] = [
-    ("Hello", [text("Hello")]),
     (FINAL + "<|return|>", [text("Hello <b>!")]),
     (THOUGHT + NEXT + FINAL, [think("Let me see."), text("Hello <b>!")]),
     (THOUGHT + NEXT + ONE, [think("Let me see."), ONE_DONE]),
@@ -194,21 +178,6 @@ def test_answers(make: Make, fields: dict[str, Any], said: str, expected: list[A
         parser = make(**fields)
         assert summary(events_of(parser, pieces)) == expected
         assert parser.done == ("max_calls" in fields)
-
-
-def test_the_parser_knows_where_reasoning_is() -> None:
-    parser = HERMES()
-    seen = []
-    for piece in ["<think>", "a", "</th", "ink>", "\n\n", "b"]:
-        parser.feed(piece)
-        seen.append(parser.in_reasoning)
-    assert seen == [True, True, True, False, False, False]
-    assert HERMES(opened=True).in_reasoning
-
-
-def test_texts_with_something_hidden_between_them_keep_their_places() -> None:
-    events = [Text("ab", 3), Text("c", 5), Text("d", 9)]
-    assert merged(events) == [Text("abc", 3), Text("d", 9)]
 
 
 LONG = 'def f():\n    return "</parameter>"  # <b> & \\n\n'
@@ -251,7 +220,6 @@ def test_arguments_come_in_pieces() -> None:
     for make, said in ((HERMES, CALL), (XML, xml("get_weather", city="Rome is far away"))):
         parser = make()
         pieces = [event for char in said for event in parser.feed(char)]
-        assert isinstance(pieces[0], ToolStart)
         assert sum(isinstance(piece, ToolArguments) for piece in pieces) > 10
 
 

@@ -167,23 +167,14 @@ VALUES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "enum": ({**STRING, "enum": ["a", "b"]}, ["a", "b"], ["c", "ab", ""]),
     "enum without a type": ({"enum": ["a", 5, None]}, ["a", 5, None], ["b", 6]),
     "reference": (UNIT, ["celsius"], ["kelvin", ""]),
-    "reference with more": ({**UNIT, "default": "celsius"}, ["celsius"], ["kelvin", ""]),
     "allOf": ({"allOf": [UNIT, {"enum": ["celsius", "x"]}]}, ["celsius"], ["fahrenheit", "x"]),
-    "const number": ({"const": 5}, [5], [6, "x"]),
-    "nullable": ({"type": ["string", "null"]}, ["x", "5", None], []),
     "nullable enum": ({"anyOf": [UNIT, NULL]}, ["celsius", None], ["kelvin", ""]),
     "enum that is not nullable": (TWO_OR_NULL, ["a"], [None, ""]),
     "string or number": ({"type": ["string", "integer"]}, ["x", "5 km", 5], []),
-    "either": ({"oneOf": [STRING, {"type": "number"}]}, ["x", "5 km", 5.5], []),
     "string or small number": (STRING_OR_FROM_3, ["x", 3, 12], [2, -5]),
-    "string or object": ({"anyOf": [STRING, SPOT]}, ["a", {"x": 1}], [{"y": 1}, {}]),
     "word, any object or boolean": (A_OR_OBJECT, ["a", {"y": 1}, True], ["b", 5]),
-    "one of two words": ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
     "definitions": (SPOTS, [[{"x": 1}, {"x": 2, "in": "celsius"}]], [[], [{}], "x"]),
-    "number": ({"type": "number", "minimum": 0}, [0, 1.5], [-1, "x"]),
-    "nullable number": ({"type": ["integer", "null"]}, [5, None], ["x", 1.5]),
     "anything": ({}, ["x", {"b": 1}], []),
-    "all but a small number": ({"minimum": 3}, ["x", {"b": 1}], []),
 }
 
 
@@ -206,56 +197,27 @@ def test_values(
         assert not accepts(spec, text), text
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "good", "bad"),
-    [
-        ("minLength", 2, "ab", "a"),
-        ("maxLength", 3, "é🎉c", "abcd"),
-        ("pattern", "^b+$", "bb", "ab"),
-        ("format", "date", "2024-02-29", "today"),
-    ],
-)
-def test_limits_of_strings_are_kept_in_json_and_left_open_in_tags(
-    accepts: Accepts, tokenizer: Tokenizer, limit: str, value: Any, good: str, bad: str
-) -> None:
-    limited = {**STRING, limit: value}
-    spec = of_schema(tokenizer, "hermes", tool_schema(limited))
-    assert [accepts(spec, hermes("f", a=each)) for each in (good, bad)] == [True, False]
-    spec = of_schema(tokenizer, "qwen3_coder", tool_schema({"type": "array", "items": limited}))
-    assert [accepts(spec, xml("f", a=[each])) for each in (good, bad)] == [True, False]
-    spec = of_schema(tokenizer, "qwen3_coder", tool_schema(limited), strict=False)
-    assert accepts(spec, xml("f", a=bad))
-
-
 @both
-@pytest.mark.parametrize("strict", [True, False])
-def test_the_whole_schema(accepts: Accepts, tokenizer: Tokenizer, name: str, strict: bool) -> None:
-    call = FORMATS[name]
-    text = tool_schema(STRING)
+def test_the_whole_schema(accepts: Accepts, tokenizer: Tokenizer, name: str) -> None:
+    call, text = FORMATS[name], tool_schema(STRING)
     for schema in ({"$defs": {"T": text}, "$ref": "#/$defs/T"}, {"allOf": [text]}):
-        if strict:
-            spec = of_schema(tokenizer, name, schema)
-            assert accepts(spec, call("f", a="5"))
-            assert read(name, schema, call("f", a="5")) == {"a": "5"}
-            assert not accepts(spec, call("f"))
-            assert not accepts(spec, call("f", a="x", b="x"))
-    # Without parameters there are no arguments.
-    for schema in (
-        None,
-        {**OBJECT, "properties": {}, "required": [], "title": "Nothing"},
-        {**OBJECT, "properties": {}, "additionalProperties": False},
+        spec = of_schema(tokenizer, name, schema)
+        assert accepts(spec, call("f", a="5"))
+        assert read(name, schema, call("f", a="5")) == {"a": "5"}
+        assert not accepts(spec, call("f"))
+        assert not accepts(spec, call("f", a="x", b="x"))
+    # Without parameters there are no arguments; schemas that say more are open.
+    empty = {**OBJECT, "properties": {}}
+    for schema, is_open in (
+        (None, False),
+        ({**empty, "required": [], "title": "Nothing"}, False),
+        ({**OBJECT, "additionalProperties": True}, True),
+        ({**empty, "additionalProperties": STRING}, True),
+        ({"anyOf": [{**OBJECT, "properties": {"city": STRING}}]}, True),
     ):
-        spec = of_schema(tokenizer, name, schema, strict=strict)
-        assert accepts(spec, call("f"))
-        assert not accepts(spec, call("f", city="Paris"))
-    # Schemas that say more are open.
-    for schema in (
-        {**OBJECT, "additionalProperties": True},
-        {**OBJECT, "properties": {}, "additionalProperties": STRING},
-        {**OBJECT, "patternProperties": {"^c": STRING}},
-        {"anyOf": [{**OBJECT, "properties": {"city": STRING}}]},
-    ):
-        assert accepts(of_schema(tokenizer, name, schema, strict=False), call("f", city="Paris"))
+        spec = of_schema(tokenizer, name, schema, strict=False)
+        assert accepts(spec, call("f", city="Paris")) == is_open
+        assert is_open or accepts(spec, call("f"))
 
 
 WORDS = ["a", "b", 5, None, True, "null", "5", "true", "", -3, 5.5, "{}", "abc", [1], {"x": 1}]
@@ -309,25 +271,18 @@ def test_whatever_is_let_through_is_read_as_what_fits(
 
 
 REQUIRED = [{"required": ["a"]}, {"required": ["b"]}]
-REFERENCE_TO_PARAMETER = {"type": "array", "items": {"$ref": "#/properties/a"}}
 NO_NAMES = {**OBJECT, "properties": {"a>b": STRING}}
 OTHERS_OF_A_TYPE = {**OBJECT, "additionalProperties": {"type": "integer"}}
 UNSUPPORTED: dict[str, tuple[Any, str, bool]] = {
     # the schema, the keyword at fault, whether it is that of one parameter
     "minLength": ({**STRING, "minLength": 2}, "minLength", True),
-    "maxLength": ({**STRING, "maxLength": 2}, "maxLength", True),
     "pattern": ({"anyOf": [{**STRING, "pattern": "a"}, NULL]}, "pattern", True),
-    "format": ({**STRING, "format": "date"}, "format", True),
-    "not": ({**STRING, "not": {"const": "a"}}, "not", True),
     "one string for two": ({"oneOf": [STRING, {"const": "a"}]}, "oneOf", True),
     "a reference to nowhere": ({"$ref": "#/$defs/none"}, "$ref", True),
     "a circle": ({"$ref": "#/$defs/circle"}, "$ref", True),
     "too deep": ({"$ref": "#/$defs/d0"}, "$ref", True),
-    "a reference within the parameters": (REFERENCE_TO_PARAMETER, "$ref", True),
     "a word that ends its value": ({"enum": ["</parameter>"]}, "enum", True),
     "anyOf": (tool_schema({}, anyOf=REQUIRED), "anyOf", False),
-    "minProperties": (tool_schema({}, minProperties=1), "minProperties", False),
-    "if": (tool_schema({}, **{"if": {}, "then": {}}), "if", False),
     "others of a type": (OTHERS_OF_A_TYPE, "additionalProperties", False),
     "required, but not declared": (tool_schema({}, required=["b"]), "required", False),
     "a name that is no tag": (NO_NAMES, "properties", False),
