@@ -135,8 +135,7 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def _leave_a_core(library: ctypes.CDLL) -> None:
-    # One core is for the thread that builds the steps, unless the user has said how many to use:
-    # OpenBLAS starts a thread for each core, and between two products these spin for milliseconds.
+    # For the thread that builds the steps: between products OpenBLAS's spin for milliseconds.
     if any(os.environ.get(name) for name in _BLAS_THREADS):
         return
     with contextlib.suppress(AttributeError):  # Not every build has these functions.

@@ -45,8 +45,7 @@ class CommandParser(argparse.ArgumentParser):
 class Flag:
     """One flag, in the help and in the environment."""
 
-    # Heading of the help, if any, name and placeholder: "server: --port N". Without dashes it is an
-    # optional positional argument.
+    # "server: --port N": heading, if any, name and placeholder; positional if it has no dashes.
     usage: str
     help: str  # One line; the default is appended to it.
     # Converts text, raising ArgumentTypeError; or the words it may be; None for a boolean.
@@ -69,14 +68,12 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default as the help shows it; empty if there is none."""
         if self.default_text is not None or self.default in (None, ()) or self.default is False:
             return self.default_text or ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def key(self) -> str:
-        """Attribute of the parsed namespace."""
         return self.name.lstrip("-").replace("-", "_")
 
     @property

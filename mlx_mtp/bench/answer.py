@@ -140,7 +140,6 @@ def _parse_chunk(data: str) -> dict[str, Any]:
 def _token_counts(
     events: Sequence[dict[str, Any]], last: dict[str, Any]
 ) -> tuple[list[float], Split]:
-    """Tokens of each event with text, and how they are known."""
     count, total = len(events), last.get("num_tokens")
     if total is None:
         return [1.0] * count, Split.CHUNKS

@@ -180,7 +180,6 @@ def base_url(url: str) -> str:
 
 
 def _error_text(response: httpx.Response) -> str:
-    """The server's own words, in one line."""
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)

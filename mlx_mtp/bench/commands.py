@@ -124,7 +124,6 @@ def measure_and_report(
 
 
 def _for_each(given: Sequence[str] | None, urls: Sequence[str], flag: str) -> list[str | None]:
-    """What was given for each server: nothing, one for all, or one each."""
     values: list[str | None] = [None] if given is None else [*given]
     if len(values) not in (1, len(urls)):
         raise UsageError(f"{flag} is given {len(values)} times, for {len(urls)} server(s).")

@@ -154,7 +154,6 @@ def _figures(waves: Sequence[Wave]) -> Summary:
 
 
 def _ratios(own: Sequence[Wave], theirs: Sequence[Wave]) -> Summary:
-    """Of one subject's waves to another's of the same round."""
     pairs = [(a, b) for a in own for b in theirs if a.round == b.round]
     ttfts = [[median(x.ttft for x in wave.answers) for wave in pair] for pair in pairs]
     return {

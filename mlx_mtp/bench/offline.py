@@ -93,10 +93,11 @@ def engine_subject(
 
 
 def _answer(request: Request, sent: float, timed: Sequence[Timed]) -> Answer:
-    chunks = {at: len(output.token_ids) for at, output in timed if output.token_ids}
+    chunks = [(at, len(output.token_ids)) for at, output in timed if output.token_ids]
+    times, tokens = tuple(at for at, _ in chunks), tuple(float(count) for _, count in chunks)
     return Answer(
-        *(sent, timed[-1][0], tuple(chunks), tuple(map(float, chunks.values()))),
-        *(sum(chunks.values()), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
+        *(sent, timed[-1][0], times, tokens),
+        *(int(sum(tokens)), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
         num_drafts=sum(output.num_draft_tokens for _, output in timed),
         num_accepted=sum(output.num_accepted_tokens for _, output in timed),
     )

@@ -83,7 +83,6 @@ class HubRepo:
         return config.parent
 
     def file(self, name: str) -> Path | None:
-        """A file, from the cache or downloaded to it; None if there is no such file."""
         revision = self._revision if name == "config.json" else self.commit
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
             return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
@@ -94,13 +93,11 @@ class HubRepo:
             return hub.HfApi().list_repo_files(self.repo_id, revision=self.commit)
 
     def tensor_names(self, name: str) -> list[str]:
-        """What a safetensors file holds, by its header alone."""
         with self._explained(name):
             read_header = hub.HfApi().parse_safetensors_file_metadata
             return list(read_header(self.repo_id, name, revision=self.commit).tensors)
 
     def remote(self, name: str) -> HfFileMetadata | None:
-        """What the hub says of a file without sending it; None if there is no such file."""
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
             url = hub.hf_hub_url(self.repo_id, name, revision=self.commit)
             found = get_hf_file_metadata(url)

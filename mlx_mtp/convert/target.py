@@ -92,7 +92,6 @@ class Target:
         return default, settings
 
     def check_source(self, config: Mapping[str, Any], name: str) -> None:
-        """Refuse a source with another model's config.json; of layers, print a warning."""
         theirs, ours = text_config(config), text_config(self.config)
         dense = not theirs.get("num_experts") and not ours.get("num_experts")
         for field in (*_SHAPING, *(["intermediate_size"] if dense else _SHAPING_EXPERTS)):

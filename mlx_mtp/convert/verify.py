@@ -23,8 +23,7 @@ PROMPTS = (
 )
 DEPTH = 3
 NUM_TOKENS = 64
-# Published shares of right drafts of Qwen3-Next to 3.8 heads, from prose to code; and the share at
-# depth 1 below which a head is wrong, whatever the text.
+# Published shares of right drafts, from prose to code; and the one below which a head is wrong.
 HEALTHY = ((0.45, 0.95), (0.20, 0.90), (0.10, 0.85))
 BROKEN = 0.05
 

@@ -82,7 +82,6 @@ def _cpu_cases(shape: Shape) -> Iterator[_Case]:
 
 
 def _chunkwise(shape: Shape) -> float:
-    """Ragged lengths, the outputs of kept positions and the state after them."""
     cases = Cases(0, shape, mx.float32)
     q, window = cases.window(_ROWS, _LENGTH)
     state, lengths = cases.state(_ROWS), cases.counts(_ROWS, _LENGTH)
@@ -93,7 +92,6 @@ def _chunkwise(shape: Shape) -> float:
 
 
 def _fold(shape: Shape) -> float:
-    """A verify window of which each row keeps its own part."""
     cases = Cases(1, shape, mx.float32)
     q, window = cases.window(_ROWS, 5)
     state, kept = cases.state(_ROWS), cases.counts(_ROWS, 5)

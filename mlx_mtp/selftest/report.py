@@ -60,17 +60,14 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """Names of the checks that failed."""
         kernels = [f"{k.name}, {k.shape}, {k.dtype}" for k in self.kernels if not k.ok]
         return kernels + [equality.name for equality in self.equality if not equality.ok]
 
     def content(self) -> dict[str, Any]:
-        """All of the table for JSON, as numbers."""
         failures = self.failures
         return {"ok": not failures, "failures": failures, **dataclasses.asdict(self)}
 
     def table(self) -> str:
-        """Markdown, aligned so that it can be read in a terminal too."""
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
