@@ -70,10 +70,3 @@ print(ctypes.CDLL(None).openblas_get_num_threads())
     most = int(run(code, OPENBLAS_NUM_THREADS=str(cores)).stdout)
     assert int(run(code).stdout) == max(most - 1, 1)
     assert int(run(code, OMP_NUM_THREADS="2").stdout) == 2
-
-
-@pytest.mark.skipif(not ON_LINUX_CPU, reason="only there another BLAS is needed")
-def test_coming_after_mlx_is_told():
-    done = run("import mlx.core; from mlx_mtp import backend; print(backend.prepare().blas)")
-    assert "reference" in done.stdout
-    assert "before backend.prepare()" in done.stderr

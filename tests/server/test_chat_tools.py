@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, answer
-from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, events, joined, saying
+from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, saying
 
 OTHER = {"type": "function", "function": {"name": "other"}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -56,19 +56,6 @@ def test_what_is_enforced_is_a_grammar(
     assert "other" not in prompt_of(engine, tokenizer)
     assert grammar(tool_choice=NAMED, **THINKING).free_until == "</think>"
     assert "<tool_call>" in grammar(strict).value
-
-
-def test_choices_call_each_for_themselves(
-    client: Served, engine: FakeEngine, tokenizer: Tokenizer
-) -> None:
-    def script(request: Any) -> Any:
-        return answer(tokenizer.encode(CALL if request.sampling.choice else "No."))(request)
-
-    engine.script = script
-    chunks = events(client, tools=[WEATHER], n=2)
-    assert joined(chunks, 0)["finish_reason"] == "stop"
-    assert joined(chunks, 0)["content"] == "No."
-    assert joined(chunks, 1)["finish_reason"] == "tool_calls"
 
 
 def test_the_flags_for_formats(serve: Serve, tokenizer: Tokenizer) -> None:

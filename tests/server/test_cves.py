@@ -165,7 +165,7 @@ INTEGERS: list[tuple[str, tuple[str, ...]]] = [
         (path, (name,))
         for path, model in WIRE.items()
         for name, field in model.model_json_schema()["properties"].items()
-        if {"type": "integer"} in ({"type": field.get("type")}, *field.get("anyOf", []))
+        if any(form.get("type") == "integer" for form in (field, *field.get("anyOf", [])))
     ),
 ]
 EXTREMES = [-1, -(1 << 31), -(1 << 63), 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30]

@@ -12,21 +12,12 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import BUNDLED_MODEL, resolve_model
 from tests.convert.fake_hub import FakeHub
 
-WANTED = {
-    "config.json": b"{}",
-    "tokenizer.json": b'{"a": 1}',
-    "model-00001-of-00002.safetensors": b"first",
-    "model.safetensors.index.json": b"{}",
-    "mtp.safetensors": b"head",
-    "chat_template.jinja": b"{{ messages }}",
-    "merges.txt": b"a b",
-}
-UNWANTED = {
-    "modeling_evil.py": b"import os",
-    "pytorch_model.bin": b"pickle",
-    "README.md": b"hello",
-    "original/consolidated.safetensors": b"again",
-}
+GOOD = (
+    *("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "mtp.safetensors"),
+    *("model.safetensors.index.json", "chat_template.jinja", "merges.txt"),
+)
+BAD = ("evil.py", "pytorch_model.bin", "x.gguf", "README.md", "original/consolidated.safetensors")
+WANTED, UNWANTED = ({name: name.encode() for name in names} for names in (GOOD, BAD))
 
 
 @pytest.fixture

@@ -64,7 +64,6 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     # Each item is wrong too, which would be reported if one of them were looked at.
     (CHAT, INVALID, {"messages": [WRONG] * 4097}, "messages", "at most 4096"),
     (CHAT, INVALID, {"logit_bias": {str(i): WRONG for i in range(1025)}}, "logit_bias", "1024"),
-    (CHAT, INVALID, {"tools": [WRONG] * 1025}, "tools", "at most 1024"),
     (CHAT, INVALID, KWARGS, "chat_template_kwargs", "at most 64"),
     (CHAT, INVALID, calls(*[WRONG] * 1025), "messages[0].tool_calls", "at most 1024"),
     (CHAT, INVALID, tool(LARGE), "tools[0].function.parameters", "65536"),
@@ -101,7 +100,6 @@ BODIES: list[tuple[bytes, str]] = [
     (text("NaN"), "NaN is not JSON"),
     (text("1e999"), "1e999 is too large"),
     (text("9" * 5000), "too many digits"),
-    (text("0." + "9" * 5000), "not a parameter"),
     (text("[" * 1000 + "]" * 1000), f"at most {MAX_DEPTH} levels"),
     (text("[" * 256 + "]" * 256), "levels"),
     (text("[" * 255 + "]" * 255), "not a parameter"),

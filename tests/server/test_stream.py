@@ -167,5 +167,3 @@ def test_models_and_paths_that_end_in_a_slash(client: Served) -> None:
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 1024)
     for path in (MODEL, "test%2Fmodel", MODEL + "/"):
         assert client.get(f"/v1/models/{path}").json() == card
-    assert client.get("/health/").json() == {"status": "ok"}
-    assert client.head("/health").status_code == 200

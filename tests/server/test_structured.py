@@ -33,15 +33,11 @@ from tests.server.wire_help import CHAT, chat_body, events
 COMPLETIONS = "/v1/completions"
 FORM = "response_format"
 SCHEMA = "response_format.json_schema"
+LIKES = {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3}
 PERSON = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "animal": {"enum": ["fox", "owl", "bear"]},
-        "age": {"type": "integer", "maximum": 99, "minimum": 1},
-        "likes": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
-    },
-    "required": ["name", "animal", "age", "likes"],
+    "properties": {"animal": {"enum": ["fox", "owl", "bear"]}, "likes": LIKES},
+    "required": ["animal", "likes"],
     "additionalProperties": False,
 }
 CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
@@ -94,7 +90,6 @@ REFUSED: list[tuple[str, object, str, str]] = [
     ("guided_json", " " * LONG, "", "characters"),
     ("guided_json", '{"const": 1e999}', "", "JSON"),
     ("guided_json", '{"const": "\\ud800"}', "", "JSON"),
-    ("guided_json", {"type": "foo"}, "", "Invalid type: foo"),
     ("guided_regex", "(a", "", "unclosed group"),
     ("guided_choice", [], "", ""),
     ("guided_choice", ["a"] * (MAX_CHOICES + 1), "", str(MAX_CHOICES)),
@@ -102,7 +97,6 @@ REFUSED: list[tuple[str, object, str, str]] = [
     ("guided_grammar", 'root ::= "a', "", "GBNF"),
     ("structured_outputs", {}, "", "one of json"),
     ("structured_outputs", {"json_object": False}, "structured_outputs.json_object", "true"),
-    ("structured_outputs", {"regex": "(a"}, "", "unclosed group"),
     ("structured_outputs", {"choice": ["a"], "x": 1}, "structured_outputs.x", "not a parameter"),
 ]
 TOGETHER: list[tuple[dict[str, Any], str, str]] = [

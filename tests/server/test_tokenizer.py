@@ -64,15 +64,11 @@ def test_a_chat_is_rendered_and_encoded_as_the_library_does(tokenizer: Tokenizer
     assert begun.endswith("assistant\nI")
 
 
-def test_encoding_lets_other_threads_run_and_changes_nothing(tokenizer: Tokenizer) -> None:
+def test_encoding_is_the_backends(tokenizer: Tokenizer) -> None:
     text = "Once upon a time, 🎉 <|im_start|>user\nünï\u0301 \x00<|im_end|>"
     for special in (True, False):
         expected = BACKEND.encode(text, add_special_tokens=special).ids
         assert list(tokenizer.encode(text, add_special_tokens=special)) == expected
-    # `encode` holds the GIL, so that a long text would stop every stream.
-    only_batches = copy.copy(tokenizer)
-    only_batches._backend = SimpleNamespace(encode_batch_fast=BACKEND.encode_batch_fast)
-    assert only_batches.encode("a b", limit=9) == tuple(BACKEND.encode("a b").ids)
     with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer.encode("\ud800")
 
@@ -87,6 +83,7 @@ def test_of_a_long_text_no_more_is_encoded_than_shows_that_it_is_too_long(
         return BACKEND.encode_batch_fast(texts, **options)
 
     noted = copy.copy(tokenizer)
+    # Not `encode`: it holds the GIL, so that a long text would stop every stream.
     noted._backend = SimpleNamespace(encode_batch_fast=noting)
     with pytest.raises(ContextLengthError, match="more than 2000 tokens > 999 maximum"):
         noted.encode("?!" * 50_000, limit=1000)

@@ -31,7 +31,7 @@ WEATHER = {
     },
     "$defs": {"options": {"type": "object"}},
 }
-SCHEMAS = {"get_weather": WEATHER, "f": {}, "two words": {}}
+SCHEMAS = {"get_weather": WEATHER, "f": {}}
 Make = Callable[..., AnswerParser]
 
 
@@ -59,11 +59,9 @@ def text(of: str) -> tuple[str, str]:
 THINK_CASES: list[tuple[str, bool, list[Any]]] = [
     # the text, whether the prompt opened the block, what comes out
     ("", False, []),
-    (" \n", False, [text(" \n")]),
     ("<think>\nso\n</think>\n\nyes", False, [think("so"), text("yes")]),
     ("\n\n<think>so</think>yes", False, [think("so"), text("yes")]),
     ("a\n\nb\n</think>\n\n c\n", True, [think("a\n\nb"), text(" c\n")]),
-    ("<think>\nso</think>yes", True, [think("so"), text("yes")]),
     ("<think>\n\n</think>\n\nyes", False, [text("yes")]),
     ("cut </thi", True, [think("cut </thi")]),
     ("a < b</ think></think>", True, [think("a < b</ think>")]),
@@ -97,7 +95,6 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (CALL.replace("}}", '}, "arguments": {}}'), [DONE]),
     (CALL.replace("}}", "}, x}"), [DONE, text(", x}\n</tool_call>")]),
     (CALL[: CALL.index("}}") + 1], [DONE]),
-    (hermes("two words", "{}"), [("call", "two words", "{}")]),
     # Broken in one way or another: content, never lost.
     ("Use <tool_call> for it.", [text("Use <tool_call> for it.")]),
     (f"`<tool_call>`: {CALL}", [text("`<tool_call>`:"), DONE]),
@@ -111,7 +108,6 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     ('x <tool_call>{"name": "f', [text('x <tool_call>{"name": "f')]),
     (CALL[: CALL.index('me"}')], [("cut", "f", '{"city": "Ro')]),
     (f"{OPENED}-1.5e", [("cut", "f", '{"a": -1.5e')]),
-    (f"{OPENED}tru", [("cut", "f", '{"a": tru')]),
     (f'{OPENED}"x\\ud83c\\u', [("cut", "f", '{"a": "x\\ud83c\\u')]),
 ]
 FUNCTION = "<tool_call><function=f>"
@@ -126,10 +122,8 @@ XML_CASES: list[tuple[str, list[Any]]] = [
     (xml("f", **{'a"b': "x"}), [("call", "f", '{"a\\"b": "x"}')]),
     ("Write <function=f or so>.", [text("Write <function=f or so>.")]),
     ("<tool_call>\n{}", [text("<tool_call>\n{}")]),
-    (f"<tool_call>{xml('f')}", [text("<tool_call>"), EMPTY]),
     (f"{FUNCTION}oops</function>", [("broken", FUNCTION), text("oops</function>")]),
     (f"so {PARAMETER}", [text("so"), ("cut", "f", '{"a": "xy')]),
-    (FUNCTION, [("cut", "f", "{")]),
     (f"{PARAMETER}\n</parameter>\n<parameter=bc", [("cut", "f", '{"a": "xy", "bc')]),
 ]
 THOUGHT = "<|channel|>analysis<|message|>Let me see.<|end|>"
@@ -146,8 +140,6 @@ HARMONY_CASES: list[tuple[str, list[Any]]] = [
     (f"{ONE}<|call|>{NEXT}{ONE}  <|call|>", [ONE_DONE, ONE_DONE]),
     (f"{ONE}  so it is", [ONE_DONE, text("so it is")]),
     (f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}{ONE}", [text("I look."), ONE_DONE]),
-    (TO_F + "<|call|>", [EMPTY]),
-    (THOUGHT.removesuffix(".<|end|>"), [think("Let me see")]),
     (f"{THOUGHT}{NEXT}<|c", [think("Let me see."), text(NEXT + "<|c")]),
     (ONE[:-1], [("cut", "f", '{"a": 1')]),
     (ONE.replace(": 1", " 1") + "<|call|>", [("broken", TO_F + '{"a" '), text("1}")]),

@@ -160,19 +160,15 @@ UNIT, SPOT = {"$ref": "#/$defs/unit"}, {"$ref": "#/$defs/spot"}
 STRING, NULL, OBJECT = {"type": "string"}, {"type": "null"}, {"type": "object"}
 TWO_OR_NULL = {"type": ["string", "null"], "enum": ["a", "b"]}
 STRING_OR_FROM_3 = {"anyOf": [STRING, {"type": "integer", "minimum": 3}]}
-A_OR_OBJECT = {"oneOf": [{"const": "a"}, OBJECT, {"type": "boolean"}]}
 SPOTS = {"type": "array", "items": SPOT, "minItems": 1}
 VALUES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "string": ({**STRING, "x-note": 1}, ["", "x", "a\nb", "5", "<b> & </b>"], []),
     "enum": ({**STRING, "enum": ["a", "b"]}, ["a", "b"], ["c", "ab", ""]),
-    "enum without a type": ({"enum": ["a", 5, None]}, ["a", 5, None], ["b", 6]),
     "reference": (UNIT, ["celsius"], ["kelvin", ""]),
     "allOf": ({"allOf": [UNIT, {"enum": ["celsius", "x"]}]}, ["celsius"], ["fahrenheit", "x"]),
-    "nullable enum": ({"anyOf": [UNIT, NULL]}, ["celsius", None], ["kelvin", ""]),
     "enum that is not nullable": (TWO_OR_NULL, ["a"], [None, ""]),
     "string or number": ({"type": ["string", "integer"]}, ["x", "5 km", 5], []),
     "string or small number": (STRING_OR_FROM_3, ["x", 3, 12], [2, -5]),
-    "word, any object or boolean": (A_OR_OBJECT, ["a", {"y": 1}, True], ["b", 5]),
     "definitions": (SPOTS, [[{"x": 1}, {"x": 2, "in": "celsius"}]], [[], [{}], "x"]),
     "anything": ({}, ["x", {"b": 1}], []),
 }
@@ -272,18 +268,15 @@ def test_whatever_is_let_through_is_read_as_what_fits(
 
 REQUIRED = [{"required": ["a"]}, {"required": ["b"]}]
 NO_NAMES = {**OBJECT, "properties": {"a>b": STRING}}
-OTHERS_OF_A_TYPE = {**OBJECT, "additionalProperties": {"type": "integer"}}
 UNSUPPORTED: dict[str, tuple[Any, str, bool]] = {
     # the schema, the keyword at fault, whether it is that of one parameter
     "minLength": ({**STRING, "minLength": 2}, "minLength", True),
     "pattern": ({"anyOf": [{**STRING, "pattern": "a"}, NULL]}, "pattern", True),
     "one string for two": ({"oneOf": [STRING, {"const": "a"}]}, "oneOf", True),
     "a reference to nowhere": ({"$ref": "#/$defs/none"}, "$ref", True),
-    "a circle": ({"$ref": "#/$defs/circle"}, "$ref", True),
     "too deep": ({"$ref": "#/$defs/d0"}, "$ref", True),
     "a word that ends its value": ({"enum": ["</parameter>"]}, "enum", True),
     "anyOf": (tool_schema({}, anyOf=REQUIRED), "anyOf", False),
-    "others of a type": (OTHERS_OF_A_TYPE, "additionalProperties", False),
     "required, but not declared": (tool_schema({}, required=["b"]), "required", False),
     "a name that is no tag": (NO_NAMES, "properties", False),
 }
