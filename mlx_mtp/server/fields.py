@@ -30,6 +30,8 @@ MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments o
 MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
 MAX_FIELDS = 100  # of an object of the API
 MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_LABEL_CHARACTERS = 512
 MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
 
 FORM = "\0"  # begins the tag of a union's form, which pydantic puts among the names of fields
@@ -139,12 +141,12 @@ ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
-_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-Stops = Annotated[list[_Stop], at_most(16), _one_or_more]
+Stops = Annotated[list[_Stop], at_most(MAX_STOPS), _one_or_more]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
-_Label = Annotated[str, Field(max_length=512)]  # as OpenAI has it
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # as OpenAI has it
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
