@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -15,8 +15,6 @@ from mlx_mtp.engine.engine import Engine
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
 UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
-_CHATS = "/v1/chat/completions"
-_GENERATING = frozenset({_CHATS, "/v1/completions", "/v1/responses", "/v1/messages"})
 REASONS = ("queue_full", "draining", "engine", "connections")  # labels of the metric
 # What a client can't choose freely (API key and address), and what it says of itself (its agent).
 # Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
@@ -72,13 +70,13 @@ class RequestLimiter:
     def draining(self) -> bool:
         return self._drain_until < math.inf
 
-    def check(self, scope: Scope) -> None:
+    def check(self, generating: Container[str], scope: Scope) -> None:
         path = scope["path"].rstrip("/")
         if self.draining and path not in _MONITORING:
             self.rejected["draining"] += 1
             left = _retry(self.drain_seconds)
             raise errors.DrainingError("The server is shutting down.", retry_after=left)
-        if scope["method"] != "POST" or path not in _GENERATING:
+        if scope["method"] != "POST" or path not in generating:
             return
         if not self._engine.healthy:
             self.rejected["engine"] += 1

@@ -58,7 +58,7 @@ def create_app(
     # The bodies are read by hand, so FastAPI could not describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.context = context
-    for methods, path, handler in ROUTES:
+    for methods, path, handler, _ in ROUTES:
         # With and without a slash at the end: a redirect would lose some clients' bodies.
         for either in {path, path.rstrip("/") + "/"}:
             app.add_api_route(either, handler, methods=methods.split())
@@ -67,7 +67,8 @@ def create_app(
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
     # before the key, as a browser's preflight has none.
     limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
-    app.add_middleware(check, check=limiter.check, at_end=limiter.release)
+    generating = frozenset(path for _, path, _, generates in ROUTES if generates)
+    app.add_middleware(check, check=partial(limiter.check, generating), at_end=limiter.release)
     if config.api_keys:
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
         app.add_middleware(check, check=partial(access.check_key, digests))

@@ -20,9 +20,11 @@ from mlx_mtp.server.admission import (
     UNKNOWN_RETRY_SECONDS,
     RequestLimiter,
 )
+from mlx_mtp.server.routes import ROUTES
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 
 Scope = dict[str, Any]
+PATHS = frozenset(path for _, path, _, generates in ROUTES if generates)
 
 
 class Clock:
@@ -49,7 +51,7 @@ def reserved(limits: RequestLimiter, count: int) -> Scope:
 
 def test_without_a_queue_rows_are_still_used() -> None:
     limits = limiter(rows=2, queue=0)
-    limits.check(scope())
+    limits.check(PATHS, scope())
     reserved(limits, 2)
     with pytest.raises(QueueFullError):
         reserved(limits, 1)
@@ -83,7 +85,7 @@ def test_the_wait_follows_the_rate_of_ends() -> None:
 
     def wait() -> int | None:
         with pytest.raises(QueueFullError) as caught:
-            limits.check(scope())
+            limits.check(PATHS, scope())
         return caught.value.retry_after
 
     def replace(times: int, seconds: float) -> None:
@@ -118,10 +120,10 @@ def test_what_is_open_while_it_drains_or_hangs() -> None:
         passing = MONITORING if kind is DrainingError else MONITORING + OTHERS
         for method, path in GENERATING + MONITORING + OTHERS:
             if (method, path) in passing:
-                limits.check(scope(path, method))
+                limits.check(PATHS, scope(path, method))
                 continue
             with pytest.raises(kind, match=word) as refused:
-                limits.check(scope(path, method))
+                limits.check(PATHS, scope(path, method))
             assert refused.value.retry_after == retry_after
 
     engine.hang_reason = "the engine hangs"
