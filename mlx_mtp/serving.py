@@ -31,7 +31,6 @@ def serve(options: argparse.Namespace) -> int:
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
-    from mlx_mtp.engine.build import prefix_store
     from mlx_mtp.server.access import read_keys, warn_if_open
     from mlx_mtp.server.serve import bind, create_app, give_up, make_server, run
 
@@ -46,6 +45,8 @@ def serve(options: argparse.Namespace) -> int:
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
         store = None
         if options.prefix_cache_dir is not None:
+            from mlx_mtp.engine.build import prefix_store
+
             size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
             path = Path(options.prefix_cache_dir).expanduser()
             store = prefix_store(loaded, limits, options.dtype, path, size)

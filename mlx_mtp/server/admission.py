@@ -1,16 +1,21 @@
 """Rejects requests that can't be served now, before anything is computed for them."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_mtp import errors
-from mlx_mtp.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60

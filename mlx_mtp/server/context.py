@@ -1,15 +1,16 @@
 """What every route works with."""
 
+from __future__ import annotations
+
 import random
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.engine.engine import Engine
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.admission import RequestLimiter
 from mlx_mtp.server.body import Model, read_body
@@ -20,6 +21,9 @@ from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
 from mlx_mtp.server.structured import Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 
 class Context:

@@ -7,13 +7,15 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.output_stream import Delta, OutputStream
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 
 class Dispatcher:

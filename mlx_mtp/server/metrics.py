@@ -1,13 +1,18 @@
 """Prometheus metrics: the engine's counters as they are when asked for, and two latencies."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_mtp.engine.engine import Engine
 from mlx_mtp.server.admission import REASONS, RequestLimiter
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

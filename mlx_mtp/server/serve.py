@@ -1,5 +1,7 @@
 """The HTTP application, run with uvicorn on a socket that was bound before the model was loaded."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import errno
@@ -13,7 +15,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,13 +24,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.engine.engine import Engine
 from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
