@@ -100,19 +100,19 @@ _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 _OF_MODEL = "the model's generation_config.json"
 RANDOMNESS = "randomness; 0 always takes the most probable token"
 _SAMPLING = (
-    ("--temperature", RANDOMNESS, real),
-    ("--top-p", "keep the most probable tokens that add up to this probability", real),
+    ("--temperature X", RANDOMNESS, real),
+    ("--top-p X", "keep the most probable tokens that add up to this probability", real),
     (
-        "--top-k",
+        "--top-k N",
         "keep only this many of the most probable tokens; 0 or -1: all",
         whole(-1, 1 << 31),
     ),
-    ("--min-p", "keep tokens at least this likely relative to the most probable one", real),
-    ("--repetition-penalty", "above 1, make repeated tokens less likely", real),
+    ("--min-p X", "keep tokens at least this likely relative to the most probable one", real),
+    ("--repetition-penalty X", "above 1, make repeated tokens less likely", real),
 )
 _PENALTIES = (
-    ("--presence-penalty", "lower the score of every token that the answer has already"),
-    ("--frequency-penalty", "the same, once for each time that it occurs"),
+    ("--presence-penalty X", "lower the score of every token that the answer has already"),
+    ("--frequency-penalty X", "the same, once for each time that it occurs"),
 )
 GENERATE_FLAGS = _in_order(
     replace(MODEL_FLAG, usage="model: --model MODEL"),
@@ -137,10 +137,10 @@ GENERATE_FLAGS = _in_order(
     Flag("--stop TEXT", "text that ends the answer", text),
     replace(_LOG_LEVEL, usage="--log-level", default="warning"),
     *(
-        Flag(f"sampling: {name} X", help, parse, default_text=_OF_MODEL)
+        Flag(f"sampling: {name}", help, parse, default_text=_OF_MODEL)
         for name, help, parse in _SAMPLING
     ),
-    *(Flag(f"sampling: {name} X", help, real, default=0.0) for name, help in _PENALTIES),
+    *(Flag(f"sampling: {name}", help, real, default=0.0) for name, help in _PENALTIES),
     Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
 
