@@ -64,6 +64,8 @@ class Flag:
 
     @property
     def metavar(self) -> str | None:
+        if isinstance(self.parse, tuple):
+            return f"{{{','.join(self.parse)}}}"
         return self.usage.rpartition(": ")[2].partition(" ")[2] or None
 
     @property
@@ -111,8 +113,7 @@ def add_flags(
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            words = f"{{{','.join(flag.parse)}}}" if isinstance(flag.parse, tuple) else None
-            options |= {"type": flag.convert, "metavar": words or flag.metavar}
+            options |= {"type": flag.convert, "metavar": flag.metavar}
         if flag.repeated:
             options["action"] = "append"
         if not flag.name.startswith("-"):
