@@ -75,7 +75,7 @@ class PrefixCache:
         self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
-        """Take in copies whose step has succeeded; the list is emptied."""
+        """Insert copies from steps that have succeeded; the list is emptied."""
         while saves:
             sequence, tokens, segments, snapshot = saves.pop(0)
             sequence.saved(len(tokens))

@@ -14,7 +14,7 @@ NUM_TURNS = 2  # So many turn ends are saved, counted from the last.
 class PrefixReuse:
     """Looks prompts up, and holds back requests while another computes their prefix, or it is read.
 
-    Each waits only for prompts that were before it in the queue, so none waits for ever. One prefix
+    Each waits only for prompts that were before it in the queue, so none waits forever. One prefix
     is read at a time; one that wants the same finds it in memory then. When the disk is late all
     that wait for it give up.
     """

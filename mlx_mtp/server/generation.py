@@ -117,7 +117,7 @@ class Generation:
     async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
         if self._error is None:
             # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
-            # the wakeup, and a client that left would be answered for ever.
+            # the wakeup, and a client that left would never be cancelled.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await self._wakeup.wait()

@@ -95,7 +95,7 @@ class Prompter:
             )
         kwargs = dict(conversation.template_kwargs)
         if kwargs.get(_THINKING) is False and not knows(_THINKING):
-            del kwargs[_THINKING]  # A model that never thinks does so without being told.
+            del kwargs[_THINKING]  # A model that never thinks needs no flag.
         for key in kwargs:
             # `render_chat` refuses the closed ones, whether the template knows them or not.
             if not knows(key) and key not in self.tokenizer.closed_kwargs:

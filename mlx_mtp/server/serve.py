@@ -183,7 +183,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool
         finally:
             ended = stop_engine(STOP_SECONDS)  # Leaving by force, uvicorn doesn't do it.
     if not log.close():
-        os._exit(0 if ended else 1)  # Nobody reads the log, and to write to it would block.
+        os._exit(0 if ended else 1)  # The log is not read: writing to it would block.
     return ended
 
 
@@ -209,7 +209,7 @@ def _file_limit(wanted: int) -> int:
 
 
 class BackgroundLog:
-    """Writes log records on a thread, as a pipe that nobody empties blocks whoever writes."""
+    """Writes log records on a thread of its own: a pipe that is not read blocks its writer."""
 
     def __init__(self, capacity: int = 10_000) -> None:
         self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)

@@ -102,7 +102,7 @@ class _EventStream(Response):
         self._events = stream_events(writer, patience, keep)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # After the first byte nobody above could turn a disconnect into anything.
+        # After the first byte no handler above could answer a disconnect.
         with self._generation, contextlib.suppress(ClientDisconnect):
             await _until_disconnect(receive, self._send(send))
 
