@@ -102,3 +102,15 @@ def test_the_bounds_of_security():
             module, _, constant = name.rpartition(".")
             value = getattr(importlib.import_module(f"mlx_mtp.{module}"), constant)
         assert value == float(bound), what
+
+
+def test_the_way_of_a_request_is_that_of_the_code():
+    section = text_of("docs/architecture.md").partition("## The way of a request")[2]
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert 20 <= len(rows) <= 30
+    assert set(re.findall(r"\*\*(T\d+)\*\*", section)) == {"T1", "T2", "T3", "T4"}
+    for modules, functions in rows:
+        source = "".join(text_of(f"mlx_mtp/{name}.py") for name in re.findall("`(.+?)`", modules))
+        for name in re.findall("`(.+?)`", functions):
+            for part in name.split("."):
+                assert re.search(rf"(?:class|def) {part}\b", source), f"{modules}: {name}"
