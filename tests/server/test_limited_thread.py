@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.prompting import run_in_thread
+from mlx_mtp.server.serve import create_app
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import Serve, tokenizer_with
+from tests.server.conftest import MODEL, Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.raw_http import error_of
 from tests.server.test_reliability import wait_until
@@ -57,3 +60,33 @@ def test_a_template_that_never_ends_costs_its_time_and_no_more(
         assert response.json()["error"]["param"] == "messages"
         assert ask(client)
     wait_until(has_ended)
+
+
+def test_the_first_token_takes_four_thread_switches(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/architecture.md counts them, for a chat without a grammar."""
+    switches: list[str] = []
+
+    def noted(owner: Any, name: str, what: Callable[[Any], str]) -> None:
+        call = getattr(owner, name)
+
+        def noting(*args: Any, **more: Any) -> Any:
+            switches.append(what(args))
+            return call(*args, **more)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    async def chat() -> None:
+        engine = FakeEngine(answer([300], sizes=[2]))
+        app = create_app(engine, tokenizer, ServerConfig(model_name=MODEL), {})
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), client:
+            noted(threading.Thread, "start", lambda args: f"to {args[0].name}")
+            noted(engine, "submit", lambda _: "to engine")
+            loop, current = asyncio.get_running_loop(), threading.current_thread
+            noted(loop, "call_soon_threadsafe", lambda _: f"from {current().name}")
+            assert (await client.post(CHAT, json=chat_body())).status_code == 200
+            assert switches == ["to limited", "from limited", "to engine", "from engine"]
+
+    asyncio.run(chat())
