@@ -220,7 +220,7 @@ def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
 texts = st.lists(st.sampled_from([END, 5]), min_size=1, max_size=50)
 
 
-@given(
+EVERYTHING = given(
     earlier=st.lists(texts, max_size=6),
     prompts=st.lists(texts, min_size=1, max_size=12),
     rows=st.integers(1, 4),
@@ -228,6 +228,8 @@ texts = st.lists(st.sampled_from([END, 5]), min_size=1, max_size=50)
     limit=st.sampled_from([120, 300, 10_000]),
     data=st.data(),
 )
+
+
 def every_request_ends(earlier, prompts, rows, step, limit, data):
     world = World(rows, step, limit)
     world.on_disk(*earlier)
@@ -267,4 +269,4 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
 
 @pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_every_request_ends_whatever_the_disk_and_others_do(examples):
-    settings(max_examples=examples, deadline=None)(every_request_ends)()
+    settings(max_examples=examples, deadline=None)(EVERYTHING(every_request_ends))()
