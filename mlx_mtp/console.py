@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
 
@@ -31,3 +31,21 @@ def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> st
     return "\n".join(
         hanging(f"{indent}{name:<{column}}", text, width) for name, text in rows.items()
     )
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int, width: int) -> str:
+    """A table as wide as the terminal at most; all columns but the first `left` are flush right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, header_style="")
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as shown:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in shown.get().strip("\n").split("\n"))

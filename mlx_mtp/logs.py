@@ -28,7 +28,7 @@ def set_up(level: str, form: str = "text") -> None:
     else:
         handler.setFormatter(TextFormatter("%Y-%m-%d %H:%M:%S"))
     # At level info other libraries log every HTTP request that they make.
-    logging.basicConfig(handlers=[handler], force=True)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("mlx_mtp").setLevel(level.upper())
 
 

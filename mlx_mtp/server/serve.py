@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STOPPING = "Stopping: %(answers)d answers have %(seconds).0f s to finish; Ctrl-C again ends them."
+_STOPPING = "Stopping: up to %(seconds).0f s for %(answers)d unfinished; Ctrl-C again ends it now."
 STOP_SECONDS = 10.0  # for the engine's thread to end
 FLUSH_SECONDS = 5  # for clients to read the error that ended their response
 # The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
@@ -154,7 +154,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._limiter.drain(0.0)
         if held := self._limiter.held:
-            logger.info("Ending %(answers)d unfinished answers.", {"answers": held})
+            logger.info("Ending what is unfinished: %(answers)d.", {"answers": held})
 
         async def end_requests() -> None:
             while True:  # Some may be about to be submitted.
@@ -200,6 +200,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool
             server.run(sockets=[sock])
         finally:
             ended = stop_engine(STOP_SECONDS)  # Leaving by force, uvicorn doesn't do it.
+            logger.info("Stopped.")
     if not log.close():
         os._exit(0 if ended else 1)  # The log is not read: writing to it would block.
     return ended

@@ -25,7 +25,7 @@ ASK = [{"role": "user", "content": SECRET}]
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
     """What was logged since the last call, as the objects of --log-format json."""
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "mlx_mtp")
 
     def taken() -> list[dict[str, Any]]:
         found = [json.loads(logs.JsonFormatter().format(record)) for record in caplog.records]
@@ -107,7 +107,7 @@ def test_every_get_has_its_head_and_watchers_are_not_logged(
 def test_no_prompt_and_no_key_at_any_level_without_the_flag(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "mlx_mtp")
     headers = {"x-api-key": KEY, "authorization": f"Bearer {KEY}"}
 
     def ask(client: httpx.Client) -> None:
