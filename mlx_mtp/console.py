@@ -27,7 +27,7 @@ def hanging(label: str, text: str, width: int | None) -> str:
 
 def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> str:
     """Rows of a label and its text, one below the other."""
-    column = max(map(len, rows)) + 2
+    column = max(map(len, rows)) + 1
     return "\n".join(
         hanging(f"{indent}{name:<{column}}", text, width) for name, text in rows.items()
     )

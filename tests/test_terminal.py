@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import httpx
 
+from mlx_mtp.console import columns, labelled
+
 COLUMNS = 80
 _STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 # What differs from run to run, or from machine to machine.
@@ -24,7 +26,7 @@ _VARYING = {
     r"\d+\.\d+ tokens/s": "R tokens/s",
     r"\d+ of \d+ drafts": "A of D drafts",
     r"(12 cached\)), \d+ out": r"\1, N out",
-    r"(?s)model     mlx-mtp-demo.*?\n\n": "(of this machine)\n\n",
+    r"(?s)model    mlx-mtp-demo.*?\n\n": "(of this machine)\n\n",
 }
 
 
@@ -85,7 +87,7 @@ def terminal(*argv: str) -> Iterator[Terminal]:
 
 
 RECORDING = """
-  address   http://127.0.0.1:PORT
+  address  http://127.0.0.1:PORT
   (of this machine)
 
 curl http://127.0.0.1:PORT/v1/chat/completions \\
@@ -103,6 +105,17 @@ HH:MM:SS WARNING 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (1
 first after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID: The server is shutting down.
 HH:MM:SS INFO Stopped.
 """
+
+
+def test_tables_and_labels_fit_and_keep_their_words() -> None:
+    header = [f"tokens a chunk {n}" for n in range(11)]
+    rows = [["medium [b]", *(f"{n}23.4 ms" for n in range(10))]]
+    found = columns(header, rows, 1, COLUMNS)
+    assert all(len(line) <= COLUMNS for line in found.split("\n"))
+    assert "[b]" in found and all(f"{n}23.4" in found for n in range(10))
+    shown = labelled({"a": "word " * 40, "long label": "b\nc"}, COLUMNS)
+    assert all(len(line) <= COLUMNS for line in shown.split("\n"))
+    assert shown.count("word") == 40 and shown.endswith("\nlong label b\n           c")
 
 
 def test_serve_in_80_columns() -> None:
