@@ -138,6 +138,16 @@ class ServerConfig:
         SEED,
         default_text="random",
     )
+    vllm_metrics: bool = setting(
+        "server: --vllm-metrics",
+        "give /metrics the names of vLLM's too where they mean the same, for its dashboards",
+        default=False,
+    )
+    log_prompts: bool = setting(
+        "server: --log-prompts",
+        "write the text of each prompt to the log, as the model gets it",
+        default=False,
+    )
     keep_alive_seconds: float = 10.0  # A stream that is silent for longer gets an SSE comment.
     max_choices: int = setting(
         "limits: --max-choices N", "largest n of a request", whole(1, 128), default=16

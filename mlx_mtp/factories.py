@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp import backend
+from mlx_mtp import backend, logs
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.errors import MissingHeadError
 
@@ -21,9 +20,7 @@ def prepare(options: argparse.Namespace, log_level: str = "warning") -> backend.
     """Set up logging, read the file of --mtp-draft-vocab and prepare mlx's backend."""
     from mlx_mtp.server.draft_vocab import read_wanted
 
-    # Only this package's: at level info other libraries log every HTTP request they make.
-    logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s")
-    logging.getLogger("mlx_mtp").setLevel(log_level.upper())
+    logs.set_up(log_level, getattr(options, "log_format", "text"))
     if "mtp_draft_vocab" in options:
         options.mtp_draft_vocab = read_wanted(options.mtp_draft_vocab)
     return backend.prepare()

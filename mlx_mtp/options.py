@@ -12,6 +12,7 @@ PREFIX_CACHE_DIR_SIZE = 16 * 10**9
 """Default of --prefix-cache-dir-size, in bytes."""
 ANSWER_TOKENS = 512
 """Most tokens of an answer of `generate` without --max-tokens."""
+LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _HEADINGS = (
     *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
@@ -42,6 +43,12 @@ _ENABLE_MTP = Flag(
     "multi-token prediction: --enable-mtp", "draft with the model's own MTP head", default=False
 )
 _LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
+_LOG_FORMAT = Flag(
+    "server: --log-format",
+    "how to write the log; json: an object on each line",
+    LOG_FORMATS,
+    default="text",
+)
 
 
 def _in_order(*flags: Flag) -> tuple[Flag, ...]:
@@ -95,6 +102,7 @@ SERVE_FLAGS = _in_order(
     ),
     *flags_of(ServerConfig),
     _LOG_LEVEL,
+    _LOG_FORMAT,
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 _OF_MODEL = "the model's generation_config.json"

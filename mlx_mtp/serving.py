@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import logging
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,12 +19,15 @@ from typing import TYPE_CHECKING, TextIO
 from mlx_mtp import factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
+from mlx_mtp.console import labelled, width_of
 from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
     from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.loaded import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 CLOSED_PIPE_STATUS = 141  # As a shell reports SIGPIPE.
 
@@ -36,6 +42,8 @@ def serve(options: argparse.Namespace) -> int:
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
+    if options.log_prompts:
+        logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port first: the user should not wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = factories.load(options, enable_mtp=options.enable_mtp, lazy=True)
@@ -63,7 +71,8 @@ def serve(options: argparse.Namespace) -> int:
         # What is loaded stays: garbage collections, which stop every thread, need not visit it.
         gc.collect()
         gc.freeze()
-        text = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
+        plan = memory.lines(options.max_num_seqs)
+        text = banner(config, loaded, engine.info, info, plan, width_of(sys.stdout))
         server = make_server(app, log_level=options.log_level, on_ready=lambda: _announce(text))
         if not run(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
@@ -98,28 +107,49 @@ def banner(
     engine: EngineInfo,
     info: BackendInfo,
     memory: Sequence[str],
+    width: int | None = None,  # of the terminal
 ) -> str:
-    """Address, model, backend, memory plan (its lines) and a curl command to try."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+    """Addresses, model, backend, memory plan (its lines), a curl command to try, how to stop."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     depth = engine.num_draft_tokens
     how = " (follows measured cost and acceptance)" if depth == "auto" else " tokens per step"
     drafts = f"{depth}{how}, head from {loaded.head_source}"
-    message = {"role": "user", "content": "Tell me a story."}
-    body = json.dumps({"model": config.model_name, "messages": [message]})
-    curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
+    others = (
+        {} if local == config.host else {"network": _url(own_address(config.host), config.port)}
+    )
+    rows = {
+        "address": _url(local, config.port),
+        **others,
+        "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
+        "backend": str(info),
+        "prefixes": _prefixes(engine),
+        "drafts": drafts if engine.mtp_enabled else "none (--enable-mtp turns MTP on)",
+        "memory": "\n".join(memory),
+    }
+    curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]
     if config.api_keys:
         # Only the variable's name: this text ends up in logs and on shared screens.
         curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
+    messages = json.dumps([{"role": "user", "content": "Tell me a story."}])
+    body = f'{{"model": {json.dumps(config.model_name)},\n       "messages": {messages}}}'
     curl.append(f"-d {shlex.quote(body)}")
-    return (
-        f"\n  address  {address}\n"
-        f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
-        f"  backend  {info}\n"
-        f"  prefixes {_prefixes(engine)}\n"
-        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n"
-        f"  memory   {f'{chr(10)}           '.join(memory)}\n\n" + " \\\n  ".join(curl) + "\n"
+    command = " \\\n  ".join(curl)
+    return f"\n{labelled(rows, width, '  ')}\n\n{command}\n\nReady. Ctrl-C stops the server.\n"
+
+
+def own_address(host: str) -> str:
+    """This machine's address on its network, or its name, where `host` means all addresses."""
+    family, far = (
+        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
     )
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((far, 9))  # Chooses the way there, and sends nothing.
+        return str(sock.getsockname()[0])
+    return socket.gethostname()
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _prefixes(engine: EngineInfo) -> str:

@@ -41,7 +41,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         text = self.http.get("/metrics").text
-        found = re.search(rf"^mlx_mtp:{name} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf'^mlx_mtp:{name}{{model_name="[^"]*"}} (\S+)$', text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found[1])
 
@@ -72,7 +72,13 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
     environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
     argv = [sys.executable, *(["-c", run] if code else ["-m", "mlx_mtp", *arguments])]
     with (
-        subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process,
+        subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=None if read_log else subprocess.PIPE,
+            text=True,
+            env=environment,
+        ) as process,
         contextlib.ExitStack() as stack,
     ):
         assert process.stdout is not None

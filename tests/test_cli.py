@@ -22,7 +22,7 @@ from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models import loader
 from mlx_mtp.server.serve import bind
-from mlx_mtp.serving import banner, model_name
+from mlx_mtp.serving import banner, model_name, own_address
 from tests.process import running
 from tests.server.fake_engine import FakeInfo
 
@@ -40,7 +40,7 @@ def test_every_flag_also_comes_from_the_environment():
     for flag in cli.SERVE_FLAGS:
         value = flag.parse[-1] if isinstance(flag.parse, tuple) else values.get(flag.name, "7")
         argv = [flag.name, value] if flag.name.startswith("-") else [value]
-        if flag.name == "--enable-mtp":
+        if flag.parse is None:
             argv, value = [flag.name], "TRUE"
         from_environment = parse(**{flag.variable: value})
         assert from_environment == parse(*argv)
@@ -154,6 +154,7 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
     [
         ({}, {}, "http://127.0.0.1:81"),
         ({"host": "0.0.0.0"}, {}, "curl http://127.0.0.1:81/"),
+        ({"host": "0.0.0.0"}, {}, f"  network  http://{own_address('0.0.0.0')}:81\n"),
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
         ({}, {}, "drafts   2 tokens per step, head from /m/mtp.safetensors"),
         ({}, {"mtp_enabled": False}, "drafts   none (--enable-mtp turns MTP on)"),
@@ -172,8 +173,13 @@ def test_the_banner(config, engine, shown):
     info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
     text = banner(config, loaded, FakeInfo(**engine), info, memory)
     assert shown in text and "a'b" not in text
+    assert text.endswith("\n\nReady. Ctrl-C stops the server.\n")
+    narrow = banner(config, loaded, FakeInfo(**engine), info, memory, width=60)
+    assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
+    assert narrow.split() == text.split()
     assert ("Authorization" in text) == bool(config.api_keys)
-    words = shlex.split(text[text.index("curl ") :].replace("\\\n", " "))
+    command = text[text.index("curl ") : text.index("\n\nReady")]
+    words = shlex.split(command.replace("\\\n", " "))
     assert json.loads(words[-1])["model"] == "it's"
 
 
@@ -269,10 +275,11 @@ def test_serve_for_real():
     depth = ("--enable-mtp", "--mtp-num-draft-tokens", "2")
     with running(*depth, "--api-key", "k", read_log=False) as server:
         printed = ""
-        while "\n  -d " not in printed:
+        while "\nReady" not in printed:
             printed += server.process.stdout.readline()
         assert "mlx-mtp-demo" in printed and "2 tokens per step" in printed
-        command = printed[printed.index("curl ") :].replace("\\\n", " ")
+        command = printed[printed.index("curl ") : printed.index("\nReady")]
+        command = command.replace("\\\n", " ")
         _, url, *flags = shlex.split(command)
         *headers, body = flags[1::2]
         sent = dict(header.replace("$MLX_MTP_API_KEY", "k").split(": ") for header in headers)

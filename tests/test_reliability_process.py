@@ -58,9 +58,9 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log:
     """
     few = ("--max-num-seqs", "3", "--drain-timeout", "300")
     with running(*few, read_log=read_log) as server, ThreadPoolExecutor(4) as pool:
-        for _ in range(20):
-            # A pipe takes some 64 KiB; the access log has the whole of each path.
-            assert server.http.get("/health?" + "x" * 8000).status_code == 200
+        for _ in range(300):
+            # A pipe takes some 64 KiB; the log has so much of each path, twice.
+            assert server.http.get("/" + "x" * 120).status_code == 404
         beside = events(server)
         next(beside)
         jobs = [pool.submit(ask, server, 60) for _ in range(4)]

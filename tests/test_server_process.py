@@ -31,7 +31,7 @@ def test_a_request_chooses_its_own_depth(mtp_server: Server) -> None:
         return ask(mtp_server, messages=messages, temperature=0, max_tokens=40, **fields)["timings"]
 
     timings()
-    assert 'mlx_mtp:spec_decode_depth{batch_size="1"}' in mtp_server.http.get("/metrics").text
+    assert 'mlx_mtp:spec_decode_depth{batch_size="1",' in mtp_server.http.get("/metrics").text
     assert timings(mtp={"num_draft_tokens": 0})["draft_n"] == 0
     for depth in (1, 5):
         some = timings(mtp={"num_draft_tokens": depth})

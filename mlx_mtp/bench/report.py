@@ -14,6 +14,7 @@ import numpy as np
 
 from mlx_mtp.bench.answer import Split
 from mlx_mtp.bench.measure import Summary, Wave
+from mlx_mtp.console import columns, width_of
 from mlx_mtp.errors import UsageError
 
 NOTHING = "-"
@@ -68,7 +69,9 @@ class _Cells(string.Formatter):
 
 
 def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Lines of equal width; all columns but the first `left` are flush right."""
+    """Markdown, or columns for a terminal; all but the first `left` are flush right."""
+    if (width := width_of()) is not None:
+        return columns(header, rows, left, width)
     # A pipe would end a cell.
     table = [[cell.replace("|", "/") for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*table)]

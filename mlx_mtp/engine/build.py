@@ -102,8 +102,8 @@ def build_engine(
         if prefixes is not None:
             turn_ends = frozenset(info.eos_token_ids)
             reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
-        fits = None if memory is None else memory.fits
-        scheduler = Scheduler(config, depth, reuse, fits, totals)
+        fits, usage = (None, None) if memory is None else (memory.fits, memory.usage)
+        scheduler = Scheduler(config, depth, reuse, fits, totals, usage)
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 

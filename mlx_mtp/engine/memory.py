@@ -105,6 +105,9 @@ class MemoryPlan:
     def fits(self, rows: int, tokens: int) -> bool:
         return self.footprint.rows(rows, tokens) <= self.rows
 
+    def usage(self, rows: int, tokens: int) -> float:
+        return self.footprint.rows(rows, tokens) / self.rows
+
     def num_rows(self, tokens: int, most: int) -> int:
         return _largest(1, most, lambda n: self.fits(n, tokens)) or 0
 

@@ -59,3 +59,4 @@ class RequestOutput:
     num_draft_tokens: int = 0  # drafts verified for this request in this step
     num_accepted_tokens: int = 0  # how many of them were accepted
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
+    admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output

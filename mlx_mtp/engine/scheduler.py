@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from time import perf_counter
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
+from mlx_mtp.engine.stats import EngineStats, Prefill, PrefixCacheStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
@@ -18,7 +19,8 @@ class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
     A plan holds at most one chunk of a group of prompts, cut at multiples of `prefill_step_size`,
-    and one decode step. `memory` says whether so many rows fit, the longest of so many tokens.
+    and one decode step. `memory` says whether so many rows fit, the longest of so many tokens, and
+    `usage` which share of the memory for rows they take.
     """
 
     def __init__(
@@ -28,11 +30,12 @@ class Scheduler:
         reuse: PrefixReuse | None = None,
         memory: Callable[[int, int], bool] | None = None,
         totals: EngineStats | None = None,
+        usage: Callable[[int, int], float] | None = None,
     ) -> None:
         self._config = config
         self._depth = depth
         self._reuse = reuse
-        self._memory = memory
+        self._memory, self._usage = memory, usage
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
         self._held: list[Sequence] = []  # another request computes their prefix, or it is read
@@ -59,10 +62,20 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         depths = self._depth.choices
+        rows = [s for s in self._admitted() if not s.finished]
+        usage = 0.0
+        if rows and self._usage is not None:
+            usage = self._usage(len(rows), max(s.num_cached for s in rows))
         return replace(
             self._totals,
-            num_requests_running=self.num_running,
+            num_requests_running=len(rows),
             num_requests_waiting=self.num_waiting,
+            kv_usage=usage,
+            prefills=tuple(
+                Prefill(s.request_id, s.admitted_at, s.num_computed, s.num_prompt)
+                for s in rows
+                if s.status is Status.PREFILLING
+            ),
             depths=tuple(sorted(depths.items())),
             parked=depths.get(self._last_size) == 0,
             prefix_cache=PrefixCacheStats() if self._reuse is None else self._reuse.stats(),
@@ -150,6 +163,7 @@ class Scheduler:
             num_draft_tokens=step.num_drafts[row],
             num_accepted_tokens=step.num_accepted[row],
             num_reused_tokens=sequence.num_reused if is_first else 0,
+            admitted_at=sequence.admitted_at if is_first else 0.0,
         )
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
@@ -193,6 +207,7 @@ class Scheduler:
             if self._reuse is not None:
                 self._reuse.begin(sequence, prefix)
             sequence.status = Status.PREFILLING
+            sequence.admitted_at = perf_counter()
             group.append(sequence)
         if group:
             self._groups.append((self._next_group, group))

@@ -33,6 +33,7 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
         self.begun = False  # its first chunk has been planned
+        self.admitted_at = 0.0  # `perf_counter` when it left the queue
         self.output: list[int] = []  # tokens it has emitted
         self.ended = False  # the device ended it: its caches stand still at its answer's end
         self.num_cached = 0  # positions in its caches, by the steps that have been read

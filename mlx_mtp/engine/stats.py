@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from mlx_mtp.config import DraftTokens
 
@@ -38,12 +39,25 @@ class PrefixCacheStats:
     num_files_dropped: int = 0  # the disk is slow or full, or they are too large
 
 
+class Prefill(NamedTuple):
+    """A prompt that is being computed."""
+
+    request_id: str
+    began: float  # `perf_counter`
+    done: int  # tokens computed or launched, or from the prefix cache
+    total: int
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the start, and gauges."""
 
     num_requests_running: int = 0  # rows in a prefill or decode batch
     num_requests_waiting: int = 0  # not yet admitted
+    kv_usage: float = (
+        0.0  # share of the memory for rows that those in a batch take; 0 without limit
+    )
+    prefills: tuple[Prefill, ...] = ()
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0  # given to requests
     num_drafts: int = 0  # verify windows that had at least one draft, counted per row

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from mlx_mtp.console import labelled, width_of
 from mlx_mtp.flags import Flag, add_flags, size
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
@@ -51,5 +52,5 @@ def run_inspect(options: argparse.Namespace) -> int:
         **memory_rows(wanted),
         "next": next_command(found),
     }
-    print("\n".join(f"{label:<14}{text}" for label, text in rows.items()))
+    print(labelled(rows, width_of()))
     return 0

@@ -39,7 +39,7 @@ class Context:
         self.prompter = Prompter(tokenizer, self.output_format, config.template_seconds)
         self.grammars = Grammars(tokenizer, engine.info.eos_token_ids)
         self.limiter = RequestLimiter(engine, config.max_queue)
-        self.metrics = Metrics(engine, self.limiter)
+        self.metrics = Metrics(engine, self.limiter, config)
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
         self.stored: dict[str, Any] = {}  # `StoredChats` by API key

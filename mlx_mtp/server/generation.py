@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -72,6 +73,15 @@ class Dispatcher:
                 generation.put(at, output)
 
 
+@dataclass(slots=True)
+class _Times:
+    """Of one sequence, by `perf_counter`."""
+
+    admitted: float
+    first: float  # token
+    last: float  # token
+
+
 class Generation:
     """The choices of one HTTP request; entering it submits them, leaving it cancels the rest."""
 
@@ -85,16 +95,17 @@ class Generation:
         timeout: float = 0.0,  # in seconds; 0: none
     ) -> None:
         self.streams = streams
-        self.prompt_tokens = sum(len(r.prompt_token_ids) for r in requests[::num_choices])
+        self.prompts = [request.prompt_token_ids for request in requests[::num_choices]]
+        self.prompt_tokens = sum(map(len, self.prompts))
         self._requests = requests
         self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
         self._num_choices = num_choices
         self._dispatcher, self._metrics, self._timeout = dispatcher, metrics, timeout
         self._arrived: list[tuple[float, RequestOutput]] = []
-        self._error: MlxMtpError | None = None
+        self.error: Exception | None = None  # that ended it
         self._wakeup = asyncio.Event()
         self._began = self._last = 0.0
-        self._times: dict[str, float] = {}
+        self._times: dict[str, _Times] = {}
         self._first: float | None = None
         self._first_tokens = 0
 
@@ -105,17 +116,31 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self._dispatcher.cancel(self._by_id)
+        for request, stream in zip(self._requests, self.streams):
+            unfinished = "abort" if self.error is None else "error"
+            self._metrics.count("request_success", stream.finish_reason or unfinished)
+            times = self._times.get(request.request_id)
+            if stream.finish_reason is not None and times is not None:
+                for name, value in (
+                    ("e2e_request_latency_seconds", times.last - self._began),
+                    ("request_queue_time_seconds", times.admitted - self._began),
+                    ("request_prefill_time_seconds", times.first - times.admitted),
+                    ("request_decode_time_seconds", times.last - times.first),
+                    ("request_prompt_tokens", len(request.prompt_token_ids)),
+                    ("request_generation_tokens", stream.num_tokens),
+                ):
+                    self._metrics.observe(name, value)
 
     def put(self, at: float, output: RequestOutput) -> None:
         self._arrived.append((at, output))
         self._wakeup.set()
 
-    def fail(self, error: MlxMtpError) -> None:
-        self._error = error
+    def fail(self, error: Exception) -> None:
+        self.error = error
         self._wakeup.set()
 
     async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        if self._error is None:
+        if self.error is None:
             # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
             # the wakeup, and a client that left would never be cancelled.
             with contextlib.suppress(TimeoutError):
@@ -124,9 +149,9 @@ class Generation:
         self._wakeup.clear()
         arrived, self._arrived = self._arrived, []
         if not arrived:
-            self._error = self._error or self._dispatcher.engine_failure()
-            if self._error is not None:
-                raise self._error
+            self.error = self.error or self._dispatcher.engine_failure()
+            if self.error is not None:
+                raise self.error
         return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
@@ -141,7 +166,7 @@ class Generation:
                 try:
                     delta = self._push(at, output)
                 except MlxMtpError as error:
-                    self._error = error  # Raised as soon as what came before it has been sent.
+                    self.error = error  # Raised as soon as what came before it has been sent.
                     break
                 if delta.events or delta.finish_reason is not None:
                     found.append(delta)
@@ -153,12 +178,13 @@ class Generation:
             return math.inf
         left = self._began + self._timeout - time.perf_counter()
         if left <= 0:
-            self._metrics.timeouts.inc()
-            raise RequestTimeoutError(
+            self._metrics.count("request_timeouts")
+            self.error = RequestTimeoutError(
                 f"The request has waited and run for more than the {self._timeout:g} seconds that "
                 f"this server allows (--request-timeout); {self.completion_tokens} tokens had been "
                 "generated."
             )
+            raise self.error
         return left
 
     def _push(self, at: float, output: RequestOutput) -> Delta:
@@ -168,19 +194,22 @@ class Generation:
         before = stream.num_tokens
         delta = stream.push(output)
         if stream.num_tokens > before:
-            self._note_times(at, output.request_id, stream.num_tokens - before)
+            self._note_times(at, output, stream.num_tokens - before)
         if delta.finish_reason is not None:
             self._dispatcher.cancel([output.request_id])
         return delta
 
-    def _note_times(self, at: float, request_id: str, count: int) -> None:
-        previous = self._times.get(request_id)
-        if previous is None:
-            self._metrics.first_token.observe(at - self._began)
+    def _note_times(self, at: float, output: RequestOutput, count: int) -> None:
+        times = self._times.get(output.request_id)
+        if times is None:
+            self._metrics.observe("time_to_first_token_seconds", at - self._began)
+            admitted = max(output.admitted_at, self._began)
+            times = self._times[output.request_id] = _Times(admitted, at, at)
         else:
             for _ in range(count):
-                self._metrics.inter_token.observe((at - previous) / count)
-        self._times[request_id] = self._last = at
+                between = (at - times.last) / count
+                self._metrics.observe("inter_token_latency_seconds", between)
+        times.last = self._last = at
         self._first = at if self._first is None else self._first
         if at == self._first:
             self._first_tokens += count

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_mtp import errors
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
+from mlx_mtp.server.request_log import LEFT, record_of
 from mlx_mtp.server.text import cut
 
 Check = Callable[[Scope], None]
@@ -65,6 +66,7 @@ class CheckMiddleware:
             if scope["type"] == "http":
                 self._check(scope)
         except errors.MlxMtpError as error:
+            record_of(scope).reason = str(error)
             app = error_response(error, scope["path"])
         try:
             await app(scope, receive, send)
@@ -99,7 +101,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     """Answer an error that a route raised."""
     path, headers = request.url.path, None
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nginx's, for the access log
+        return Response(status_code=LEFT)  # for the log
     if isinstance(error, HTTPException):
         route = cut(f"{request.method} {path}")
         status, text, headers = error.status_code, error.detail, error.headers
@@ -107,4 +109,5 @@ async def on_error(request: Request, error: Exception) -> Response:
         if status != errors.NotFoundError.status:
             error = errors.RequestError(f"{text}: {route}.")
             error.status = status
+    record_of(request.scope).reason = str(_shown(error))
     return error_response(error, path, headers)

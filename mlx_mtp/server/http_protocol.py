@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -15,6 +15,7 @@ from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
 from mlx_mtp.server.http_errors import error_response
+from mlx_mtp.server.request_log import log_request, record_of
 
 MAX_HEADER_BYTES = 16 << 10  # Request line and headers; node.js and h11 have the same bound.
 MAX_HEADERS = 100
@@ -158,7 +159,13 @@ class LimitedProtocol(H11Protocol):
         most = self._max_connections
         message = f"{most} clients are connected and busy; there is no room for more."
         error = errors.ConnectionLimitError(message, retry_after=UNKNOWN_RETRY_SECONDS)
+        self._note(scope, error)
         await error_response(error, scope["path"])(scope, receive, send)
+
+    def _note(self, scope: Scope, error: errors.MlxMtpError) -> None:
+        record = record_of(scope)
+        record.status, record.reason = error.status, str(error)
+        log_request(scope)
 
     def _answer_and_close(self, error: errors.RequestError) -> None:
         answer = error_response(error, "", {"Connection": "close"})
@@ -170,7 +177,12 @@ class LimitedProtocol(H11Protocol):
         except h11.LocalProtocolError:
             self.transport.close()  # A response had begun: what follows would be a part of it.
             return
+        if not self._busy:
+            self._note({"client": self.client, "method": "-", "path": "-"}, error)
         if self.cycle is not None:
+            # If the application reads the body, it writes the line when it gives up.
+            record = record_of(cast(Scope, self.cycle.scope))
+            record.status, record.reason = error.status, str(error)
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._dropped = 0

@@ -1,90 +1,194 @@
-"""Prometheus metrics: the engine's counters as they are when asked for, and two latencies."""
+"""Prometheus metrics, from tables: what was observed, and what is read when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import generate_latest as as_text
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlx_mtp import __version__
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.admission import REASONS, RequestLimiter
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
-_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_STARTED = time.time()
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+# Observed once for each sequence; the time per token once for each token.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (
+        "From a request's arrival in the engine to its first token.",
+        _SECONDS,
+    ),
+    "inter_token_latency_seconds": (
+        "Time per token after the first; the tokens of one step share its time.",
+        _TOKEN_SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("From arrival in the engine to the last token.", _SECONDS),
+    "request_queue_time_seconds": ("From arrival to the prefill's start.", _SECONDS),
+    "request_prefill_time_seconds": ("From the prefill's start to the first token.", _SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt, those from the cache included.", _TOKENS),
+    "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
+}
+# Counted as it happens: help, labels.
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "request_timeouts": ("Requests that took longer than --request-timeout.", ()),
+    "request_success": ("Sequences that have ended, by reason.", ("finished_reason",)),
+    "http_requests": ("HTTP requests answered, by route and status.", ("route", "status")),
+}
+# Read when asked for, from the engine's statistics or the limiter.
+_GAUGES = {
+    "num_requests_running": ("Requests in a batch.", "stats.num_requests_running"),
+    "num_requests_waiting": ("Requests not yet admitted.", "stats.num_requests_waiting"),
+    "num_requests_held": ("Sequences running, waiting or being prepared.", "limiter.held"),
+    "kv_cache_usage_perc": ("Used share of the memory for rows; 1 is all.", "stats.kv_usage"),
+    "prefix_cache_bytes": ("Memory of the prefix cache.", "stats.prefix_cache.nbytes"),
+    "prefix_cache_entries": (
+        "Prefixes a prompt can go on from.",
+        "stats.prefix_cache.num_entries",
+    ),
+    "prefix_cache_files": ("Prefixes on the disk.", "stats.prefix_cache.num_files"),
+    "prefix_cache_file_bytes": ("What these take.", "stats.prefix_cache.file_nbytes"),
+}
+_TOTALS = {
+    "engine_restarts": ("Deaths of the engine's thread.", "stats.num_restarts"),
+    "prompt_tokens": ("Prompt tokens computed.", "stats.prompt_tokens"),
+    "generation_tokens": ("Tokens generated.", "stats.generation_tokens"),
+    "prefix_cache_queries": ("Prompt tokens looked up.", "stats.prefix_cache.queries"),
+    "prefix_cache_hits": ("Those found, and not computed.", "stats.prefix_cache.hits"),
+    "prefix_cache_files_written": ("Prefixes written.", "stats.prefix_cache.num_files_written"),
+    "prefix_cache_files_dropped": (
+        "Prefixes not written: the disk is slow or full, or they are too large.",
+        "stats.prefix_cache.num_files_dropped",
+    ),
+    "spec_decode_num_drafts": ("Windows of drafts verified.", "stats.num_drafts"),
+    "spec_decode_num_draft_tokens": ("Drafts verified.", "stats.num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": ("Drafts accepted.", "stats.num_accepted_tokens"),
+}
+# The names that mean the same in vLLM, with older ones that its dashboards still have.
+_IN_VLLM: dict[str, tuple[str, ...]] = {
+    name: (name,)
+    for name in (
+        *HISTOGRAMS,
+        *("num_requests_running", "num_requests_waiting", "request_success", "prompt_tokens"),
+        *("generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+    )
+}
+_IN_VLLM |= {
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+}
 
 
 class Metrics(Collector):
-    """One app's metrics, in a registry of its own."""
+    """One app's metrics, in a registry of its own; each sample has the model's name."""
 
-    def __init__(self, engine: Engine, limiter: RequestLimiter) -> None:
+    def __init__(self, engine: Engine, limiter: RequestLimiter, config: ServerConfig) -> None:
         self._engine, self._limiter = engine, limiter
+        self._model_name, self._with_vllm = config.model_name, config.vllm_metrics
+        self._observed = CollectorRegistry()
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, buckets=buckets, registry=self._observed)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text, labels, registry=self._observed)
+            for name, (text, labels) in COUNTERS.items()
+        }
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # where there is /proc
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+    def observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
-        text = "Requests that took longer than --request-timeout."
-        self.timeouts = Counter(PREFIX + "request_timeouts", text, registry=self._registry)
-        text = "From a request's arrival in the engine to its first token."
-        self.first_token = histogram("time_to_first_token_seconds", text, _FIRST_TOKEN_BUCKETS)
-        text = "Time per token after the first; the tokens of one step share its time."
-        self.inter_token = histogram("inter_token_latency_seconds", text, _TOKEN_BUCKETS)
+    def count(self, name: str, *labels: str) -> None:
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc()
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        return as_text(self._registry)
 
-    def collect(self) -> Iterable[Metric]:
-        stats, limiter = self._engine.stats(), self._limiter
-        prefixes = stats.prefix_cache
-        dropped = "Prefixes not written: the disk is slow or full, or they are too large."
-        gauges = [
-            ("num_requests_running", "Requests in a batch.", stats.num_requests_running),
-            ("num_requests_waiting", "Requests not yet admitted.", stats.num_requests_waiting),
-            ("num_requests_held", "Sequences running, waiting or being prepared.", limiter.held),
-            ("prefix_cache_bytes", "Memory of the prefix cache.", prefixes.nbytes),
-            ("prefix_cache_entries", "Prefixes a prompt can go on from.", prefixes.num_entries),
-            ("prefix_cache_files", "Prefixes on the disk.", prefixes.num_files),
-            ("prefix_cache_file_bytes", "What these take.", prefixes.file_nbytes),
-        ]
-        counters = [
-            ("engine_restarts", "Deaths of the engine's thread.", stats.num_restarts),
-            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up.", prefixes.queries),
-            ("prefix_cache_hits", "Those found, and not computed.", prefixes.hits),
-            ("prefix_cache_files_written", "Prefixes written.", prefixes.num_files_written),
-            ("prefix_cache_files_dropped", dropped, prefixes.num_files_dropped),
-            ("spec_decode_num_drafts", "Windows of drafts verified.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Drafts verified.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens),
-        ]
+    def collect(self) -> Iterator[Metric]:
+        for family in (*self._observed.collect(), *self._read()):
+            own = family.name
+            twins = _IN_VLLM.get(own.removeprefix(PREFIX), ()) if self._with_vllm else ()
+            for name in (own, *(f"vllm:{twin}" for twin in twins)):
+                named = Metric(name, family.documentation, family.type)
+                named.samples = [
+                    sample._replace(
+                        name=name + sample.name.removeprefix(own),
+                        labels={"model_name": self._model_name, **sample.labels},
+                    )
+                    for sample in family.samples
+                    if not sample.name.endswith("_created")
+                ]
+                yield named
+        if sys.platform != "linux":
+            text = "CPU time of user and system."
+            yield CounterMetricFamily("process_cpu_seconds", text, time.process_time())
+            yield GaugeMetricFamily("process_start_time_seconds", "Start, since 1970.", _STARTED)
+
+    def _read(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        source = SimpleNamespace(stats=stats, limiter=self._limiter)
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _TOTALS)):
+            for name, (text, where) in table.items():
+                yield kind(PREFIX + name, text, attrgetter(where)(source))
+
+        def labelled(
+            kind: type[CounterMetricFamily | GaugeMetricFamily],
+            name: str,
+            text: str,
+            label: str,
+            values: Iterable[tuple[object, float]],
+        ) -> Metric:
+            family = kind(PREFIX + name, text, labels=[label])
+            for key, value in values:
+                family.add_metric([str(key)], value)
+            return family
+
         if self._engine.info.mtp_enabled:
-            parked = "1: the last step was planned without drafts."
-            gauges.append(("spec_decode_parked", parked, stats.parked))
+            text = "1: the last step was planned without drafts."
+            yield GaugeMetricFamily(PREFIX + "spec_decode_parked", text, stats.parked)
             text = "Drafts per step chosen last for this batch size."
-            depths = GaugeMetricFamily(PREFIX + "spec_decode_depth", text, labels=["batch_size"])
-            yield _filled(depths, stats.depths)
-        yield from (GaugeMetricFamily(PREFIX + name, *rest) for name, *rest in gauges)
-        yield from (CounterMetricFamily(PREFIX + name, *rest) for name, *rest in counters)
+            yield labelled(GaugeMetricFamily, "spec_decode_depth", text, "batch_size", stats.depths)
         text = "Requests rejected before any work was done for them."
-        rejected = CounterMetricFamily(PREFIX + "requests_rejected", text, labels=["reason"])
-        yield _filled(rejected, [(reason, limiter.rejected[reason]) for reason in REASONS])
-        name = PREFIX + "spec_decode_num_accepted_tokens_per_pos"
-        text = "Drafts accepted, by position in the window."
-        accepted = CounterMetricFamily(name, text, labels=["position"])
-        yield _filled(accepted, enumerate(stats.num_accepted_tokens_per_pos))
+        rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
+        yield labelled(CounterMetricFamily, "requests_rejected", text, "reason", rejected)
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position."
+        positions = enumerate(stats.num_accepted_tokens_per_pos)
+        yield labelled(CounterMetricFamily, name, text, "position", positions)
+        text = "1; what the server is made of."
+        build = GaugeMetricFamily(PREFIX + "build_info", text, labels=[*_BUILD])
+        build.add_metric([*_BUILD.values()], 1)
+        yield build
 
 
-def _filled(
-    family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[object, int]]
-) -> Metric:
-    for key, value in values:
-        family.add_metric([str(key)], value)
-    return family
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+_BUILD = {"version": __version__, "python": platform.python_version()}
+_BUILD |= {name.replace("-", "_"): _version(name) for name in ("mlx", "mlx-lm")}

@@ -60,7 +60,7 @@ async def _metrics(request: Request) -> Response:
 
 
 _CHATS = "/v1/chat/completions"
-# Methods, path, handler, and whether its requests take slots of the engine's.
+# Methods (with GET goes HEAD), path, handler, and whether its requests take slots of the engine's.
 ROUTES = (
     ("POST", _CHATS, openai.chat_completions, True),
     ("GET", _CHATS, stored.list_chats, False),
@@ -78,7 +78,7 @@ ROUTES = (
     ("POST", "/v1/embeddings", _embeddings, False),
     ("GET", "/v1/models", _models, False),
     ("GET", "/v1/models/{model_id:path}", _model, False),
-    ("GET HEAD", "/health", _health, False),
+    ("GET", "/health", _health, False),
     ("GET", "/metrics", _metrics, False),
-    ("GET HEAD", "/", _root, False),
+    ("GET", "/", _root, False),
 )

@@ -8,12 +8,10 @@ import errno
 import logging
 import math
 import os
-import queue
 import resource
 import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,9 +23,11 @@ from starlette.requests import ClientDisconnect
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import MlxMtpError, UsageError
-from mlx_mtp.server import access, http_errors
+from mlx_mtp.logs import BackgroundLog
+from mlx_mtp.server import access, http_errors, progress
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
+from mlx_mtp.server.request_log import RequestLog
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STOPPING = "Stopping: up to %(seconds).0f s for %(answers)d unfinished; Ctrl-C again ends it now."
 STOP_SECONDS = 10.0  # for the engine's thread to end
 FLUSH_SECONDS = 5  # for clients to read the error that ended their response
 # The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
@@ -53,9 +54,11 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         context.dispatcher.start()
+        reporting = asyncio.create_task(progress.report(engine))
         try:
             yield
         finally:
+            reporting.cancel()
             await context.dispatcher.stop(STOP_SECONDS)
             context.grammars.close()
 
@@ -65,7 +68,7 @@ def create_app(
     for methods, path, handler, _ in ROUTES:
         # With and without a slash at the end: a redirect would lose some clients' bodies.
         for either in {path, path.rstrip("/") + "/"}:
-            app.add_api_route(either, handler, methods=methods.split())
+            app.add_api_route(either, handler, methods=methods.replace("GET", "GET HEAD").split())
     for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, http_errors.on_error)
     # The last one added runs first: unknown host names are rejected before all else, and CORS comes
@@ -87,6 +90,8 @@ def create_app(
     app.add_middleware(check, check=partial(access.check_origin, origins))
     names = access.known_names(config.host, config.allowed_hosts)
     app.add_middleware(check, check=partial(access.check_host, names))
+    paths = frozenset(path for _, path, _, _ in ROUTES)
+    app.add_middleware(RequestLog, metrics=context.metrics, paths=paths)
     return app
 
 
@@ -119,6 +124,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._context, self._limiter, self._on_ready = context, context.limiter, on_ready
+        self._told = False  # that it stops
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
@@ -134,11 +140,21 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        drained = self._limiter.drain_seconds <= 0 or not self.server_state.tasks
-        return await super().on_tick(counter) or (self._limiter.draining and drained)
+        stop = await super().on_tick(counter)
+        if not self._limiter.draining:
+            return stop
+        left, held = self._limiter.drain_seconds, self._limiter.held
+        if not self._told:
+            # Not where the signal is handled: the log's lock may be held there.
+            self._told = True
+            fields = {"answers": held, "seconds": left}
+            logger.info(_STOPPING if held and not stop else "Stopping.", fields)
+        return stop or left <= 0 or not self.server_state.tasks
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._limiter.drain(0.0)
+        if held := self._limiter.held:
+            logger.info("Ending what is unfinished: %(answers)d.", {"answers": held})
 
         async def end_requests() -> None:
             while True:  # Some may be about to be submitted.
@@ -161,10 +177,12 @@ def make_server(
     protocol: Any = partial(LimitedProtocol, settings, context.limiter, most)
     config = uvicorn.Config(
         app,
+        log_config=None,  # It goes where our own lines go,
+        access_log=False,  # and these are `server.request_log`'s.
         http=protocol,
         ws="none",
         proxy_headers=False,  # Any client on this machine could write X-Forwarded-For.
-        log_level=log_level,
+        log_level="warning" if log_level == "info" else log_level,  # The banner says as much.
         # Later than clients do (most after 5 s), as these may send on what is just being closed.
         timeout_keep_alive=math.ceil(settings.head_timeout),
         timeout_graceful_shutdown=FLUSH_SECONDS,
@@ -182,6 +200,7 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool
             server.run(sockets=[sock])
         finally:
             ended = stop_engine(STOP_SECONDS)  # Leaving by force, uvicorn doesn't do it.
+            logger.info("Stopped.")
     if not log.close():
         os._exit(0 if ended else 1)  # The log is not read: writing to it would block.
     return ended
@@ -206,44 +225,3 @@ def _file_limit(wanted: int) -> int:
         logger.warning("The limit of open files stays at %d.", soft)
         return soft
     return aim
-
-
-class BackgroundLog:
-    """Writes log records on a thread of its own: a pipe that is not read blocks its writer."""
-
-    def __init__(self, capacity: int = 10_000) -> None:
-        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
-        self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
-        self._thread.start()
-
-    @contextlib.contextmanager
-    def attached(self, names: Iterable[str] = ("", "uvicorn", "uvicorn.access")) -> Iterator[None]:
-        before = {name: logging.getLogger(name).handlers for name in names}
-        for name, handlers in before.items():
-            logging.getLogger(name).handlers = [self._queued(each) for each in handlers]
-        try:
-            yield
-        finally:
-            for name, handlers in before.items():
-                logging.getLogger(name).handlers = handlers
-
-    def close(self, seconds: float = 1.0) -> bool:
-        try:
-            self._waiting.put(None, timeout=seconds)
-        except queue.Full:
-            return False
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _write(self) -> None:
-        while (write := self._waiting.get()) is not None:
-            write()
-
-    def _queued(self, handler: logging.Handler) -> logging.Handler:
-        def emit(record: logging.LogRecord) -> None:
-            with contextlib.suppress(queue.Full):
-                self._waiting.put_nowait(partial(handler.handle, record))
-
-        queued = logging.Handler(handler.level)
-        queued.emit = emit  # type: ignore[method-assign]
-        return queued

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,7 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.logs import Later
 from mlx_mtp.server.context import context_of
+from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -24,7 +27,12 @@ async def respond(
     request: Request, writer: Writer, stream: bool, keep: Keep | None = None
 ) -> Response:
     """Generate for as long as the client stays, and answer in the writer's words."""
-    patience = context_of(request).config.keep_alive_seconds
+    context, record = context_of(request), record_of(request.scope)
+    patience = context.config.keep_alive_seconds
+    record.id, record.generation = writer.answer_id, writer.generation
+    for prompt in writer.generation.prompts if context.config.log_prompts else ():
+        text = Later(partial(context.tokenizer.text_of, prompt))
+        logger.info("%(id)s: the prompt is %(prompt)s", {"id": record.id, "prompt": text})
     if stream:
         return _EventStream(writer, patience, keep)
     with writer.generation:
@@ -85,6 +93,7 @@ async def stream_events(
             keep(writer.whole())
         yield b"".join((*writer.ending(), writer.done))
     except Exception as error:
+        writer.generation.fail(error)
         if not begun:
             raise
         if not isinstance(error, MlxMtpError):

@@ -206,6 +206,10 @@ class Tokenizer:
             # An added token with characters outside of the byte alphabet stands for itself.
             return piece.encode()
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, with special ones."""
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
     def token_text(self, token_id: int) -> str:
         """A token as text, in OpenAI's form `bytes:\\xe2\\x82` where it is not valid UTF-8."""
         raw = self.token_bytes(token_id)

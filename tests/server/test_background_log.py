@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from mlx_mtp.server.serve import BackgroundLog
+from mlx_mtp.logs import BackgroundLog
 
 PATIENCE = 30.0
 logger = logging.getLogger("tests.background_log")

@@ -1,22 +1,28 @@
 """/metrics: the promised names, the engine's numbers, and one observation per token."""
 
 import json
+import re
+import time
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer
-from tests.server.in_process import GOOD, TEXT, in_process
+from mlx_mtp.server.metrics import HISTOGRAMS
+from tests.server.conftest import MODEL
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
+from tests.server.in_process import CHAT, GOOD, TEXT, in_process
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
-    """Each sample's name, with its labels, to its value."""
+    """Each sample's name, with its labels but the model's name, to its value."""
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     found = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
+            assert (sample.labels.pop("model_name", None) == MODEL) == (":" in sample.name)
             labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
@@ -28,6 +34,7 @@ PREFIXES = json.loads("""{
 }""")
 STATS = json.loads("""{
     "num_requests_running": 1, "num_requests_waiting": 2, "prompt_tokens": 3, "num_restarts": 18,
+    "kv_usage": 0.25,
     "generation_tokens": 4, "num_drafts": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
     "num_accepted_tokens_per_pos": [8, 9], "depths": [[1, 3], [16, 0]], "parked": true
 }""")
@@ -36,6 +43,7 @@ PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASO
     "num_requests_running": 1,
     "num_requests_waiting": 2,
     "num_requests_held": 0,
+    "kv_cache_usage_perc": 0.25,
     "engine_restarts_total": 18,
     "request_timeouts_total": 0,
     "prompt_tokens_total": 3,
@@ -65,7 +73,8 @@ def test_the_engines_counters_under_their_promised_names() -> None:
         engine.reported = EngineStats(**STATS, prefix_cache=PrefixCacheStats(**PREFIXES))
         with in_process(engine) as client:
             found = samples(client)
-            found = {n: v for n, v in found.items() if "seconds" not in n and "created" not in n}
+            observed = "process_|build_info|http_requests|" + "|".join(HISTOGRAMS)
+            found = {n: v for n, v in found.items() if not re.search(observed, n)}
             assert found == {
                 f"mlx_mtp:{name}": value
                 for name, value in PROMISED.items()
@@ -90,3 +99,89 @@ def test_latencies_count_each_sequence_once_and_each_later_token_once() -> None:
         # The two tokens of each sequence's first step have no time of their own.
         assert found[between] == 20 - 2 * 2
         assert samples(other)[first] == 0
+
+
+# What vLLM's own Grafana dashboard asks for, but for what this server does not do (swapping).
+DASHBOARD = [
+    "e2e_request_latency_seconds_bucket",
+    "generation_tokens_total",
+    "gpu_cache_usage_perc",
+    "inter_token_latency_seconds_bucket",
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "request_decode_time_seconds_sum",
+    "request_generation_tokens_bucket",
+    "request_prefill_time_seconds_sum",
+    "request_prompt_tokens_bucket",
+    "request_queue_time_seconds_sum",
+    "request_success_total",
+    "time_per_output_token_seconds_bucket",
+    "time_to_first_token_seconds_bucket",
+]
+
+
+def test_vllms_names_where_they_mean_the_same_and_only_if_asked_for() -> None:
+    for wanted in (False, True):
+        engine = FakeEngine(answer([300] * 4))
+        engine.reported = EngineStats(**STATS, prefix_cache=PrefixCacheStats(**PREFIXES))
+        with in_process(engine, vllm_metrics=wanted) as client:
+            client.post(TEXT, json=GOOD[TEXT])
+            found = samples(client)
+            twins = {name: value for name, value in found.items() if name.startswith("vllm:")}
+            assert {name.partition("{")[0] for name in twins} >= {
+                f"vllm:{name}" for name in DASHBOARD if wanted
+            }
+            old = {"time_per_output_token": "inter_token_latency", "gpu_cache": "kv_cache"}
+            for name, value in twins.items():
+                for before, now in old.items():
+                    name = name.replace(f":{before}", f":{now}")
+                assert found[name.replace("vllm:", "mlx_mtp:", 1)] == value
+            assert bool(twins) == wanted
+
+
+def test_the_times_of_a_request_add_up() -> None:
+    """Admitted at a time that the engine says, and each reason to end counted by its name."""
+
+    def script(request):
+        time.sleep(0.02)
+        admitted = time.perf_counter()
+        time.sleep(0.03)
+        yield out(300, admitted_at=admitted)
+        time.sleep(0.05)
+        yield out(300, finish="length")
+
+    with in_process(FakeEngine(script)) as client:
+        usage = client.post(TEXT, json=GOOD[TEXT]).json()["usage"]
+        found = samples(client)
+        queue, prefill, decode, first, whole, prompt, tokens = (
+            found[f"mlx_mtp:{name}_sum"]
+            for name in (
+                *(f"request_{part}_time_seconds" for part in ("queue", "prefill", "decode")),
+                *("time_to_first_token_seconds", "e2e_request_latency_seconds"),
+                *("request_prompt_tokens", "request_generation_tokens"),
+            )
+        )
+        assert queue >= 0.02 and prefill >= 0.03 and queue + prefill == pytest.approx(first)
+        assert first + decode == pytest.approx(whole) and decode >= 0.05
+        assert (prompt, tokens) == (usage["prompt_tokens"], 2)
+        assert found["mlx_mtp:request_success_total{finished_reason=length}"] == 1
+
+
+def test_http_status_by_route_has_no_series_that_a_client_can_choose() -> None:
+    with in_process(api_keys=("k",)) as client:
+        key = {"x-api-key": "k"}
+        client.post(CHAT, json={})
+        client.post(CHAT, json={"messages": 1}, headers=key)
+        client.get("/v1/models/a/b", headers=key)
+        for number in range(3):
+            client.get(f"/made/up/{number}", headers=key)
+        text = client.get("/metrics", headers=key).text
+    labels = re.findall(r'http_requests_total{.*route="(.*)",status="(.*)"} (.*)', text)
+    assert set(labels) == {
+        (CHAT, "401", "1.0"),
+        (CHAT, "400", "1.0"),
+        ("/v1/models/{model_id:path}", "404", "1.0"),
+        ("other", "404", "3.0"),
+    }

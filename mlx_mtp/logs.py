@@ -1,0 +1,140 @@
+"""The log: one form for the lines of all libraries, and a thread that writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import partial
+
+from mlx_mtp.console import hanging, width_of
+
+_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+
+
+def set_up(level: str, form: str = "text") -> None:
+    """Log to standard error: this package from `level` on, other libraries' warnings."""
+    handler: logging.Handler = logging.StreamHandler()
+    if form == "json":
+        handler.setFormatter(JsonFormatter())
+    elif (width := width_of(sys.stderr)) is not None:
+        handler = TerminalHandler()
+        handler.setFormatter(TextFormatter("%H:%M:%S", width))
+    else:
+        handler.setFormatter(TextFormatter("%Y-%m-%d %H:%M:%S"))
+    # At level info other libraries log every HTTP request that they make.
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("mlx_mtp").setLevel(level.upper())
+
+
+def on_one_line(text: str) -> str:
+    """Without characters that a client could fake a line with, or steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class Later:
+    """A text that is made where the log is written."""
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self._make = make
+
+    def __str__(self) -> str:
+        return self._make()
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger if it isn't ours, message; wrapped for a terminal of this width."""
+
+    def __init__(self, time_format: str, width: int | None = None) -> None:
+        super().__init__()
+        self._time_format, self._width = time_format, width
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created).strftime(self._time_format)
+        ours = record.name.partition(".")[0] == "mlx_mtp"
+        text = on_one_line(record.getMessage())
+        text = hanging(
+            f"{at} {record.levelname} ", text if ours else f"{record.name}: {text}", self._width
+        )
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class JsonFormatter(logging.Formatter):
+    """An object on a line: time, level, logger, message, and the message's values by name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if isinstance(record.args, dict):
+            fields |= record.args
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+class TerminalHandler(logging.Handler):
+    """Writes to a terminal, in colour where it has that."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        super().__init__()
+        self._console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._console.print(self.format(record), style=_STYLES.get(record.levelname))
+        except Exception:
+            self.handleError(record)
+
+
+class BackgroundLog:
+    """Writes log records on a thread of its own: a pipe that is not read blocks its writer."""
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def attached(self, names: Iterable[str] = ("",)) -> Iterator[None]:
+        before = {name: logging.getLogger(name).handlers for name in names}
+        for name, handlers in before.items():
+            logging.getLogger(name).handlers = [self._queued(each) for each in handlers]
+        try:
+            yield
+        finally:
+            for name, handlers in before.items():
+                logging.getLogger(name).handlers = handlers
+
+    def close(self, seconds: float = 1.0) -> bool:
+        try:
+            self._waiting.put(None, timeout=seconds)
+        except queue.Full:
+            return False
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _write(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            write()
+
+    def _queued(self, handler: logging.Handler) -> logging.Handler:
+        def emit(record: logging.LogRecord) -> None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(partial(handler.handle, record))
+
+        queued = logging.Handler(handler.level)
+        queued.emit = emit  # type: ignore[method-assign]
+        return queued

@@ -1,0 +1,76 @@
+"""Log lines while the engine works: how much it does, and how far long prefills are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+STATUS_SECONDS = 10.0
+PREFILL_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+_STATUS = (
+    "%(running)d running, %(waiting)d waiting; prompts %(prompt_tokens_per_second).1f tokens/s, "
+    "answers %(tokens_per_second).1f tokens/s, %(drafts)s, KV %(kv_usage).1f%%"
+)
+_PREFILL = "%(id)s: prefill of %(total)d tokens, %(percent).0f%% done after %(seconds).0f s"
+
+Line = tuple[str, dict[str, Any]]
+
+
+class Progress:
+    """What is to be told, from the engine's statistics at one time after another."""
+
+    def __init__(self, stats: EngineStats, now: float) -> None:
+        self._last, self._at = stats, now
+        self._told: dict[str, float] = {}  # when each prefill was reported last, or has begun
+
+    def lines(self, stats: EngineStats, now: float) -> Iterator[Line]:
+        self._told = {p.request_id: self._told.get(p.request_id, p.began) for p in stats.prefills}
+        for name, began, done, total in stats.prefills:
+            if now - self._told[name] >= PREFILL_SECONDS:
+                self._told[name] = now
+                percent, seconds = 100 * done / total, now - began
+                yield _PREFILL, {"id": name, "total": total, "percent": percent, "seconds": seconds}
+        if now - self._at >= STATUS_SECONDS:
+            yield from self._status(stats, now)
+            self._last, self._at = stats, now
+
+    def _status(self, stats: EngineStats, now: float) -> Iterator[Line]:
+        last, seconds = self._last, now - self._at
+        prompts = stats.prompt_tokens - last.prompt_tokens
+        answers = stats.generation_tokens - last.generation_tokens
+        drafts = stats.num_draft_tokens - last.num_draft_tokens
+        accepted = stats.num_accepted_tokens - last.num_accepted_tokens
+        running, waiting = stats.num_requests_running, stats.num_requests_waiting
+        if running or waiting or prompts or answers:
+            yield (
+                _STATUS,
+                {
+                    "running": running,
+                    "waiting": waiting,
+                    "prompt_tokens_per_second": prompts / seconds,
+                    "tokens_per_second": answers / seconds,
+                    "drafts": f"{accepted / drafts:.0%} of drafts accepted"
+                    if drafts
+                    else "no drafts",
+                    "kv_usage": 100 * stats.kv_usage,
+                },
+            )
+
+
+async def report(engine: Engine) -> None:
+    """Log what the engine does, until cancelled."""
+    progress = Progress(engine.stats(), time.perf_counter())
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        for text, fields in progress.lines(engine.stats(), time.perf_counter()):
+            logger.info(text, fields)

@@ -1,0 +1,67 @@
+"""A real Prometheus reads /metrics, and promtool has nothing to say but what is noted here."""
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mlx_mtp.server.serve import bind
+from tests.process import CHAT, MODEL, running
+
+# Prometheus keeps colons for recording rules; vLLM, whose dashboards these are for, uses them too.
+NOTED = "metric names should not contain ':'"
+
+
+def programs(folder: Path) -> Path:
+    """Where prometheus and promtool are; Debian's package is unpacked if they are not installed."""
+    if (installed := shutil.which("promtool")) and shutil.which("prometheus"):
+        return Path(installed).parent
+    if shutil.which("apt-get") is None:
+        pytest.skip("prometheus is not installed")
+    for argv in (["apt-get", "download", "prometheus"], ["sh", "-c", "dpkg -x *.deb ."]):
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"prometheus can't be had: {done.stderr[-200:]}")
+    return folder / "usr" / "bin"
+
+
+@pytest.mark.full
+def test_prometheus_reads_the_metrics_and_promtool_finds_nothing_new(tmp_path: Path) -> None:
+    found = programs(tmp_path)
+    with running("--vllm-metrics", "--enable-mtp") as server:
+        message = {"role": "user", "content": "Tell me a story."}
+        assert server.post(CHAT, messages=[message], max_tokens=20).status_code == 200
+        text = server.http.get("/metrics").text
+        checked = subprocess.run(
+            [found / "promtool", "check", "metrics"], input=text, capture_output=True, text=True
+        )
+        remarks = (checked.stdout + checked.stderr).splitlines()
+        assert [remark for remark in remarks if not remark.endswith(NOTED)] == []
+        target = server.url.removeprefix("http://")
+        config = {"global": {"scrape_interval": "1s"}, "scrape_configs": []}
+        config["scrape_configs"] = [{"job_name": "m", "static_configs": [{"targets": [target]}]}]
+        (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML.
+        with bind("127.0.0.1", 0) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        flags = ["--config.file=prometheus.yml", f"--web.listen-address={address}"]
+        process = subprocess.Popen(
+            [found / "prometheus", *flags], cwd=tmp_path, stderr=subprocess.DEVNULL
+        )
+        try:
+            query = f'vllm:request_success_total{{model_name="{MODEL}"}}'
+            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+                for _ in range(120):
+                    url = f"http://{address}/api/v1/query"
+                    answer = client.get(url, params={"query": query}).json()
+                    if result := answer.get("data", {}).get("result"):
+                        break
+                    time.sleep(0.5)
+            (series,) = result
+            assert series["metric"]["finished_reason"] == "length" and series["value"][1] == "1"
+        finally:
+            process.kill()
+            process.wait()

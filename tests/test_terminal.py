@@ -1,0 +1,145 @@
+"""`serve` in a terminal of 80 columns, recorded as text: banner, a request's line, Ctrl-C."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from mlx_mtp.console import columns, labelled
+
+COLUMNS = 80
+_STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+# What differs from run to run, or from machine to machine.
+_VARYING = {
+    r"\d\d:\d\d:\d\d": "HH:MM:SS",
+    r"(127\.0\.0\.1):\d+": r"\1:PORT",
+    r"chatcmpl-[0-9a-f]{24}": "chatcmpl-ID",
+    r"\d+\.\d+ s\b": "S s",
+    r"\d+\.\d+ tokens/s": "R tokens/s",
+    r"\d+ of \d+ drafts": "A of D drafts",
+    r"(12 cached\)), \d+ out": r"\1, N out",
+    r"(?s)model    mlx-mtp-demo.*?\n\n": "(of this machine)\n\n",
+}
+
+
+class Terminal:
+    """A process on a pseudo-terminal; `text` is what it has written, without styles."""
+
+    def __init__(self, *argv: str) -> None:
+        self._own, other = pty.openpty()
+        termios.tcsetwinsize(other, (40, COLUMNS))
+        # Only what follows decides about width and colour here.
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+        environment |= {"TERM": "xterm-256color"}
+        streams = {"stdin": other, "stdout": other, "stderr": other}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_mtp", *argv],
+            **streams,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(other)
+        self.raw = ""
+
+    @property
+    def text(self) -> str:
+        return _STYLE.sub("", self.raw).replace("\r\n", "\n")
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + 120
+        while (found := re.search(pattern, self.text)) is None:
+            assert time.monotonic() < deadline, self.text
+            self._read()
+        return found
+
+    def read_all(self) -> str:
+        while self._read():
+            pass
+        self.process.wait(60)
+        return self.text
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._own, 65536)
+        except OSError:  # Linux's way to say that the other end is closed.
+            data = b""
+        self.raw += data.decode(errors="replace")
+        return bool(data)
+
+
+@contextmanager
+def terminal(*argv: str) -> Iterator[Terminal]:
+    shown = Terminal(*argv)
+    try:
+        yield shown
+    finally:
+        shown.process.kill()
+        shown.process.wait()
+        os.close(shown._own)
+
+
+RECORDING = """
+  address  http://127.0.0.1:PORT
+  (of this machine)
+
+curl http://127.0.0.1:PORT/v1/chat/completions \\
+  -H 'Content-Type: application/json' \\
+  -d '{"model": "mlx-mtp-demo",
+       "messages": [{"role": "user", "content": "Tell me a story."}]}'
+
+Ready. Ctrl-C stops the server.
+
+HH:MM:SS INFO 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (0 cached), 40 out, \
+first after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID
+HH:MM:SS INFO Stopping: up to 30 s for 1 unfinished; Ctrl-C again ends it now.
+HH:MM:SS INFO Ending what is unfinished: 1.
+HH:MM:SS WARNING 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (12 cached), N out, \
+first after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID: The server is shutting down.
+HH:MM:SS INFO Stopped.
+"""
+
+
+def test_tables_and_labels_fit_and_keep_their_words() -> None:
+    header = [f"tokens a chunk {n}" for n in range(11)]
+    rows = [["medium [b]", *(f"{n}23.4 ms" for n in range(10))]]
+    found = columns(header, rows, 1, COLUMNS)
+    assert all(len(line) <= COLUMNS for line in found.split("\n"))
+    assert "[b]" in found and all(f"{n}23.4" in found for n in range(10))
+    shown = labelled({"a": "word " * 40, "long label": "b\nc"}, COLUMNS)
+    assert all(len(line) <= COLUMNS for line in shown.split("\n"))
+    assert shown.count("word") == 40 and shown.endswith("\nlong label b\n           c")
+
+
+def test_serve_in_80_columns() -> None:
+    flags = ("--port", "0", "--enable-mtp", "--calibration-seconds", "0", "--dtype", "float32")
+    with terminal("serve", *flags, "--mtp-num-draft-tokens", "2") as shown:
+        url = shown.wait_for(r"address +(http://\S+)")[1]
+        shown.wait_for("Ready. Ctrl-C stops the server.\n")
+        body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
+        body |= {"model": "mlx-mtp-demo", "temperature": 0}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        shown.wait_for("chatcmpl-")
+        long = {**body, "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            shown.process.send_signal(signal.SIGINT)
+            shown.wait_for("Ctrl-C again ends it")
+            shown.process.send_signal(signal.SIGINT)
+            assert "shutting down" in "".join(lines)
+        text = shown.read_all()
+        assert shown.process.returncode == 0
+    assert [line for line in text.split("\n") if len(line) > COLUMNS] == []
+    # Where a line is wrapped depends on its numbers.
+    text = re.sub(r"\n {14,}(?=\S)", " ", text)
+    for pattern, word in _VARYING.items():
+        text = re.sub(pattern, word, text)
+    assert text == RECORDING.replace("\\\nfirst", "first")
