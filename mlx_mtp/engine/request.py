@@ -41,8 +41,9 @@ def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
 class TokenLogprobs:
     """Log-probabilities (natural log) at one position, of the model's unprocessed distribution."""
 
-    logprob: float  # of the token that was drawn
+    logprob: float  # of the token that was drawn, or that the prompt has there
     top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most probable, best first
+    rank: int | None = None  # of a prompt's token: 1 if none is more probable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,6 @@ class RequestOutput:
     num_draft_tokens: int = 0  # drafts verified for this request in this step
     num_accepted_tokens: int = 0  # how many of them were accepted
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
+    # Of the prompt's next tokens if the request asked for them; its first has none. The last come
+    # with the first of `token_ids` at the latest.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
