@@ -60,6 +60,5 @@ class RequestOutput:
     num_draft_tokens: int = 0  # drafts verified for this request in this step
     num_accepted_tokens: int = 0  # how many of them were accepted
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
-    # Of the prompt's next tokens if the request asked for them; its first has none. The last come
-    # with the first of `token_ids` at the latest.
+    # With the first output, if they were asked for: of all tokens of the prompt but its first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

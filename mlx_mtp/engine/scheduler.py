@@ -128,7 +128,8 @@ class Scheduler:
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
         # The device has ended a row whose prompt isn't complete, too: it draws nothing.
         ended = step.finished[row] and sequence.num_cached >= sequence.num_prompt
-        if not (tokens or ended or step.prompt_logprobs[row]):
+        sequence.prompt_logprobs += step.prompt_logprobs[row]
+        if not (tokens or ended):
             return None
         is_first = not sequence.output
         sequence.output += tokens
@@ -152,7 +153,7 @@ class Scheduler:
             num_draft_tokens=step.num_drafts[row],
             num_accepted_tokens=step.num_accepted[row],
             num_reused_tokens=sequence.num_reused if is_first else 0,
-            prompt_logprobs=step.prompt_logprobs[row],
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
         )
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:

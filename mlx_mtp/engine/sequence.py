@@ -3,7 +3,7 @@
 import enum
 
 from mlx_mtp.cache.prefix_tree import Node, root_key
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, TokenLogprobs
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.depth import DraftRow
 
@@ -33,6 +33,7 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
         self.begun = False  # its first chunk has been planned
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of what has been read of its prompt
         self.output: list[int] = []  # tokens it has emitted
         self.ended = False  # the device ended it: its caches stand still at its answer's end
         self.num_cached = 0  # positions in its caches, by the steps that have been read

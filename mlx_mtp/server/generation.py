@@ -86,7 +86,7 @@ class Generation:
     ) -> None:
         self.streams = streams
         self.prompt_tokens = sum(len(r.prompt_token_ids) for r in requests[::num_choices])
-        self._requests = requests
+        self.requests = requests
         self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
         self._num_choices = num_choices
         self._dispatcher, self._metrics, self._timeout = dispatcher, metrics, timeout
@@ -100,7 +100,7 @@ class Generation:
 
     def __enter__(self) -> Generation:
         self._began = self._last = time.perf_counter()
-        self._dispatcher.submit(self._requests, self)
+        self._dispatcher.submit(self.requests, self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,7 +203,7 @@ class Generation:
         for first in range(0, len(self.streams), n):
             reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
             # Never a prompt's last one: clients take a prompt of no tokens for a fault.
-            total += min(*reused, len(self._requests[first].prompt_token_ids) - 1)
+            total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
 
     def timings(self) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Writer(ABC):
     done = b""  # the end of every stream
     prefixes: ClassVar[Mapping[Kind, str]] = {}  # of the ids of blocks
     record = True  # blocks keep their content, which only `whole` may need
+    slow = False  # to write: on a thread beside the event loop
 
     def __init__(self, answer_id: str, generation: Generation) -> None:
         self.answer_id = answer_id

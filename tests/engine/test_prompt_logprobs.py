@@ -30,10 +30,9 @@ def prompt(length: int) -> list[int]:
 
 
 def found_by(run: Driver, name: str) -> list[TokenLogprobs]:
-    outputs = run.outputs[name]
-    first = next((i for i, o in enumerate(outputs) if o.token_ids), len(outputs))
-    assert not any(o.prompt_logprobs for o in outputs[first + 1 :])
-    return [entry for output in outputs for entry in output.prompt_logprobs]
+    first, *others = run.outputs[name]
+    assert not any(output.prompt_logprobs for output in others)
+    return list(first.prompt_logprobs)
 
 
 def check_plain(found: list[TokenLogprobs], model, tokens, close: float) -> None:
