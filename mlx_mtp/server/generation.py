@@ -139,7 +139,10 @@ class Generation:
             found: list[Delta] = []
             for at, output in arrived:
                 try:
-                    delta = self._push(at, output)
+                    if output.prompt_logprobs:  # which may be many
+                        delta = await asyncio.to_thread(self._push, at, output)
+                    else:
+                        delta = self._push(at, output)
                 except MlxMtpError as error:
                     self._error = error  # Raised as soon as what came before it has been sent.
                     break

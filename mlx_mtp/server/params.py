@@ -11,7 +11,7 @@ from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, Range, SamplingParams
 
 MAX_SEQUENCES = 128  # most prompts times choices in one request
-MAX_PROMPT_LOGPROBS = 1 << 17  # of one request: those of the prompts' tokens, alternatives included
+MAX_PROMPT_LOGPROBS = 1 << 16  # of one request: those of the prompts' tokens, alternatives included
 _SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
 
 

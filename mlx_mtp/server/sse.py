@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.output_stream import Delta
-from mlx_mtp.server.writer import Writer
+from mlx_mtp.server.writer import Writer, packed_slowly
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,10 @@ async def respond(
         answer = await _until_disconnect(request.receive, _collect_response(writer, patience))
     if keep is not None:
         keep(answer)
-    return await _written(writer, lambda: JSONResponse(answer))
+    if not writer.slow:
+        return JSONResponse(answer)
+    content = await asyncio.to_thread(packed_slowly, answer)
+    return Response(content, media_type="application/json")
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
