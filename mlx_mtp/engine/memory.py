@@ -14,7 +14,7 @@ _COPIES = 2  # old arrays and new ones, while rows join, leave or grow
 _WINDOWS = 3  # launched and not read, or run beside them or by the head's recursion
 _ROUNDING = 256 + 64  # how much too long a rectangle may stay (cache/kv.py), and attention's stride
 _LOGITS = 6  # logits, their processed form, noise, and what sorting them takes (float32)
-PROMPT_POSITIONS = 32  # of a prompt whose logprobs are asked for: whose logits are there at once
+PROMPT_POSITIONS = 32  # of a prompt whose logprobs are asked for: so many have logits at once
 _PROMPT_LOGITS = 8  # measured: logits, their logarithms, and what finds the largest
 _MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of each kind
 

@@ -21,7 +21,7 @@ def prompt_scores(
 ) -> PromptScores | None:
     """Launch what a chunk's rows asked for; None if there is nothing.
 
-    A few positions after another: the logits of all would take as much memory as a small model.
+    A few positions at a time: the logits of all would take as much memory as a small model.
     """
     asked = [s.request.sampling.prompt_logprobs for s in sequences]
     # What follows a prompt's last token is not of the prompt. (No row begins with a prefix.)
@@ -37,7 +37,7 @@ def prompt_scores(
     for start in range(0, len(states), PROMPT_POSITIONS):
         span = slice(start, start + PROMPT_POSITIONS)
         some = states[None, span]
-        if parts:
+        if parts:  # Not before the others are done, or their logits would be there at once.
             some = mx.depends(some, parts[-1])
         logits = model.logits(some)[0, :, :vocab_size]
         parts.append(logprobs(logits, following[span], most))

@@ -168,6 +168,7 @@ class Generation:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
             return Delta(stream.index)  # Arrived with the step that completed a stop.
+        self._last = at
         before = stream.num_tokens
         delta = stream.push(output)
         if stream.num_tokens > before:
@@ -183,7 +184,7 @@ class Generation:
         else:
             for _ in range(count):
                 self._metrics.inter_token.observe((at - previous) / count)
-        self._times[request_id] = self._last = at
+        self._times[request_id] = at
         self._first = at if self._first is None else self._first
         if at == self._first:
             self._first_tokens += count

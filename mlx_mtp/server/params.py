@@ -82,7 +82,7 @@ def sampling_params(
     values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     params = replace(defaults, **values)
-    if not options.echo and params.prompt_logprobs is None:
+    if not options.echo and params.prompt_logprobs is None:  # With them the prompt alone will do.
         Range(1, RANGES["max_tokens"].high).check("max_tokens", params.max_tokens)
     params.validate(vocab_size)
     return params
