@@ -41,6 +41,26 @@ def test_a_request_chooses_its_own_depth(mtp_server: Server) -> None:
         assert some["draft_n_accepted"] > 0
 
 
+def test_an_echoed_answer_has_the_logprobs_that_it_was_drawn_with(mtp_server: Server) -> None:
+    """All of the first answer is the second prompt, of which no more tokens are asked for."""
+
+    def found(prompt: str, **fields: Any) -> tuple[str, list[str], list[float | None]]:
+        fields = {"prompt": prompt, "echo": True, "logprobs": 2, "seed": 1} | fields
+        answer = mtp_server.post("/v1/completions", **fields)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+
+    for depth in (0, 3):
+        fields = {"max_tokens": 24, "mtp": {"num_draft_tokens": depth}, "ignore_eos": True}
+        text, tokens, drawn = found(STORY, **fields)
+        assert text.startswith(STORY)
+        again = found(text, max_tokens=0)
+        assert again[:2] == (text, tokens)
+        assert again[2][0] is drawn[0] is None
+        assert again[2][1:] == pytest.approx(drawn[1:], abs=1e-4)
+
+
 def test_a_call_is_enforced_where_the_model_would_make_none(mtp_server: Server) -> None:
     text = "What is the capital of France?"
     assert chat(mtp_server, text, tools=[WEATHER]).choices[0].message.tool_calls is None

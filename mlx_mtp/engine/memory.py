@@ -14,6 +14,8 @@ _COPIES = 2  # old arrays and new ones, while rows join, leave or grow
 _WINDOWS = 3  # launched and not read, or run beside them or by the head's recursion
 _ROUNDING = 256 + 64  # how much too long a rectangle may stay (cache/kv.py), and attention's stride
 _LOGITS = 6  # logits, their processed form, noise, and what sorting them takes (float32)
+PROMPT_POSITIONS = 32  # of a prompt whose logprobs are asked for: so many have logits at once
+_PROMPT_LOGITS = 8  # measured: logits, their logarithms, and what finds the largest
 _MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of each kind
 
 MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
@@ -47,7 +49,9 @@ class Footprint:
         # One layer's attention scores and mask: not every head size has a fused kernel.
         scores = step * tokens * (self.heads * self.caches.itemsize + 1)
         layers = step * self.activations * max(self.caches.itemsize, 4)
-        return scores + int(_MARGIN * layers) + self.vocab_size * 4 * _LOGITS
+        # Logprobs of the prompt are computed when the layers are done.
+        prompt = min(step, PROMPT_POSITIONS) * self.vocab_size * 4 * _PROMPT_LOGITS
+        return max(scores + int(_MARGIN * layers), prompt) + self.vocab_size * 4 * _LOGITS
 
 
 def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:

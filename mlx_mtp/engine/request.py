@@ -41,8 +41,9 @@ def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
 class TokenLogprobs:
     """Log-probabilities (natural log) at one position, of the model's unprocessed distribution."""
 
-    logprob: float  # of the token that was drawn
+    logprob: float  # of the token that was drawn, or that the prompt has there
     top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most probable, best first
+    rank: int | None = None  # of a prompt's token: 1 if none is more probable
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,5 @@ class RequestOutput:
     num_accepted_tokens: int = 0  # how many of them were accepted
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
+    # With the first output, if they were asked for: of all tokens of the prompt but its first.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

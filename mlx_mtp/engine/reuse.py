@@ -34,6 +34,8 @@ class PrefixReuse:
         self._reader: Sequence | None = None
 
     def find(self, sequence: Sequence) -> Node | None:
+        if not sequence.reuses_prefixes:
+            return None
         return self.tree.match(sequence.salt, sequence.prompt)
 
     def must_read(self, sequence: Sequence) -> bool:
@@ -71,6 +73,8 @@ class PrefixReuse:
         """It should wait: for one of these prompts, which are computed, or for its turn to read."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
+        if not sequence.reuses_prefixes:
+            return False
         if self.waits(sequence):
             return True
         sequence.awaited = None
@@ -97,7 +101,7 @@ class PrefixReuse:
         ends = turns(sequence.prompt, self._turn_ends)
         points = save_points(sequence.num_prompt, start, ends, self._step, self._min_gain)
         sequence.begin(node, points, first_turn=ends[0] if ends else None)
-        self.num_queries += sequence.num_prompt
+        self.num_queries += sequence.num_prompt if sequence.reuses_prefixes else 0
         self.num_hits += start
 
     def release(self, sequence: Sequence) -> None:
@@ -112,7 +116,7 @@ class PrefixReuse:
 
     def _on_disk(self, sequence: Sequence) -> int:
         """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
-        if sequence.skips_disk or self.tree.disk is None:
+        if not sequence.reuses_prefixes or sequence.skips_disk or self.tree.disk is None:
             return 0
         node = self.find(sequence)
         length = self.tree.disk.longest(sequence.salt, sequence.prompt)

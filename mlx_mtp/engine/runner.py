@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_mtp.engine.batch import Batch, Batches
 from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.prefix import PrefixCache
+from mlx_mtp.engine.prompt_logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
@@ -112,6 +113,7 @@ class ModelRunner:
         num_kept = mx.array(arrays.lengths)
         batch.keep_hidden(hidden, num_kept)
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
+        step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self._vocab_size)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
         else:
@@ -184,7 +186,7 @@ class ModelRunner:
             state = batch.draft_state
             batch.set_drafts(self._proposer.propose(state, window, num_draft_tokens, sampler))
         step.num_proposed = batch.drafts.shape[1]
-        mx.async_eval(*batch.arrays(), step.drawn or ())
+        mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
         for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
             sequence.launched(num_positions)
 

@@ -139,22 +139,25 @@ class Scheduler:
         if (error := step.error_of(row)) is not None:
             sequence.status = Status.FINISHED
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
-        if not tokens:
+        # The device has ended a row whose prompt isn't complete, too: it draws nothing.
+        ended = step.finished[row] and sequence.num_cached >= sequence.num_prompt
+        sequence.prompt_logprobs += step.prompt_logprobs[row]
+        if not (tokens or ended):
             return None
         is_first = not sequence.output
         sequence.output += tokens
         self._totals.generation_tokens += len(tokens)
-        if sequence.status is Status.PREFILLING:
+        if sequence.status is Status.PREFILLING and tokens:
             for _, group in self._groups:
                 if sequence in group:
                     group.remove(sequence)
             sequence.status = Status.DECODING
             self._running.append(sequence)
         reason: FinishReason | None = None
-        if step.finished[row]:
+        if ended:
             sequence.status = Status.FINISHED
             sequence.ended = True
-            reason = "stop" if tokens[-1] in sequence.stop_ids else "length"
+            reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
         return RequestOutput(
             sequence.request_id,
             tokens,
@@ -164,6 +167,7 @@ class Scheduler:
             num_accepted_tokens=step.num_accepted[row],
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
         )
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:

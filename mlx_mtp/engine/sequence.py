@@ -3,7 +3,7 @@
 import enum
 
 from mlx_mtp.cache.prefix_tree import Node, root_key
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, TokenLogprobs
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.depth import DraftRow
 
@@ -34,6 +34,7 @@ class Sequence:
         self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
         self.begun = False  # its first chunk has been planned
         self.admitted_at = 0.0  # `perf_counter` when it left the queue
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of what has been read of its prompt
         self.output: list[int] = []  # tokens it has emitted
         self.ended = False  # the device ended it: its caches stand still at its answer's end
         self.num_cached = 0  # positions in its caches, by the steps that have been read
@@ -50,6 +51,11 @@ class Sequence:
         self.number: int | None = None  # its place in the queue, once it has been considered
         self.awaited: tuple[Sequence, int] | None = None  # what computes its prefix, up to where
         self.skips_disk = False  # the disk was too slow, or memory had no room
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Not if it wants logprobs of its prompt: hidden states of a cached prefix are not kept."""
+        return self.request.sampling.prompt_logprobs is None
 
     @property
     def num_output(self) -> int:

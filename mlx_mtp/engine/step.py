@@ -65,6 +65,19 @@ class Drawn(NamedTuple):
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities of a chunk's tokens, on the device: row after row, without padding."""
+
+    counts: list[int]  # positions of each row
+    tables: tuple[mx.array, ...]  # see `sampler.logprobs`
+
+    def read(self, sequences: tuple[Sequence, ...]) -> list[tuple[TokenLogprobs, ...]]:
+        ends = np.cumsum(self.counts)[:-1]
+        rows = zip(*(np.split(np.array(table), ends) for table in self.tables))
+        tops = [s.request.sampling.prompt_logprobs for s in sequences]
+        return [_token_logprobs(list(row), top) for row, top in zip(rows, tops)]
+
+
 @dataclass(slots=True)
 class InFlightStep:
     """A window of B rows that was launched, and what each row got once it has been read."""
@@ -75,6 +88,7 @@ class InFlightStep:
     num_drafts: list[int] = field(default_factory=list)  # that count for each row
     num_proposed: int = 0  # drafts a row that the step proposes for the next window
     drawn: Drawn | None = None  # None if no row draws a token
+    prompt: PromptScores | None = None  # None if no row asked for them
     error: MlxMtpError | None = None  # the whole step failed
     row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)  # by index
     saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
@@ -83,6 +97,7 @@ class InFlightStep:
     token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
     num_accepted: list[int] = field(default_factory=list)  # how many of them were drafts
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     finished: list[bool] = field(default_factory=list)  # the device ended the row
 
     def __post_init__(self) -> None:
@@ -93,10 +108,14 @@ class InFlightStep:
         self.token_ids = self.token_ids or [()] * count
         self.num_accepted = self.num_accepted or [0] * count
         self.logprobs = self.logprobs or [()] * count
+        self.prompt_logprobs = self.prompt_logprobs or [()] * count
         self.finished = self.finished or [False] * count
 
     def read(self) -> None:
         """Wait for the device; raises what it raises, and then nothing has been read."""
+        if self.prompt is not None:
+            self.prompt_logprobs = self.prompt.read(self.sequences)
+            self.prompt = None
         if self.drawn is None:
             return
         tokens, accepted, logprobs = self.drawn
@@ -105,7 +124,9 @@ class InFlightStep:
         if logprobs is not None:
             tables = [np.array(a) for a in logprobs]
             self.logprobs = [
-                _token_logprobs([table[row, :kept] for table in tables], s)
+                _token_logprobs(
+                    [table[row, :kept] for table in tables], s.request.sampling.top_logprobs
+                )
                 for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
             ]
         self.token_ids = [tuple(row[:kept]) for row, kept in zip(drawn, num_kept)]
@@ -124,11 +145,10 @@ class InFlightStep:
         return self.error or self.row_errors.get(row)
 
 
-def _token_logprobs(tables: list[np.ndarray], sequence: Sequence) -> tuple[TokenLogprobs, ...]:
-    top = sequence.request.sampling.top_logprobs
+def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:
     if top is None:
         return ()
     return tuple(
-        TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])))
-        for chosen, ids, values in zip(*(table.tolist() for table in tables))
+        TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])), *rank)
+        for chosen, ids, values, *rank in zip(*(table.tolist() for table in tables))
     )

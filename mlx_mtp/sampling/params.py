@@ -59,7 +59,7 @@ class SamplingParams:
     The APIs' fields, the defaults of generation_config.json and `validate` follow from it.
     """
 
-    max_tokens: Annotated[int, Range(1, _INT31)]
+    max_tokens: Annotated[int, Range(0, _INT31)]  # 0 computes the prompt alone
     # 0 is greedy, and so is anything below 1e-5, where scores would overflow.
     temperature: Annotated[float, Range(0.0, 100.0, from_model=True)] = 1.0
     # Keep the smallest set of tokens with at least this probability,
@@ -79,6 +79,8 @@ class SamplingParams:
     ignore_eos: bool = False
     # Alternatives to report for each token; None: no logprobs at all.
     top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
+    # The same for the tokens of the prompt, but for its first, which nothing precedes.
+    prompt_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
     choice: Annotated[int, Range(0, 1 << 16)] = 0  # of the request's `n`, each with its own noise
     grammar: GrammarSpec | None = None
 

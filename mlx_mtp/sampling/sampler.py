@@ -137,11 +137,7 @@ class Sampler:
         """
         if self.num_logprobs is None:
             return None
-        scores = logits[..., : self.vocab_size].astype(mx.float32)
-        scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-        chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        ids = largest_ids(scores, min(self.num_logprobs, self.vocab_size))
-        return chosen, ids, mx.take_along_axis(scores, ids, axis=-1)
+        return logprobs(logits[..., : self.vocab_size], tokens, self.num_logprobs)[:3]
 
     def select(self, rows: Sequence[int]) -> Sampler:
         selected = copy.copy(self)
@@ -172,6 +168,22 @@ class Sampler:
 
     def arrays(self) -> list[mx.array]:
         return list(self.counts or ())
+
+
+def logprobs(
+    logits: mx.array, tokens: mx.array, count: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Log-probabilities by logits [..., V], which are not processed, of tokens int32 [...].
+
+    Of these tokens, float32 [...]; ids and values of the N = `count` most probable, [..., N]; and
+    the ranks of these tokens, int32 [...]: how many are more probable, and one.
+    """
+    scores = logits.astype(mx.float32)
+    scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)
+    ids = largest_ids(scores, count)
+    ranks = mx.sum(scores > chosen, axis=-1).astype(mx.int32) + 1
+    return chosen[..., 0], ids, mx.take_along_axis(scores, ids, axis=-1), ranks
 
 
 def keyed_gumbel(

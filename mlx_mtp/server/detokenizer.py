@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
 class Detokenizer:
@@ -46,6 +47,31 @@ class Detokenizer:
         sure = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[sure:]
         return text[:sure]
+
+
+class Echo(NamedTuple):
+    """A prompt as the beginning of its completion."""
+
+    text: str
+    token_ids: Sequence[int] = ()  # none where no logprobs go with them
+    ends: Sequence[int] = ()  # characters of the text up to each token's end
+
+
+def echo_of(
+    given: str | list[int],
+    token_ids: Sequence[int],
+    token_bytes: Callable[[int], bytes],
+    *,
+    with_tokens: bool,
+) -> Echo:
+    """A text as it was given, which a tokenizer may normalize; token ids with special tokens."""
+    if isinstance(given, str) and not with_tokens:
+        return Echo(given)
+    decoder = Detokenizer(token_bytes)
+    decoded = [(decoder.push(token), decoder.num_decoded) for token in token_ids]
+    pieces, ends = zip(*decoded)
+    text = given if isinstance(given, str) else "".join((*pieces, decoder.flush()))
+    return Echo(text, token_ids, ends) if with_tokens else Echo(text)
 
 
 def _begun(text: str, stop: str) -> int:

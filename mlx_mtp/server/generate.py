@@ -11,7 +11,7 @@ from mlx_mtp.server.admission import client_of
 from mlx_mtp.server.answer_grammar import check_tools, max_calls
 from mlx_mtp.server.context import Context, read
 from mlx_mtp.server.conversation import Conversation
-from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.detokenizer import Detokenizer, Echo, echo_of
 from mlx_mtp.server.fields import GenerateRequest
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.output_stream import OutputStream
@@ -54,14 +54,23 @@ class Admitted(Generic[Body]):
         context = self.context
         limit = context.engine.info.max_model_len
 
-        def encode(prompt: str | list[int]) -> tuple[int, ...]:
+        with_tokens = self.params.top_logprobs is not None
+
+        def encode(prompt: str | list[int]) -> tuple[tuple[int, ...], Echo | None]:
             if isinstance(prompt, str):
-                return context.tokenizer.encode(prompt, limit=limit)
-            return context.checked_ids(prompt, "prompt")
+                token_ids = context.tokenizer.encode(prompt, limit=limit)
+            else:
+                token_ids = context.checked_ids(prompt, "prompt")
+            if not self.options.echo or not 0 < len(token_ids) < limit:
+                return token_ids, None
+            name = context.tokenizer.token_bytes
+            return token_ids, echo_of(prompt, token_ids, name, with_tokens=with_tokens)
 
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        token_ids = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
-        return await self._generation(token_ids, PlainParser, *(guided or ("", None)))
+        encoded = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
+        token_ids, echoes = zip(*encoded)
+        field, spec = guided or ("", None)
+        return await self._generation(token_ids, PlainParser, field, spec, echoes)
 
     async def _generation(
         self,
@@ -69,6 +78,7 @@ class Admitted(Generic[Body]):
         make_parser: Callable[[], AnswerParser],
         field: str,
         spec: GrammarSpec | None,
+        echoes: Sequence[Echo | None] = (None,),  # of each prompt
     ) -> Generation:
         context, options = self.context, self.options
         params, limit = replace(self.params, grammar=spec), context.engine.info.max_model_len
@@ -78,7 +88,10 @@ class Admitted(Generic[Body]):
         )
         text_bytes = context.tokenizer.text_bytes_with(context.output_format.markers)
         texts = (Detokenizer(text_bytes, options.stop) for _ in requests)
-        streams = [OutputStream(i, text, make_parser()) for i, text in enumerate(texts)]
+        streams = [
+            OutputStream(i, text, make_parser(), echoes[i // options.n])
+            for i, text in enumerate(texts)
+        ]
         parts = context.dispatcher, context.metrics, requests, streams
         return Generation(*parts, options.n, context.config.request_timeout)
 

@@ -97,7 +97,7 @@ class Generation:
         self.streams = streams
         self.prompts = [request.prompt_token_ids for request in requests[::num_choices]]
         self.prompt_tokens = sum(map(len, self.prompts))
-        self._requests = requests
+        self.requests = requests
         self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
         self._num_choices = num_choices
         self._dispatcher, self._metrics, self._timeout = dispatcher, metrics, timeout
@@ -111,12 +111,12 @@ class Generation:
 
     def __enter__(self) -> Generation:
         self._began = self._last = time.perf_counter()
-        self._dispatcher.submit(self._requests, self)
+        self._dispatcher.submit(self.requests, self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._dispatcher.cancel(self._by_id)
-        for request, stream in zip(self._requests, self.streams):
+        for request, stream in zip(self.requests, self.streams):
             unfinished = "abort" if self.error is None else "error"
             self._metrics.count("request_success", stream.finish_reason or unfinished)
             times = self._times.get(request.request_id)
@@ -164,7 +164,10 @@ class Generation:
             found: list[Delta] = []
             for at, output in arrived:
                 try:
-                    delta = self._push(at, output)
+                    if output.prompt_logprobs:  # which may be many
+                        delta = await asyncio.to_thread(self._push, at, output)
+                    else:
+                        delta = self._push(at, output)
                 except MlxMtpError as error:
                     self.error = error  # Raised as soon as what came before it has been sent.
                     break
@@ -191,6 +194,7 @@ class Generation:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
             return Delta(stream.index)  # Arrived with the step that completed a stop.
+        self._last = at
         before = stream.num_tokens
         delta = stream.push(output)
         if stream.num_tokens > before:
@@ -209,7 +213,7 @@ class Generation:
             for _ in range(count):
                 between = (at - times.last) / count
                 self._metrics.observe("inter_token_latency_seconds", between)
-        times.last = self._last = at
+        times.last = at
         self._first = at if self._first is None else self._first
         if at == self._first:
             self._first_tokens += count
@@ -232,7 +236,7 @@ class Generation:
         for first in range(0, len(self.streams), n):
             reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
             # Never a prompt's last one: clients take a prompt of no tokens for a fault.
-            total += min(*reused, len(self._requests[first].prompt_token_ids) - 1)
+            total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
 
     def timings(self) -> dict[str, Any]:

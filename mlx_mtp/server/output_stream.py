@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
 from mlx_mtp.errors import EngineError
-from mlx_mtp.server.detokenizer import Detokenizer
+from mlx_mtp.server.detokenizer import Detokenizer, Echo
 from mlx_mtp.server.parsing.answer import AnswerParser
 from mlx_mtp.server.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merged
 
@@ -24,13 +24,17 @@ class Delta:
 class OutputStream:
     """Detokenizes one sequence, parses it and counts its tokens, independent of step sizes."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, parser: AnswerParser) -> None:
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, parser: AnswerParser, echo: Echo | None = None
+    ) -> None:
         self.index = index
         self.num_tokens = self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_drafts = self.num_accepted = 0
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all its tokens but the first
         self._detokenizer, self._parser = detokenizer, parser
+        self._echo, self._has_begun = echo, False
         # Tokens whose text has not been emitted as content, and where that content ended.
         self._waiting: deque[OutputToken] = deque()
         self._emitted = 0
@@ -41,13 +45,18 @@ class OutputStream:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):
             raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
-        _check_logprobs(output.logprobs)
+        _check_logprobs((*output.prompt_logprobs, *output.logprobs))
         before = self.num_tokens
-        events: list[Event] = []
+        events = [] if self._has_begun else self._begin(output.prompt_logprobs)
         for position, token in enumerate(output.token_ids):
             if output.finish_reason == "stop" and position == len(output.token_ids) - 1:
                 self.num_tokens += 1
-                break  # The token that stopped the sequence counts, but isn't shown.
+                # It counts, but isn't shown. (lm-eval takes the last logprobs for those of the one
+                # token that it asks for after a prompt, whatever that is.)
+                if self._echo is not None and output.logprobs:
+                    at = self._detokenizer.num_decoded
+                    self._waiting.append(OutputToken(token, output.logprobs[position], at, at))
+                break
             events += self._read(token, output.logprobs[position : position + 1])
             if self._ended_early:
                 break
@@ -59,6 +68,16 @@ class OutputStream:
         if reason is None:
             return Delta(self.index, self._with_tokens(events))
         return self._finish(reason, events)
+
+    def _begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[Event]:
+        self.prompt_logprobs, self._has_begun = prompt_logprobs, True
+        if self._echo is None:
+            return []
+        text, token_ids, ends = self._echo
+        logprobs, starts = (None, *prompt_logprobs), (0, *ends)
+        self._waiting += map(OutputToken, token_ids, logprobs, starts, ends)
+        self._detokenizer.num_decoded = len(text)
+        return self._parser.feed(text)
 
     def _read(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         self.num_tokens += 1

@@ -8,9 +8,10 @@ from typing import Any
 from mlx_mtp.engine.request import Request, check_num_draft_tokens
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.grammar import Grammar
-from mlx_mtp.sampling.params import RANGES, SamplingParams
+from mlx_mtp.sampling.params import RANGES, Range, SamplingParams
 
 MAX_SEQUENCES = 128  # most prompts times choices in one request
+MAX_PROMPT_LOGPROBS = 1 << 16  # of one request: those of the prompts' tokens, alternatives included
 _SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
 
 
@@ -24,6 +25,7 @@ class RequestOptions:
     cut_to_context: bool = False  # where there is no room for `max_tokens`, fewer will do
     num_prompts: int = 1
     n: int = 1  # choices for each prompt
+    echo: bool = False  # each choice begins with its prompt
     stop: Sequence[str] = ()
     num_draft_tokens: int | None = None
     user: str | None = None  # the client's name for its end user
@@ -80,6 +82,8 @@ def sampling_params(
     values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
     params = replace(defaults, **values)
+    if not options.echo and params.prompt_logprobs is None:  # With them the prompt alone will do.
+        Range(1, RANGES["max_tokens"].high).check("max_tokens", params.max_tokens)
     params.validate(vocab_size)
     return params
 
@@ -104,15 +108,30 @@ def engine_requests(
             Request(
                 f"{answer_id}-{len(requests) + choice}",
                 prompt,
-                replace(params, max_tokens=room, choice=choice),
+                replace(params, max_tokens=room, choice=choice, prompt_logprobs=reported),
                 num_draft_tokens=options.num_draft_tokens,
                 grammar=grammar,
                 client=client,
                 cache_salt=options.cache_salt or "",
             )
             for choice in range(options.n)
+            # Those of one choice will do where they are no part of the choices.
+            for reported in [params.prompt_logprobs if options.echo or choice == 0 else None]
         ]
+    _check_prompt_logprobs(requests)
     return requests
+
+
+def _check_prompt_logprobs(requests: Sequence[Request]) -> None:
+    asked = [r for r in requests if r.sampling.prompt_logprobs is not None]
+    count = sum(len(r.prompt_token_ids) * (1 + (r.sampling.prompt_logprobs or 0)) for r in asked)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{count} logprobs of prompts are asked for, alternatives included; one request may "
+            f"have {MAX_PROMPT_LOGPROBS}. Send fewer or shorter prompts, or ask for fewer "
+            "alternatives.",
+            param="prompt_logprobs",
+        )
 
 
 def _all_kept(values: Mapping[str, Any]) -> dict[str, Any]:

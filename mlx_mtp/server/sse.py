@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.logs import Later
 from mlx_mtp.server.context import context_of
+from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.request_log import record_of
-from mlx_mtp.server.writer import Writer
+from mlx_mtp.server.writer import Writer, packed_slowly
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,10 @@ async def respond(
         answer = await _until_disconnect(request.receive, _collect_response(writer, patience))
     if keep is not None:
         keep(answer)
-    return JSONResponse(answer)
+    if not writer.slow:
+        return JSONResponse(answer)
+    content = await asyncio.to_thread(packed_slowly, answer)
+    return Response(content, media_type="application/json")
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -63,7 +67,19 @@ async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
     async for deltas in writer.generation.deltas(patience):
         for delta in deltas:
             list(writer.read(delta))  # which adds it to the writer's blocks
-    return writer.whole()
+    return await _written(writer, writer.whole)
+
+
+def _events(writer: Writer, opening: Iterator[bytes], deltas: Sequence[Delta]) -> list[bytes]:
+    events = [*opening]  # There are none later.
+    for delta in deltas:
+        for words in writer.read(delta):
+            events += words()
+    return events
+
+
+async def _written(writer: Writer, write: Callable[[], Result]) -> Result:
+    return await asyncio.to_thread(write) if writer.slow else write()
 
 
 async def stream_events(
@@ -81,10 +97,7 @@ async def stream_events(
                 begun = True
                 yield writer.keep_alive
                 continue
-            events = [*opening]  # There are none later.
-            for delta in deltas:
-                for words in writer.read(delta):
-                    events += words()
+            events = await _written(writer, partial(_events, writer, opening, deltas))
             if events:
                 begun = True
                 yield b"".join(events)

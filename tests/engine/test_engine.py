@@ -142,7 +142,7 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
         (Request("b", (), greedy(1)), "prompt"),
         (Request("b", (5, VOCAB), greedy(1)), "prompt"),
         (Request("b", (5, -1), greedy(1)), "prompt"),
-        (Request("b", (5,), greedy(0)), "max_tokens"),
+        (Request("b", (5,), greedy(-1)), "max_tokens"),
         (Request("b", (5,), greedy(1, logit_bias=((VOCAB, 1.0),))), "logit_bias"),
         (Request("b", (5,), greedy(1, stop_token_ids=(VOCAB,))), "stop_token_ids"),
         (Request("b", (5,), greedy(1), num_draft_tokens=9), "mtp.num_draft_tokens"),

@@ -176,7 +176,7 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
 @pytest.mark.parametrize(
     ("field", "wrong", "limits"),
     [
-        ("max_tokens", (0, 2**40), (1,)),
+        ("max_tokens", (-1, 2**40), (0, 1)),
         ("temperature", (-0.1, float("nan"), float("inf")), (0.0,)),
         ("top_p", (0.0, 1.1), (1.0,)),
         ("top_k", (-1,), (0,)),
@@ -186,6 +186,7 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
         ("frequency_penalty", (-2.5,), (-2.0, 2.0)),
         ("seed", (2**63, -(2**63) - 1), (2**63 - 1, -(2**63))),
         ("top_logprobs", (21, -1), (0, 20)),
+        ("prompt_logprobs", (21, -1), (0, 20)),
         ("logit_bias", (((VOCAB, 1.0),), ((-1, 1.0),), ((2**40, 1.0),)), (((VOCAB - 1, -100.0),),)),
         ("logit_bias", (((1, 101.0),), ((1, float("nan")),), ((1, 0.0),) * 2000), (((1, 100.0),),)),
         ("stop_token_ids", ((VOCAB,), tuple(range(65))), ((0, VOCAB - 1),)),

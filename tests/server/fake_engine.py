@@ -52,7 +52,8 @@ def answer(tokens: Sequence[int], sizes: Iterable[int] = (1, 2, 3)) -> Script:
                 if request.sampling.top_logprobs is not None
                 else (),
                 num_draft_tokens=2,
-                num_accepted_tokens=len(window) - 1,
+                num_accepted_tokens=max(len(window) - 1, 0),
+                prompt_logprobs=fake_prompt_logprobs(request) if step == 1 else (),
             )
             if ended:
                 return
@@ -64,6 +65,17 @@ def fake_logprobs(token: int, request: Request) -> TokenLogprobs:
     """Recognizable numbers: the token's own, then as many ids after it as were asked for."""
     top = tuple((token + i, -0.25 * (i + 1)) for i in range(request.sampling.top_logprobs or 0))
     return TokenLogprobs(logprob=-0.25, top=top)
+
+
+def fake_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+    """The token itself is the second, at the double of the first one's logprob."""
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return ()
+    return tuple(
+        TokenLogprobs(-0.5, ((token - 1, -0.25), (token, -0.5), (token - 2, -1.0))[:top], rank=2)
+        for token in request.prompt_token_ids[1:]
+    )
 
 
 def endless(token: int) -> Script:

@@ -12,16 +12,17 @@ from mlx_mtp import __version__
 from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
+from mlx_mtp.server.openai.logprobs import (
+    Tokens,
+    completion_logprobs,
+    logprob_entries,
+    prompt_logprobs,
+)
 from mlx_mtp.server.openai.stored import keeper
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.output_stream import Delta
-from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.sse import respond
-from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
-
-_LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
-Tokens = Sequence[OutputToken]
 
 
 class _OpenAIWriter(Writer):
@@ -42,7 +43,9 @@ class _OpenAIWriter(Writer):
             "seed": admitted.params.seed,
         }
         self._tokenizer = admitted.context.tokenizer
-        self._with_logprobs = admitted.params.top_logprobs is not None
+        self._top, self._prompt_top = admitted.params.top_logprobs, body.prompt_logprobs
+        self.slow = admitted.params.prompt_logprobs is not None
+        self._num_choices = body.n
         self._options = body.stream_options
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
@@ -70,10 +73,20 @@ class _OpenAIWriter(Writer):
     @abstractmethod
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None: ...
 
+    def prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """Those of a choice's prompt, which its first choice has, if they were asked for."""
+        if self._prompt_top is None:
+            return {}
+        first = index - index % self._num_choices
+        token_ids = self.generation.requests[first].prompt_token_ids
+        entries = self.generation.streams[first].prompt_logprobs
+        found = prompt_logprobs(self._tokenizer, token_ids, entries, self._prompt_top)
+        return {"prompt_logprobs": found}
+
     def _choice(
         self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
-        logprobs = self.logprobs(tokens) if self._with_logprobs else None
+        logprobs = self.logprobs(tokens) if self._top is not None else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def chunk(
@@ -134,6 +147,9 @@ class ChatWriter(_OpenAIWriter):
             message["tool_calls"] = [_call(block) for block in blocks if block.kind == "call"]
         return {"message": message}
 
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self.prompt_logprobs(0)
+
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
         if tokens is None:
             return None
@@ -152,33 +168,13 @@ class _TextWriter(_OpenAIWriter):
         return {"text": "".join(block.text for block in blocks)}
 
     def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
-        name = self._tokenizer.token_text
-        tokens = tokens or ()
-        taken = [(token.token_id, _finite(token.logprobs.logprob)) for token in tokens]
-        return {
-            "tokens": [name(token_id) for token_id, _ in taken],
-            "token_logprobs": [logprob for _, logprob in taken],
-            # The token that was taken is always among them, as OpenAI has it.
-            "top_logprobs": [
-                {name(other): _finite(value) for other, value in (*token.logprobs.top, pair)}
-                for token, pair in zip(tokens, taken)
-            ],
-            "text_offset": [token.start for token in tokens],
-        }
+        return completion_logprobs(self._tokenizer, tokens or (), self._top or 0)
 
-
-def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]]:
-    """The logprobs of some tokens, each with its alternatives."""
-
-    def candidate(token_id: int, logprob: float) -> dict[str, Any]:
-        text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
-
-    entries = []
-    for token in tokens:
-        top = [candidate(*pair) for pair in token.logprobs.top]
-        entries.append(candidate(token.token_id, token.logprobs.logprob) | {"top_logprobs": top})
-    return entries
+    def whole(self) -> dict[str, Any]:
+        answer = super().whole()
+        for choice in answer["choices"]:
+            choice.update(self.prompt_logprobs(choice["index"]))
+        return answer
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
@@ -195,10 +191,6 @@ def _usage(generation: Generation) -> dict[str, Any]:
 def _call(block: Block) -> dict[str, Any]:
     function = {"name": block.name, "arguments": block.text}
     return {"id": block.id, "type": "function", "function": function}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
 
 
 async def chat_completions(request: Request) -> Response:

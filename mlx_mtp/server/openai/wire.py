@@ -137,17 +137,20 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
     stream_options: _UsageOptions = _UsageOptions()
     stop: fields.Stops = Field([])
     n: fields.Int = 1
+    prompt_logprobs: fields.Int | None = None
     mtp: _MtpOptions | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refusal("can't be streamed; it needs stream: false", field="prompt_logprobs")
         return self
 
     def options(self, **more: Any) -> RequestOptions:
         return RequestOptions(
-            sampling=self.sampling(**more),
+            sampling=self.sampling(**{"prompt_logprobs": self.prompt_logprobs} | more),
             n=self.n,
             stop=self.stop,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
@@ -230,7 +233,7 @@ class CompletionRequest(GenerateRequest):
     prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]  # texts or lists of token ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: fields.Int | None = None
-    echo: fields.OnlyFalse = False
+    echo: bool = False
     suffix: Annotated[str, fields.only("")] = ""
 
     @model_validator(mode="after")
@@ -240,4 +243,7 @@ class CompletionRequest(GenerateRequest):
         return self
 
     def options(self, **_: Any) -> RequestOptions:
-        return replace(super().options(top_logprobs=self.logprobs), num_prompts=len(self.prompt))
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        most = max((top for top in asked if top is not None), default=None)
+        options = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)
+        return replace(options, num_prompts=len(self.prompt), echo=self.echo)

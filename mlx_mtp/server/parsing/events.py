@@ -11,7 +11,7 @@ class OutputToken:
     """A token with its logprobs; its text is characters `start` to `end` of the raw answer."""
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None  # None: the first of a prompt, which nothing precedes
     start: int
     end: int
 
