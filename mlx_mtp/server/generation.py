@@ -85,6 +85,7 @@ class Generation:
         timeout: float = 0.0,  # in seconds; 0: none
     ) -> None:
         self.streams = streams
+        self.prompts = [request.prompt_token_ids for request in requests]  # one for each choice
         self.prompt_tokens = sum(len(r.prompt_token_ids) for r in requests[::num_choices])
         self._requests = requests
         self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}

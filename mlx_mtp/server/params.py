@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_mtp.engine.request import Request, check_num_draft_tokens
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, SamplingParams
 
@@ -25,6 +26,9 @@ class RequestOptions:
     num_prompts: int = 1
     n: int = 1  # choices for each prompt
     stop: Sequence[str] = ()
+    include_stop: bool = False  # the text ends with the stop string or stop token, if it has text
+    skip_special_tokens: bool = True  # leave them out of the text
+    bad_words: Sequence[str] = ()
     num_draft_tokens: int | None = None
     user: str | None = None  # the client's name for its end user
     cache_salt: str | None = None
@@ -50,7 +54,12 @@ class RequestOptions:
             parts = f"{prompt_tokens} of prompt and {wanted} of answer"
             message = f"{length}, but {prompt_tokens + wanted} were asked for: {parts}."
             raise ContextLengthError(message, param=self.max_tokens_field)
-        return left if wanted is None else min(wanted, left)
+        most = left if wanted is None else min(wanted, left)
+        least = self.sampling.get("min_tokens", 0)
+        if least > most:
+            message = f"min_tokens is {least}, but the answer can have {most} tokens at most."
+            raise InvalidRequestError(message, param="min_tokens")
+        return most
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -78,7 +87,8 @@ def sampling_params(
         values["seed"] = seeds.getrandbits(_SEED_BITS)
     bias = values.get("logit_bias", {}).items()
     values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    for name in {"stop_token_ids", "allowed_token_ids"} & values.keys():
+        values[name] = tuple(values[name])
     params = replace(defaults, **values)
     params.validate(vocab_size)
     return params
@@ -92,6 +102,7 @@ def engine_requests(
     max_model_len: int,
     *,
     grammar: Grammar | None = None,
+    bad_words: BadWords | None = None,
     client: tuple[str, ...] = (),
 ) -> list[Request]:
     """One engine request for each prompt and choice, in the order of the answer's choices."""
@@ -107,6 +118,7 @@ def engine_requests(
                 replace(params, max_tokens=room, choice=choice),
                 num_draft_tokens=options.num_draft_tokens,
                 grammar=grammar,
+                bad_words=bad_words,
                 client=client,
                 cache_salt=options.cache_salt or "",
             )
