@@ -39,7 +39,7 @@ def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 5))
     prompts = [random.integers(0, VOCAB, random.integers(1, 99)).tolist() for _ in rows]
-    stops = [random.integers(0, VOCAB, random.integers(0, 4)).tolist() for _ in rows]
+    stops = [random.integers(3, 7, random.integers(0, 9)).tolist() for _ in rows]
     outputs = [random.integers(0, VOCAB, 4).tolist() for _ in rows]
     drafts = random.integers(0, VOCAB, (len(rows), length - 1))
     logits = (3 * random.standard_normal((len(rows), length, VOCAB + 6))).astype(np.float32)
