@@ -12,8 +12,7 @@ MAX_BAD_WORD_CHARACTERS = 64
 
 
 class TokenTexts:
-    """The bytes of all tokens of a vocabulary, by id; sorted, so that those that share a beginning
-    are found at once."""
+    """The bytes of a vocabulary's tokens, sorted: all that begin alike are neighbours."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -46,7 +45,7 @@ class BadWords:
         self._texts, self._shown = texts, shown
         self._longest = max(map(len, self._words)) - 1  # bytes of a tail
         self._inside = np.concatenate([texts.containing(word) for word in self._words])
-        self._rests: dict[bytes, list[bytes]] = defaultdict(list)  # of words, by their beginnings
+        self._rests = defaultdict[bytes, list[bytes]](list)  # of words, by their beginnings
         for word in self._words:
             for length in range(1, len(word)):
                 self._rests[word[:length]].append(word[length:])

@@ -91,6 +91,12 @@ def answers(tiny_models):
         pieces = [said[start : start + 1 + n % 4] for start in starts]
         words = [piece.decode() for piece in pieces if piece.isascii()]
         found.append((without(wanted, *words), *slow(model, wanted, *words)))
+    # Of few tokens, so that one that has just left the penalty's context is often drawn again.
+    for n in range(3):
+        few = {"allowed_token_ids": (20, 21, 22, 23), "repetition_penalty": 9.0}
+        sampling = SamplingParams(max_tokens=ANSWER, seed=n, repetition_context_size=n + 1, **few)
+        wanted = request(f"few{n}", [20, 21, 22], sampling)
+        found.append((wanted, *slow(model, wanted)))
     # With a grammar, which may leave nothing but the end before `min_tokens`.
     grammar = compiled(GrammarSpec("regex", "(ab|tru|[0-9]){3}x"))
     for n, words in enumerate((("12", "3"), ("aba", "x1"), ())):
@@ -113,7 +119,7 @@ def test_tokens_equal_the_slow_reference(tiny_models, answers, ties, depth, draf
         config=EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP),
         proposer=None if rate is None else OracleProposer(known, VOCAB, rate),
     )
-    threes = {n: [r for r, *_ in answers[3 * n : 3 * n + 3]] for n in range(9)}
+    threes = {n: [r for r, *_ in answers[3 * n : 3 * n + 3]] for n in range(10)}
     got = driver.run_arrivals(threes)
     for wanted, found, dead_end in answers:
         tokens, last = got[wanted.request_id], driver.outputs[wanted.request_id][-1]
