@@ -5,6 +5,7 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
+from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 
@@ -53,6 +54,17 @@ def compiled(spec: GrammarSpec) -> Grammar:
 @cache
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tokenizer_json())
+
+
+@cache
+def texts() -> tuple[bytes, ...]:
+    """The bytes of each token."""
+    pieces = map(tokenizer().id_to_token, range(96))
+    return tuple(bytes(ord(character) % 256 for character in piece) for piece in pieces)
+
+
+def bad_words(*words: str) -> BadWords:
+    return BadWords(words, TokenTexts(texts()), texts().__getitem__)
 
 
 def ids(text: str) -> list[int]:

@@ -24,6 +24,7 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.sampling.truncation import Truncation
 from mlx_mtp.speculative.controller import DepthController, StepCosts
 from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
 from mlx_mtp.speculative.proposer import Computed, DraftProposer, MTPProposer
@@ -48,6 +49,36 @@ class Plain(NamedTuple):
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
+
+
+def slow_scores(
+    p: SamplingParams,
+    logits: np.ndarray,
+    prompt: Many[int],
+    output: Many[int],
+    stop_ids: Many[int] = (),
+    banned: Many[int] = (),
+) -> np.ndarray:
+    """`Sampler.scores` for one row and position, in NumPy; `test_truncation.py` has the cuts."""
+    x = logits.astype(np.float64)
+    counts = np.bincount(np.array(output, dtype=int), minlength=len(x))
+    for token in {*[*prompt, *output][-p.repetition_context_size :]}:
+        penalty = p.repetition_penalty
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    x -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
+    for token, value in p.logit_bias:
+        x[token] += value
+    allowed = set(range(len(x)) if p.allowed_token_ids is None else p.allowed_token_ids)
+    allowed -= set(banned)
+    if len(output) < p.min_tokens:
+        allowed = allowed - set(stop_ids) or allowed
+    x[[token for token in range(len(x)) if token not in allowed]] = -np.inf
+    if p.temperature == 0:
+        return x
+    warm = mx.array((x / p.temperature).astype(np.float32))[None, None]
+    key = mx.array([p.noise_seed(), len(prompt) + len(output)], dtype=mx.uint32)
+    cut = Truncation([p], len(x)).apply(warm)[0, 0]
+    return np.array(cut + mx.random.gumbel((len(x),), key=key))
 
 
 class PlainMask:
@@ -79,7 +110,7 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
     """One token at a time through mlx-lm's modules and caches, with the same keyed noise."""
     masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     cache = make_prompt_cache(model.model)
-    sampler = Sampler([wanted.sampling], [wanted.prompt_token_ids], vocab_size)
+    sampler = Sampler([wanted.sampling], [wanted.prompt_token_ids], vocab_size, [stop_ids])
     logits = model.model(mx.array([wanted.prompt_token_ids]), cache=cache)[:, -1:]
     position, tokens, gaps = len(wanted.prompt_token_ids), [], []
     while True:
@@ -95,7 +126,7 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
             return Plain(tuple(tokens), tuple(gaps))
         if masks is not None:
             masks.consume(token)
-        sampler.count(mx.array([[token]]), mx.array([1]))
+        sampler.count(mx.array([[token]]), mx.array([1]), where)
         logits = model.model(mx.array([[token]]), cache=cache)
         position += 1
 

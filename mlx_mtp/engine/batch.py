@@ -30,9 +30,8 @@ class Batch:
         self.sequences = list(sequences)
         self.cache = cache
         self.draft_state = draft_state
-        self.sampler = Sampler(
-            [s.request.sampling for s in sequences], [s.prompt for s in sequences], vocab_size
-        )
+        params, prompts = [s.request.sampling for s in sequences], [s.prompt for s in sequences]
+        self.sampler = Sampler(params, prompts, vocab_size, [s.stop_ids for s in sequences])
         self.last = mx.zeros(count, dtype=mx.int32)  # emitted last, not in the caches yet
         # int32 [B, k], proposed to follow it, and how many of them count for each row, at most k.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.errors import InvalidRequestError, MlxMtpError
+from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 
@@ -21,6 +22,7 @@ class Request:
     _: KW_ONLY
     num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None leaves them to the engine
     grammar: Grammar | None = None  # `sampling.grammar`, compiled
+    bad_words: BadWords | None = None  # which the answer's text must not contain
     client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
     cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
 

@@ -247,7 +247,7 @@ def _draw(
         finished=finished,
         num_drafts=num_drafts,
     )
-    batch.sampler.count(tokens, accepted.num_kept)
+    batch.sampler.count(tokens, accepted.num_kept, positions)
     batch.last, batch.remaining = accepted.last, accepted.remaining
     batch.ended = accepted.finished
     if batch.guide:

@@ -1,11 +1,12 @@
-"""Which tokens each row's grammar and thinking budget allow, for the windows and drafts of a step.
+"""Which tokens each row's grammar, thinking budget and bad words allow, for windows and drafts.
 
 A mask depends on the token before it: the tokens of a step are read before the next step's masks
 are made, and each draft before the next draft's. It has a bit for each token, the lowest first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
@@ -17,30 +18,45 @@ from llguidance.numpy import (
 )
 
 from mlx_mtp.errors import GrammarError
+from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Budget, Grammar, grammar_error
 from mlx_mtp.sampling.sampler import Sampler
 
+_Place = tuple[Budget, bytes]  # how far the budget is used up, and a `tail` (see `BadWords`)
+_NOTHING_LEFT = (
+    "The answer can't be continued: no token fulfils all of bad_words, allowed_token_ids, the "
+    "grammar and the thinking budget."
+)
+
 
 class Constraint:
-    """One sequence's position in its grammar and in its budget."""
+    """One sequence's position in its grammar and in its budget, and the end of its text."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(
+        self,
+        grammar: Grammar | None,
+        bad_words: BadWords | None = None,
+        allowed: Collection[int] | None = None,  # which the sampler masks; None: all
+    ) -> None:
         self.error: GrammarError | None = None  # why the sequence can't go on
-        self.num_words = grammar.num_words
-        self._grammar = grammar
-        self._matcher = None if grammar.matcher is None else grammar.matcher.deep_copy()
-        self._budget = grammar.budget
+        self.num_words = max(part.num_words for part in (grammar, bad_words) if part is not None)
+        self._start = None if grammar is None else grammar.matcher
+        self._matcher = None if self._start is None else self._start.deep_copy()
+        self._bad_words = bad_words
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._place: _Place = (Budget() if grammar is None else grammar.budget), b""
         self._tokens: list[int] = []
         self._stuck: tuple[int, GrammarError] | None = None
         # The matcher consumes drafts too, until one fails; `rewind` takes them back.
         self._num_drafted = 0
         self._drafting = True
-        self._draft_budget = self._budget
+        self._draft_place = self._place
 
     @property
     def active(self) -> bool:
         """It may still forbid a token. Once it may not, it never will again."""
-        return self._matcher is not None or not self._budget.over
+        limited = self._matcher is not None or self._bad_words is not None
+        return limited or not self._place[0].over
 
     def rewind(self) -> LLMatcher | None:
         """Take the drafts back: the grammar's state after the tokens so far, if there is one."""
@@ -49,7 +65,7 @@ class Constraint:
             if matcher.is_error() or (drafted and not matcher.rollback(drafted)):
                 self._rebuild()
             self._num_drafted, self._drafting = 0, True
-        self._draft_budget = self._budget
+        self._draft_place = self._place
         return self._matcher
 
     def finish_masks(self, masks: np.ndarray, drafts: Sequence[int]) -> bool:
@@ -62,10 +78,8 @@ class Constraint:
         if self._matcher is not None and self._matcher.is_error():
             self._fill_singly(masks, drafts)
         restricted = self._matcher is not None
-        budget = self._budget
-        for mask, draft in zip(masks, [*drafts, -1], strict=True):
-            restricted |= _force(mask, budget)
-            budget = budget.after(draft)
+        for mask, place in zip(masks, accumulate(drafts, self._after, initial=self._place)):
+            restricted |= self._restrict(mask, place)
         return restricted
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -76,9 +90,9 @@ class Constraint:
             self.error = self._stuck[1]
             return
         matcher = self.rewind()
-        for token in tokens:
-            self._budget = self._budget.after(token)
-        self._draft_budget = self._budget
+        if not all(map(self._advance, tokens)):
+            self.error = GrammarError(_NOTHING_LEFT)  # The sampler draws some token all the same.
+        self._draft_place = self._place
         self._tokens += tokens
         # One by one: `consume_tokens` refuses the end-of-sequence token of a grammar that is over.
         if matcher is not None and not all(map(matcher.consume_token, tokens)):
@@ -90,20 +104,43 @@ class Constraint:
         if self._matcher is not None and self._drafting:
             fill_next_token_bitmask(self._matcher, mask[None])
             self._drafting = restricted = not self._matcher.is_error()
-        return _force(mask, self._draft_budget) or restricted
+        return self._restrict(mask, self._draft_place) or restricted
 
     def drafted(self, token: int) -> None:
-        self._draft_budget = self._draft_budget.after(token)
+        self._draft_place = self._after(self._draft_place, token)
         if self._matcher is None or not self._drafting:
             return
         # After the end nothing counts, and a draft that was not masked may be wrong.
         self._drafting = not self._matcher.is_stopped() and self._matcher.consume_token(token)
         self._num_drafted += self._drafting
 
+    def _after(self, place: _Place, token: int) -> _Place:
+        (budget, tail), words = place, self._bad_words
+        return budget.after(token), tail if words is None else words.after(tail, token)
+
+    def _restrict(self, mask: np.ndarray, place: _Place) -> bool:
+        """Forbid what the budget does, or else the bad words; False if that is nothing."""
+        budget, tail = place
+        if (token := budget.forced) is not None:
+            mask[:] = 0
+            mask.view(np.uint32)[token // 32] = np.uint32(1 << (token % 32))
+        elif self._bad_words is not None:
+            self._bad_words.forbid(mask, tail)
+        return token is not None or self._bad_words is not None
+
+    def _advance(self, token: int) -> bool:
+        """Go on to the next token; False if it was forbidden."""
+        (budget, tail), words = self._place, self._bad_words
+        self._place = self._after(self._place, token)
+        if budget.forced is not None:
+            return token == budget.forced
+        allowed = self._allowed is None or token in self._allowed
+        return allowed and (words is None or not words.completed(tail, token))
+
     def _rebuild(self) -> None:
         """Begin anew: a matcher that has failed once stays so, but its drafts may never come."""
-        assert self._grammar.matcher is not None
-        self._matcher = self._grammar.matcher.deep_copy()
+        assert self._start is not None
+        self._matcher = self._start.deep_copy()
         for token in self._tokens:
             self._matcher.consume_token(token)
 
@@ -193,15 +230,6 @@ class DraftSampler:
 
 def _failure(matcher: LLMatcher) -> GrammarError:
     return GrammarError(f"The answer's grammar can't be continued: {grammar_error(matcher)}")
-
-
-def _force(mask: np.ndarray, budget: Budget) -> bool:
-    token = budget.forced
-    if token is None:
-        return False
-    mask[:] = 0
-    mask.view(np.uint32)[token // 32] = np.uint32(1 << (token % 32))
-    return True
 
 
 _executor = cache(LLExecutor)

@@ -11,6 +11,7 @@ from mlx_mtp.errors import InvalidRequestError, UsageError
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
 _INT31 = 1 << 31
 _INT64 = 1 << 63
 _LEAST_TEMPERATURE = 1e-5
@@ -70,13 +71,18 @@ class SamplingParams:
     min_p: Annotated[float, Range(0.0, 1.0, from_model=True)] = 0.0
     # Divides (multiplies when negative) logits of tokens in prompt or output.
     repetition_penalty: Annotated[float, Range(0.01, 100.0, from_model=True)] = 1.0
+    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0  # of the last so many; 0: of all
     # Subtracted once, and per occurrence, from logits of tokens in the output.
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value) added to the logits
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are drawn; None: all are allowed
     seed: Annotated[int, Range(-_INT64, _INT64 - 1)] = 0
     stop_token_ids: tuple[int, ...] = ()  # end the sequence as the end-of-sequence ids do
     ignore_eos: bool = False
+    # Before so many tokens neither those ids nor stop strings end the sequence. Where a grammar or
+    # `allowed_token_ids` leave nothing but the end, it ends all the same.
+    min_tokens: Annotated[int, Range(0, _INT31)] = 0
     # Alternatives to report for each token; None: no logprobs at all.
     top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
     # The same for the tokens of the prompt, but for its first, which nothing precedes.
@@ -92,6 +98,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def penalty_context(self) -> int:
+        """How many of the last tokens the repetition penalty looks at; 0: all."""
+        return 0 if self.repetition_penalty == 1.0 else self.repetition_context_size
 
     @property
     def truncates(self) -> bool:
@@ -114,6 +125,12 @@ class SamplingParams:
             check_token_ids("logit_bias", (token,), vocab_size)
             Range(-100.0, 100.0).check("logit_bias", value)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if self.allowed_token_ids is not None:
+            name, ids = "allowed_token_ids", self.allowed_token_ids
+            _at_most(name, len(ids), MAX_ALLOWED_TOKEN_IDS)
+            check_token_ids(name, ids, vocab_size)
+            if not ids:
+                raise InvalidRequestError(f"{name} is empty; it must have an id.", param=name)
         if self.grammar is not None and self.grammar.free_tokens is not None:
             Range(0, _INT31).check("thinking_budget", self.grammar.free_tokens)
         if self.grammar is not None and self.grammar.kind != "free" and self.ignore_eos:

@@ -2,14 +2,16 @@
 
 The token at absolute position p is a function of the logits at p, the request's parameters, its
 seed and p: a draft is accepted when it equals the token drawn. The logits are processed in this
-order: penalties, bias, mask, temperature, top_k, top_p, min_p, noise. Each step leaves a row with
-neutral parameters exactly as it was, so that a row's tokens don't depend on its neighbours.
+order: penalties, bias and allowed ids, mask, min_tokens, temperature, top_k, top_p, min_p, noise.
+Each step leaves a row with neutral parameters exactly as it was, so that a row's tokens don't
+depend on its neighbours.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import mlx.core as mx
@@ -31,24 +33,34 @@ class TokenSampler(Protocol):
 class Sampler:
     """The sampling parameters of B rows as arrays, and the token counts that penalties need.
 
-    Token ids at or above `vocab_size` (V) are never drawn.
+    Token ids at or above `vocab_size` (V) are never drawn. `stop_ids` are all that end each row.
     """
 
     def __init__(
-        self, params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], vocab_size: int
+        self,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        vocab_size: int,
+        stop_ids: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self._set_params(params)
-        # With penalties: int32 [B, V], the output's tokens, and bool [B, V], those in the prompt.
+        stop_ids = [p.stop_token_ids for p in params] if stop_ids is None else stop_ids
+        firsts = (len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True))
+        self._set_params(params, list(zip(firsts, stop_ids, strict=True)))
+        # With penalties, int32 [B, V]: how often each token is in the output, and 1 + its last
+        # position in the prompt (0: none). With a penalty's context size in the output as well.
         self.counts: tuple[mx.array, mx.array] | None = None
         if self._any_penalties():
-            marked = np.zeros((len(params), vocab_size), dtype=bool)
+            latest = np.zeros((len(params), vocab_size), dtype=np.int32)
             for row, prompt in enumerate(prompts):
-                marked[row, np.asarray(prompt, dtype=np.int64)] = True
-            self.counts = mx.zeros(marked.shape, dtype=mx.int32), mx.array(marked)
+                latest[row, np.asarray(prompt, dtype=np.int64)] = np.arange(1, len(prompt) + 1)
+            self.counts = mx.zeros(latest.shape, dtype=mx.int32), mx.array(latest)
 
-    def _set_params(self, params: Sequence[SamplingParams]) -> None:
+    def _set_params(
+        self, params: Sequence[SamplingParams], ends: Sequence[tuple[int, Sequence[int]]]
+    ) -> None:
         self.params = list(params)
+        self._ends = list(ends)  # each row's first position that a stop id may have, and these ids
         self.any_sampled = any(not p.greedy for p in params)
         reported = [p.top_logprobs for p in params if p.top_logprobs is not None]
         self.num_logprobs = max(reported, default=None)
@@ -59,10 +71,22 @@ class Sampler:
         self.repetition = column([p.repetition_penalty for p in params])
         self.presence = column([p.presence_penalty for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
+        contexts = [p.penalty_context for p in params]
+        self.context = mx.array(contexts)[:, None, None] if any(contexts) else None
+        self.stops: mx.array | None = None  # bool [B, 1, V], which are not drawn before `first_end`
+        if any(p.min_tokens for p in params):
+            stops = np.zeros((len(params), 1, self.vocab_size), dtype=bool)
+            for row, (_, ids) in enumerate(ends):
+                stops[row, 0, list(ids)] = params[row].min_tokens > 0
+            self.stops = mx.array(stops)
+            self.first_end = mx.array([first for first, _ in ends])[:, None, None]
         self.bias: mx.array | None = None
-        if any(p.logit_bias for p in params):
+        if any(p.logit_bias or p.allowed_token_ids for p in params):
             bias = np.zeros((len(params), 1, self.vocab_size), dtype=np.float32)
             for row, p in enumerate(params):
+                if p.allowed_token_ids:
+                    bias[row] = -np.inf
+                    bias[row, 0, list(p.allowed_token_ids)] = 0
                 for token, value in p.logit_bias:
                     bias[row, 0, token] += value
             self.bias = mx.array(bias)
@@ -94,12 +118,17 @@ class Sampler:
         """Processed logits plus noise, which `draw` maximizes: float32 [B, T, V or N]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         if self.counts is not None:
-            scores = self._penalize(scores, window, ids)
+            scores = self._penalize(scores, positions, window, ids)
         if self.bias is not None:
             scores = scores + _at(self.bias, ids)
         if mask is not None:
             # Before the cuts, which choose among the tokens that are allowed.
             scores = mask_out(scores, mask, ids)
+        if self.stops is not None:
+            early = _at(self.stops, ids) & (positions[..., None] < self.first_end)
+            longer = mx.where(early, -mx.inf, scores)
+            goes_on = mx.max(longer, axis=-1, keepdims=True) > -mx.inf
+            scores = mx.where(goes_on, longer, scores)
         if not self.any_sampled:
             return scores
         noisy = scores / self.temperature
@@ -108,25 +137,36 @@ class Sampler:
         noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
         return mx.where(self.greedy, scores, noisy)
 
-    def _penalize(self, logits: mx.array, window: mx.array, ids: mx.array | None) -> mx.array:
+    def _penalize(
+        self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None
+    ) -> mx.array:
         tokens = mx.arange(self.vocab_size) if ids is None else ids
         drafted = mx.cumsum((window[:, 1:, None] == tokens).astype(mx.int32), axis=1)
         drafted = mx.pad(drafted, [(0, 0), (1, 0), (0, 0)])[:, -logits.shape[1] :]
-        output, in_prompt = (_at(table, ids)[:, None] for table in self._counts())
-        counts = output + drafted
-        seen = in_prompt | (counts > 0)
+        output, latest = (_at(table, ids) for table in self._counts())
+        counts = output[:, None] + drafted
+        seen = (latest[:, None] > 0) | (counts > 0)
+        if self.context is not None:
+            # Of a draft, 1 + its position is that of the token behind it.
+            behind = positions[:, -1:] + mx.arange(2 - window.shape[1], 1)
+            latests = _latest(latest, window[:, 1:], behind, tokens)[-logits.shape[1] :]
+            first = mx.maximum(positions[..., None] - self.context, 0)
+            seen = mx.where(self.context > 0, mx.stack(latests, axis=1) > first, seen)
         repeated = mx.where(logits > 0, logits / self.repetition, logits * self.repetition)
         logits = mx.where(seen, repeated, logits)
         return logits - self.presence * (counts > 0) - self.frequency * counts
 
-    def count(self, tokens: mx.array, num_kept: mx.array) -> None:
+    def count(self, tokens: mx.array, num_kept: mx.array, positions: mx.array) -> None:
         """Add the first `num_kept[b]` of the tokens [B, T] that were drawn to the counts."""
         if self.counts is None:
             return
-        output, in_prompt = self.counts
+        output, latest = self.counts
         kept = mx.arange(tokens.shape[1]) < num_kept[:, None]
         rows = mx.arange(tokens.shape[0])[:, None]
-        self.counts = output.at[rows, tokens].add(kept.astype(mx.int32)), in_prompt
+        if self.context is not None:
+            counted, every = mx.where(kept, tokens, -1), mx.arange(self.vocab_size)
+            latest = _latest(latest, counted, positions + 1, every)[-1]
+        self.counts = output.at[rows, tokens].add(kept.astype(mx.int32)), latest
 
     def logprobs(
         self, logits: mx.array, tokens: mx.array
@@ -141,22 +181,20 @@ class Sampler:
 
     def select(self, rows: Sequence[int]) -> Sampler:
         selected = copy.copy(self)
-        selected._set_params([self.params[i] for i in rows])
+        selected._set_params([self.params[i] for i in rows], [self._ends[i] for i in rows])
         selected.counts = None
         if selected._any_penalties():
-            output, in_prompt = self._counts()
+            output, latest = self._counts()
             where = mx.array(list(rows), dtype=mx.int32)
-            selected.counts = output[where], in_prompt[where]
+            selected.counts = output[where], latest[where]
         return selected
 
     def extend(self, other: Sampler) -> None:
         if self.counts is not None or other.counts is not None:
-            (output, in_prompt), (more_output, more_prompts) = self._counts(), other._counts()
-            self.counts = (
-                mx.concatenate([output, more_output]),
-                mx.concatenate([in_prompt, more_prompts]),
-            )
-        self._set_params([*self.params, *other.params])
+            pairs = zip(self._counts(), other._counts())
+            output, latest = (mx.concatenate([ours, theirs]) for ours, theirs in pairs)
+            self.counts = output, latest
+        self._set_params([*self.params, *other.params], [*self._ends, *other._ends])
 
     def _any_penalties(self) -> bool:
         return any(p.has_penalties for p in self.params)
@@ -164,7 +202,7 @@ class Sampler:
     def _counts(self) -> tuple[mx.array, mx.array]:
         """The counts; zeros for rows without penalties, which never need them."""
         shape = (len(self.params), self.vocab_size)
-        return self.counts or (mx.zeros(shape, dtype=mx.int32), mx.zeros(shape, dtype=mx.bool_))
+        return self.counts or (mx.zeros(shape, dtype=mx.int32), mx.zeros(shape, dtype=mx.int32))
 
     def arrays(self) -> list[mx.array]:
         return list(self.counts or ())
@@ -209,6 +247,17 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
     bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
     assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"
     return mx.where(bits[..., : logits.shape[-1]].astype(mx.bool_), logits, -mx.inf)
+
+
+def _latest(
+    latest: mx.array, tokens: mx.array, places: mx.array, vocabulary: mx.array
+) -> list[mx.array]:
+    """Where each of the vocabulary was last, int32 [B, V], before and after each of some tokens."""
+
+    def after(before: mx.array, i: int) -> mx.array:
+        return mx.where(tokens[:, i, None] == vocabulary, places[:, i, None], before)
+
+    return list(accumulate(range(tokens.shape[1]), after, initial=latest))
 
 
 def _at(table: mx.array, ids: mx.array | None) -> mx.array:

@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time: whole characters only, and nothing of a stop string."""
+"""Tokens to text, one at a time: whole characters only, up to a stop string."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -9,11 +9,20 @@ class Detokenizer:
     """Returns one sequence's text as soon as it is certain.
 
     Bytes of an unfinished character wait for the rest of it; text that may be the start of one of
-    `stops` waits until it is, or isn't: stop strings and what follows are never returned.
+    `stops` waits until it is, or isn't: what follows a stop string is never returned, nor is the
+    string itself unless `include_stop`. One that ends within the first `min_tokens` is none.
     """
 
-    def __init__(self, text_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        text_bytes: Callable[[int], bytes],
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        self.include_stop = include_stop
         self._text_bytes = text_bytes
+        self._too_early = min_tokens  # this many tokens more
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
         self._held = ""
@@ -22,6 +31,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Read one token; return the text that is now certain."""
+        self._too_early -= 1
         return self._release(self._utf8.decode(self._text_bytes(token_id)))
 
     def flush(self) -> str:
@@ -39,14 +49,21 @@ class Detokenizer:
         text = self._held + new
         # The match that ends first is the one that a reader of single characters would meet first,
         # whatever the chunks; of two that end together the longer hides more.
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        stops = self._stops if self._too_early < 0 else ()
+        found = [
+            (at + len(stop), at, stop) for stop in stops if (at := self._find(stop, text)) >= 0
+        ]
         if found:
-            _, start, self.stop = min(found)
+            end, start, self.stop = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self.include_stop else start]
         sure = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[sure:]
         return text[:sure]
+
+    def _find(self, stop: str, text: str) -> int:
+        # One that ended before was too early.
+        return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
 
 class Echo(NamedTuple):

@@ -19,7 +19,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mlx_mtp.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
+from mlx_mtp.sampling.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from mlx_mtp.server import conversation
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.text import has_half_character
@@ -145,6 +151,8 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Stops = Annotated[list[_Stop], at_most(MAX_STOPS), _one_or_more]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
+AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # as OpenAI has it
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
@@ -159,6 +167,7 @@ Verbosity = Annotated[str, only("medium")]
 
 _JSON_TYPES: dict[Any, Any] = {int: Int, float: Float, bool: bool}
 _JSON_TYPES |= {tuple[int, ...]: StopTokenIds, tuple[tuple[int, float], ...]: LogitBias}
+_JSON_TYPES[tuple[int, ...] | None] = AllowedTokenIds
 _HINTS = get_type_hints(SamplingParams)
 # The fields of `SamplingParams` that clients may set.
 SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
@@ -190,6 +199,15 @@ class GenerateRequest(WireModel):
 
     @abstractmethod
     def options(self) -> RequestOptions: ...
+
+
+class TextFields(WireModel):
+    """How an answer's tokens become text, in vLLM's words."""
+
+    bad_words: Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)] = Field([])
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
 
 
 class OpenAILabels(WireModel):

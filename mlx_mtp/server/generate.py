@@ -83,11 +83,20 @@ class Admitted(Generic[Body]):
         context, options = self.context, self.options
         params, limit = replace(self.params, grammar=spec), context.engine.info.max_model_len
         grammar = None if spec is None else await context.grammars.compile(spec, field)
+        tokenizer, words = context.tokenizer, options.bad_words
+        visible = tokenizer.text_bytes_with(context.output_format.markers)
+        shown = visible if options.skip_special_tokens else tokenizer.token_bytes
+        in_thread, bad_words = context.prompter.in_thread, None
+        if words:
+            bad_words = await in_thread(0, lambda: tokenizer.bad_words(words, shown))
         requests = engine_requests(
-            self.answer_id, prompts, params, options, limit, grammar=grammar, client=self.client
+            *(self.answer_id, prompts, params, options, limit),
+            grammar=grammar,
+            bad_words=bad_words,
+            client=self.client,
         )
-        text_bytes = context.tokenizer.text_bytes_with(context.output_format.markers)
-        texts = (Detokenizer(text_bytes, options.stop) for _ in requests)
+        rules = options.stop, params.min_tokens, options.include_stop
+        texts = (Detokenizer(shown, *rules) for _ in requests)
         streams = [
             OutputStream(i, text, make_parser(), echoes[i // options.n])
             for i, text in enumerate(texts)

@@ -28,7 +28,8 @@ class OutputStream:
         self, index: int, detokenizer: Detokenizer, parser: AnswerParser, echo: Echo | None = None
     ) -> None:
         self.index = index
-        self.num_tokens = self.num_reasoning_tokens = 0
+        self.token_ids: list[int] = []  # all that were read, one that stopped it included
+        self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_drafts = self.num_accepted = 0
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
@@ -49,8 +50,9 @@ class OutputStream:
         before = self.num_tokens
         events = [] if self._has_begun else self._begin(output.prompt_logprobs)
         for position, token in enumerate(output.token_ids):
-            if output.finish_reason == "stop" and position == len(output.token_ids) - 1:
-                self.num_tokens += 1
+            is_stop = output.finish_reason == "stop" and position == len(output.token_ids) - 1
+            self.token_ids.append(token)
+            if is_stop and not self._detokenizer.include_stop:
                 # It counts, but isn't shown. (lm-eval takes the last logprobs for those of the one
                 # token that it asks for after a prompt, whatever that is.)
                 if self._echo is not None and output.logprobs:
@@ -80,7 +82,6 @@ class OutputStream:
         return self._parser.feed(text)
 
     def _read(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
-        self.num_tokens += 1
         start = self._detokenizer.num_decoded
         text = self._detokenizer.push(token)
         if logprobs:
@@ -90,6 +91,10 @@ class OutputStream:
         events = self._parser.feed(text)
         self.num_reasoning_tokens += was_reasoning or self._parser.in_reasoning
         return events
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
     @property
     def stop(self) -> str | None:

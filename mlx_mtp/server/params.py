@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_mtp.engine.request import Request, check_num_draft_tokens
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, Range, SamplingParams
 
@@ -27,6 +28,9 @@ class RequestOptions:
     n: int = 1  # choices for each prompt
     echo: bool = False  # each choice begins with its prompt
     stop: Sequence[str] = ()
+    include_stop: bool = False  # the text ends with the stop string or stop token, if it has text
+    skip_special_tokens: bool = True  # leave them out of the text
+    bad_words: Sequence[str] = ()
     num_draft_tokens: int | None = None
     user: str | None = None  # the client's name for its end user
     cache_salt: str | None = None
@@ -52,7 +56,12 @@ class RequestOptions:
             parts = f"{prompt_tokens} of prompt and {wanted} of answer"
             message = f"{length}, but {prompt_tokens + wanted} were asked for: {parts}."
             raise ContextLengthError(message, param=self.max_tokens_field)
-        return left if wanted is None else min(wanted, left)
+        most = left if wanted is None else min(wanted, left)
+        least = self.sampling.get("min_tokens", 0)
+        if least > most:
+            message = f"min_tokens is {least}, but the answer can have {most} tokens at most."
+            raise InvalidRequestError(message, param="min_tokens")
+        return most
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -80,7 +89,8 @@ def sampling_params(
         values["seed"] = seeds.getrandbits(_SEED_BITS)
     bias = values.get("logit_bias", {}).items()
     values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    for name in {"stop_token_ids", "allowed_token_ids"} & values.keys():
+        values[name] = tuple(values[name])
     params = replace(defaults, **values)
     if not options.echo and params.prompt_logprobs is None:  # With them the prompt alone will do.
         Range(1, RANGES["max_tokens"].high).check("max_tokens", params.max_tokens)
@@ -96,6 +106,7 @@ def engine_requests(
     max_model_len: int,
     *,
     grammar: Grammar | None = None,
+    bad_words: BadWords | None = None,
     client: tuple[str, ...] = (),
 ) -> list[Request]:
     """One engine request for each prompt and choice, in the order of the answer's choices."""
@@ -111,6 +122,7 @@ def engine_requests(
                 replace(params, max_tokens=room, choice=choice, prompt_logprobs=reported),
                 num_draft_tokens=options.num_draft_tokens,
                 grammar=grammar,
+                bad_words=bad_words,
                 client=client,
                 cache_salt=options.cache_salt or "",
             )

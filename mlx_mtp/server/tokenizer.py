@@ -16,6 +16,7 @@ from mlx_mtp.errors import (
     ModelError,
     UnsupportedParameterError,
 )
+from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.server.text import cut
 
 Message = dict[str, Any]
@@ -189,6 +190,14 @@ class Tokenizer:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer's text: none for a special token."""
         return b"" if token_id in self._special else self.token_bytes(token_id)
+
+    def bad_words(self, words: Sequence[str], shown: Callable[[int], bytes]) -> BadWords:
+        """What an answer must not contain; the first call takes about a second."""
+        return BadWords(words, self._token_texts, shown)
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(list(map(self.token_bytes, range(self.vocab_size))))
 
     def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
         """`text_bytes`, but these special tokens are text."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, keyed_gumbel
-from mlx_mtp.sampling.truncation import Truncation
+from tests.harness import slow_scores
 
 VOCAB = 40
 
@@ -21,6 +21,9 @@ params = st.builds(
     top_k=st.sampled_from([0, 1, 5, 1000]),
     min_p=st.sampled_from([0.0, 0.1]),
     repetition_penalty=st.sampled_from([1.0, 1.4]),
+    repetition_context_size=st.sampled_from([0, 1, 2, 6, 2**31]),
+    allowed_token_ids=st.sampled_from([None, (5,), (3, 4, 5), tuple(range(2, VOCAB))]),
+    min_tokens=st.sampled_from([0, 5, 6, 2**31]),
     presence_penalty=st.sampled_from([0.0, 0.7]),
     frequency_penalty=st.sampled_from([0.0, -0.5, 1.1]),
     logit_bias=st.sampled_from([(), ((3, 2.5), (7, -100.0))]),
@@ -29,49 +32,35 @@ params = st.builds(
 )
 
 
-def numpy_scores(p: SamplingParams, logits, prompt, output, position) -> np.ndarray:
-    """The same pipeline for one row and position; `test_truncation.py` has the cuts."""
-    x = logits.astype(np.float64).copy()
-    counts = np.bincount(np.array(output, dtype=int), minlength=VOCAB)
-    for token in set(prompt) | set(output):
-        x[token] = (
-            x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
-        )
-    x -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
-    for token, value in p.logit_bias:
-        x[token] += value
-    if p.temperature == 0:
-        return x
-    warm = mx.array((x / p.temperature).astype(np.float32))[None, None]
-    key = mx.array([p.noise_seed(), position], dtype=mx.uint32)
-    cut = Truncation([p], VOCAB).apply(warm)[0, 0]
-    return np.array(cut + mx.random.gumbel((VOCAB,), key=key))
-
-
 @settings(max_examples=60)
 @given(rows=st.lists(params, min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
     """Penalties count the drafts before each position."""
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 5))
-    prompts = [random.integers(0, VOCAB, 3).tolist() for _ in rows]
+    prompts = [random.integers(0, VOCAB, random.integers(1, 99)).tolist() for _ in rows]
+    stops = [random.integers(3, 7, random.integers(0, 9)).tolist() for _ in rows]
     outputs = [random.integers(0, VOCAB, 4).tolist() for _ in rows]
     drafts = random.integers(0, VOCAB, (len(rows), length - 1))
     logits = (3 * random.standard_normal((len(rows), length, VOCAB + 6))).astype(np.float32)
     logits[..., VOCAB:] = 99.0  # padding of the vocabulary, never to be drawn
-    start = random.integers(0, 1000, len(rows))
+    begin = np.array([[len(prompt)] for prompt in prompts])
 
-    sampler = Sampler(rows, prompts, VOCAB)
-    sampler.count(mx.array(np.array(outputs)), mx.array([4] * len(rows)))
+    sampler = Sampler(rows, prompts, VOCAB, stops)
+    # Of what was drawn last only the first is kept.
+    drawn = np.concatenate([outputs, random.integers(0, VOCAB, (len(rows), 2))], axis=1)
+    for first, last, kept in ((0, 3, 3), (3, 6, 1)):
+        at = mx.array(begin + np.arange(first, last))
+        sampler.count(mx.array(drawn[:, first:last]), mx.array([kept] * len(rows)), at)
     window = np.concatenate([np.array(outputs)[:, -1:], drafts], axis=1)
-    positions = start[:, None] + np.arange(length)
+    positions = begin + 4 + np.arange(length)
     scores = np.array(sampler.scores(mx.array(logits), mx.array(positions), mx.array(window)))
     assert scores.shape == (len(rows), length, VOCAB)
     for row, p in enumerate(rows):
         for j in range(length):
             output = [*outputs[row], *drafts[row, :j].tolist()]
-            given = logits[row, j, :VOCAB], prompts[row], output, int(positions[row, j])
-            np.testing.assert_allclose(scores[row, j], numpy_scores(p, *given), atol=2e-4)
+            expected = slow_scores(p, logits[row, j, :VOCAB], prompts[row], output, stops[row])
+            np.testing.assert_allclose(scores[row, j], expected, atol=2e-4)
 
 
 def test_noise_of_a_row_is_that_of_the_single_call():
@@ -119,17 +108,25 @@ def test_logprobs_are_of_the_unprocessed_distribution():
 @pytest.mark.parametrize("penalised", [0, 1, 2])
 def test_selecting_and_joining_rows_keeps_their_counts(penalised):
     """Rows without penalties get zero tables when they join rows with them, and lose them after."""
-    penalties = [float(i == penalised) for i in range(3)]
-    rows = [SamplingParams(max_tokens=9, frequency_penalty=penalty) for penalty in penalties]
+    with_tables = SamplingParams(
+        max_tokens=9,
+        repetition_penalty=2.0,
+        repetition_context_size=5,
+        frequency_penalty=1.0,
+        min_tokens=9,
+        stop_token_ids=(7,),
+    )
+    rows = [with_tables if i == penalised else SamplingParams(max_tokens=9) for i in range(3)]
     whole = Sampler(rows, [[1], [2], [3]], VOCAB)
     tokens, counts = mx.array([[4, 5], [4, 4], [6, 4]]), mx.array([1, 2, 2])
-    whole.count(tokens, counts)
+    at = mx.array([[1, 2]] * 3)
+    whole.count(tokens, counts, at)
     joined, *others = [Sampler(rows[i : i + 1], [[i + 1]], VOCAB) for i in range(3)]
     for i, part in enumerate((joined, *others)):
-        part.count(tokens[i : i + 1], counts[i : i + 1])
+        part.count(tokens[i : i + 1], counts[i : i + 1], at[:1])
     for other in others:
         joined.extend(other)
-    given = mx.zeros((3, 1, VOCAB)), mx.array([[7]] * 3), mx.array([[1]] * 3)
+    given = mx.ones((3, 1, VOCAB)), mx.array([[7]] * 3), mx.array([[1]] * 3)
     expected = whole.scores(*given)
     assert mx.array_equal(joined.scores(*given), expected)
     selected = whole.select([2, 0])
@@ -151,11 +148,13 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
     random = np.random.default_rng(seed)
     sampler = Sampler(rows, [random.integers(0, VOCAB, 3).tolist() for _ in rows], VOCAB)
     outputs = random.integers(0, VOCAB, (len(rows), 4))
-    sampler.count(mx.array(outputs), mx.array([4] * len(rows)))
+    sampler.count(
+        mx.array(outputs), mx.array([4] * len(rows)), mx.array([[3, 4, 5, 6]] * len(rows))
+    )
     ids = np.sort(random.choice(VOCAB, num_ids, replace=False)).astype(np.int32)
     drafts = random.integers(0, VOCAB, (len(rows), num_drafts))
     window = mx.array(np.concatenate([outputs[:, -1:], drafts], axis=1).astype(np.int32))
-    positions = mx.array(random.integers(0, 1000, (len(rows), 1)).astype(np.int32))
+    positions = mx.full((len(rows), 1), 7 + num_drafts)
     logits = (3 * random.standard_normal((len(rows), 1, num_ids))).astype(np.float32)
     wide = np.full((len(rows), 1, VOCAB), -np.inf, dtype=np.float32)
     wide[..., ids] = logits
@@ -169,7 +168,8 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
     np.testing.assert_array_equal(scores[~cut], expected[~cut])
     drawn = sampler.draw(mx.array(logits), positions, window, **some)
     assert drawn.dtype == mx.int32
-    if not cut.any():
+    # Where none of them is allowed any draw will do: no draft can be accepted there.
+    if not cut.any() and np.isfinite(scores).any(axis=-1).all():
         assert mx.array_equal(drawn, sampler.draw(mx.array(wide), positions, window))
 
 
@@ -182,6 +182,9 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
         ("top_k", (-1,), (0,)),
         ("min_p", (-0.1, 1.5), (0.0, 1.0)),
         ("repetition_penalty", (0.0, 1e-45), (0.01,)),
+        ("repetition_context_size", (-1, 2**40), (0,)),
+        ("min_tokens", (-1, 2**40), (0, 9)),
+        ("allowed_token_ids", ((), (VOCAB,), (1,) * 70_000), ((0, VOCAB - 1),)),
         ("presence_penalty", (2.5,), (-2.0, 2.0)),
         ("frequency_penalty", (-2.5,), (-2.0, 2.0)),
         ("seed", (2**63, -(2**63) - 1), (2**63 - 1, -(2**63))),

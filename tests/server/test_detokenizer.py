@@ -14,13 +14,16 @@ TOKENIZER = Tokenizer.load(BUNDLED_MODEL)
 DECODE = tokenizers.Tokenizer.from_str(TOKENIZER.to_json()).decode
 
 
-def cut_at_stop(text: str, stops: list[str]) -> str:
-    """The reference: read character by character; the first stop string to be complete ends it."""
-    for end in range(1, len(text) + 1):
+def cut_at_stop(text: str, stops: list[str], begin: int, include: bool) -> str | None:
+    """The reference: read character by character; the first stop string to be complete ends it.
+
+    None if there is none that ends behind the first `begin` characters.
+    """
+    for end in range(begin + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
-            return text[: end - max(map(len, hits))]
-    return text
+            return text[: end if include else end - max(map(len, hits))]
+    return None
 
 
 def pieces_of(text: str, borders: list[int]) -> list[bytes]:
@@ -41,19 +44,22 @@ def test_any_tokens_give_what_decoding_at_once_gives(ids: list[int]) -> None:
     st.text("ab🎉<", max_size=30),
     st.lists(st.text("ab🎉<", min_size=1, max_size=5), max_size=4),
     st.lists(st.integers(0, 100), max_size=20),
+    st.integers(0, 4),
+    st.booleans(),
 )
 @settings(max_examples=300)
 def test_stop_strings_cut_at_the_same_place_whatever_the_borders(
-    text: str, stops: list[str], borders: list[int]
+    text: str, stops: list[str], borders: list[int], min_tokens: int, include: bool
 ) -> None:
     pieces = pieces_of(text, borders)
-    detokenizer = Detokenizer(pieces.__getitem__, stops)
-    out, expected = "", cut_at_stop(text, stops)
+    detokenizer = Detokenizer(pieces.__getitem__, stops, min_tokens, include)
+    begin = len(b"".join(pieces[:min_tokens]).decode(errors="ignore"))
+    out, expected = "", cut_at_stop(text, stops, begin, include)
     for index in range(len(pieces)):
         out += detokenizer.push(index)
         # No more is held than could begin a stop string, or is half a character.
         come = b"".join(pieces[: index + 1]).decode(errors="ignore")
         held = come[len(out) :]
         assert detokenizer.stop or not held or any(stop.startswith(held) for stop in stops)
-    assert out + detokenizer.flush() == expected
-    assert (detokenizer.stop is not None) == any(stop in text for stop in stops)
+    assert out + detokenizer.flush() == (text if expected is None else expected)
+    assert (detokenizer.stop is None) == (expected is None)

@@ -59,6 +59,12 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, {"logit_bias": {"\uff11": 1}}, "logit_bias", "not a token id"),
     (CHAT, INVALID, {"seed": 10**4000}, "seed", "less than"),
     (CHAT, INVALID, {"n": 5}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
+    (CHAT, INVALID, {"bad_words": [""]}, "bad_words[0]", "at least 1"),
+    (CHAT, INVALID, {"bad_words": ["x" * 65]}, "bad_words[0]", "at most 64"),
+    (CHAT, INVALID, {"bad_words": [1] * 257}, "bad_words", "at most 256"),
+    (CHAT, INVALID, {"allowed_token_ids": []}, "allowed_token_ids", "is empty"),
+    (CHAT, INVALID, {"allowed_token_ids": [WRONG] * 70_000}, "allowed_token_ids", "at most 65536"),
+    (TEXT, INVALID, {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "3 tokens at most"),
     (CHAT, INVALID, {"metadata": {"x" * 513: "a"}}, "metadata." + "x" * 111 + "...", "512 char"),
     (CHAT, INVALID, tool(DEEP), "tools[0].function.parameters", "128 levels"),
     # Each item is wrong too, which would be reported if one of them were looked at.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.errors import ContextLengthError, ModelError
+from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.fields import SAMPLING, Float
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
@@ -44,7 +44,7 @@ def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
     known = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     assert set(known) - set(SAMPLING) == {"choice", "grammar", "prompt_logprobs", "top_logprobs"}
     others = {"logit_bias": ({"5": 1.5}, ((5, 1.5),)), "stop_token_ids": ([9], (9,))}
-    others["ignore_eos"] = (True, True)
+    others |= {"ignore_eos": (True, True), "allowed_token_ids": ([9], (9,))}
     for name, kind in SAMPLING.items():
         number = 0.5 if kind is Float else 3
         given, expected = others.get(name, (number, number))
@@ -76,5 +76,8 @@ def test_the_answer_gets_the_room_that_is_left() -> None:
         assert RequestOptions(sampling, cut_to_context=cut).room(3, 10) == room
     with pytest.raises(ContextLengthError, match=r"10 tokens, but 11 .* 3 .* 8"):
         RequestOptions({"max_tokens": 8}).room(3, 10)
+    for sampling in ({"min_tokens": 8}, {"min_tokens": 4, "max_tokens": 3}):
+        with pytest.raises(InvalidRequestError, match=r"min_tokens is \d, but .* [73] tokens"):
+            RequestOptions(sampling).room(3, 10)
     with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
         RequestOptions({}, cut_to_context=True).room(10, 10)

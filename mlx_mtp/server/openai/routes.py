@@ -2,6 +2,7 @@
 
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -47,6 +48,8 @@ class _OpenAIWriter(Writer):
         self.slow = admitted.params.prompt_logprobs is not None
         self._num_choices = body.n
         self._options = body.stream_options
+        self._with_ids = body.return_token_ids
+        self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
         yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
@@ -64,8 +67,13 @@ class _OpenAIWriter(Writer):
             blocks = self.whole_blocks(stream.index)
             tokens = [token for block in blocks for token in block.tokens]
             content = self.content(blocks)
+            if self._with_ids:
+                content["token_ids"] = stream.token_ids
             choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
-        return self._fields(self.answer_kind, choices, **self._costs())
+        return self._fields(self.answer_kind, choices, **self.prompt_ids(), **self._costs())
+
+    def prompt_ids(self) -> dict[str, Any]:
+        return {}
 
     @abstractmethod
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]: ...
@@ -90,9 +98,13 @@ class _OpenAIWriter(Writer):
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def chunk(
-        self, index: int, content: Any, tokens: Tokens | None = None, reason: str | None = None
+        self,
+        index: int,
+        content: Any,
+        tokens: Tokens | None = None,
+        reason: str | None = None,
+        **more: Any,
     ) -> bytes:
-        more: dict[str, Any] = {}
         # All chunks have a null in the place of the usage, which comes last, or the usage so far.
         if self._options.include_usage:
             so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
@@ -100,6 +112,9 @@ class _OpenAIWriter(Writer):
         if reason is not None and self.generation.is_finished:
             more["timings"] = self.generation.timings()
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
+        if self._with_ids and not self.prompt_ids().keys() & more.keys():
+            ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
+            choice["token_ids"], self._num_sent[index] = ids[sent:], len(ids)
         return event(self._fields(self.chunk_kind, [choice], **more))
 
     def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
@@ -120,7 +135,15 @@ class ChatWriter(_OpenAIWriter):
 
     def opening(self) -> Iterable[bytes]:
         for stream in self.generation.streams:
-            yield self.chunk(stream.index, {"role": "assistant", "content": ""})
+            message = {"role": "assistant", "content": ""}
+            yield self.chunk(stream.index, message, **self.prompt_ids())
+
+    def prompt_ids(self) -> dict[str, Any]:
+        return (
+            {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
+            if self._with_ids
+            else {}
+        )
 
     def start(self, block: Block) -> Iterable[bytes]:
         if block.kind == "call":
@@ -160,6 +183,13 @@ class _TextWriter(_OpenAIWriter):
     answer_kind = chunk_kind = "text_completion"
     chunk_key = "text"
     empty = ""
+
+    def _choice(
+        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+    ) -> dict[str, Any]:
+        if self._with_ids and not self._num_sent[index]:
+            content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
+        return super()._choice(index, tokens, reason, **content)
 
     def add(self, block: Block, content: Content) -> Iterable[bytes]:
         yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))

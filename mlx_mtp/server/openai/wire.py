@@ -131,7 +131,7 @@ class _MtpOptions(WireModel):
 
 
 @fields.sampled()
-class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields):
+class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFields, GuidedFields):
     """What both endpoints take."""
 
     stream_options: _UsageOptions = _UsageOptions()
@@ -153,6 +153,9 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, GuidedFields)
             sampling=self.sampling(**{"prompt_logprobs": self.prompt_logprobs} | more),
             n=self.n,
             stop=self.stop,
+            bad_words=self.bad_words,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output,
             num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
             user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,

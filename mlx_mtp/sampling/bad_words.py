@@ -1,0 +1,70 @@
+"""Texts that an answer must not contain: which tokens would complete one of them; no mlx."""
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 64
+
+
+class TokenTexts:
+    """The bytes of a vocabulary's tokens, sorted: all that begin alike are neighbours."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        order = sorted(range(len(texts)), key=texts.__getitem__)
+        self._ids = np.array(order, dtype=np.int32)
+        self._sorted = [texts[token] for token in order]
+        self._joined = b"\xff".join(self._sorted)  # No UTF-8 text has this byte, so no word does.
+        self._ends = np.cumsum([len(text) + 1 for text in self._sorted])
+        self.num_words = (len(texts) + 31) // 32  # 32-bit words of a mask
+
+    def starting_with(self, text: bytes) -> np.ndarray:
+        after = text[:-1] + bytes([text[-1] + 1])
+        return self._ids[bisect_left(self._sorted, text) : bisect_left(self._sorted, after)]
+
+    def containing(self, text: bytes) -> np.ndarray:
+        found = [match.start() for match in re.finditer(re.escape(text), self._joined)]
+        return self._ids[np.searchsorted(self._ends, found, side="right")]
+
+
+class BadWords:
+    """What a request's answer must not contain, however the tokenizer cuts it.
+
+    `shown` gives the bytes that a token adds to the answer's text. A `tail` is the end of a text,
+    as long as a word may have begun in it.
+    """
+
+    def __init__(
+        self, words: Sequence[str], texts: TokenTexts, shown: Callable[[int], bytes]
+    ) -> None:
+        self._words = [word.encode() for word in words]
+        self._texts, self._shown = texts, shown
+        self._longest = max(map(len, self._words)) - 1  # bytes of a tail
+        self._inside = np.concatenate([texts.containing(word) for word in self._words])
+        self._rests = defaultdict[bytes, list[bytes]](list)  # of words, by their beginnings
+        for word in self._words:
+            for length in range(1, len(word)):
+                self._rests[word[:length]].append(word[length:])
+        self.num_words = texts.num_words
+
+    def after(self, tail: bytes, token: int) -> bytes:
+        text = tail + self._shown(token)
+        return text[max(len(text) - self._longest, 0) :]
+
+    def completed(self, tail: bytes, token: int) -> bool:
+        """Whether this token completes a word."""
+        text = tail + self._shown(token)
+        return any(text.find(w, max(len(tail) - len(w) + 1, 0)) >= 0 for w in self._words)
+
+    def forbid(self, mask: np.ndarray, tail: bytes) -> None:
+        """Clear the bits of tokens that would complete a word in a mask, int32 [words]."""
+        ends = (tail[start:] for start in range(len(tail)))
+        rests = (rest for end in ends for rest in self._rests.get(end, ()))
+        ids = np.concatenate([self._inside, *map(self._texts.starting_with, rests)])
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        bits[ids] = 0
+        mask.view(np.uint8)[:] = np.packbits(bits, bitorder="little")
