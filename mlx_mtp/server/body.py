@@ -42,9 +42,16 @@ _one_at_a_time = threading.Lock()
 
 
 async def read_body(
-    request: Request, model: type[Model], max_bytes: int, max_seconds: float
+    request: Request,
+    model: type[Model],
+    max_bytes: int,
+    max_seconds: float,
+    ignored: list[str] | None = None,
 ) -> Model:
-    """Read, parse and validate the body; raises RequestError."""
+    """Read, parse and validate the body; raises RequestError.
+
+    Parameters without effect are added to `ignored`, or refused where there is no such list.
+    """
     _check_headers(request.headers, max_bytes)
     body = bytearray()
     try:
@@ -59,7 +66,7 @@ async def read_body(
 
     def validated() -> Model:
         try:
-            return model.model_validate(parse_json(bytes(body)))
+            return model.model_validate(parse_json(bytes(body)), context=ignored)
         except ValidationError as error:
             raise from_validation(error) from None
 

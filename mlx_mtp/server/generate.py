@@ -49,17 +49,23 @@ class Admitted(Generic[Body]):
         return await self._generation([prompt.token_ids], parser, field, prompt.grammar)
 
     async def complete(
-        self, prompts: Sequence[str | list[int]], guided: tuple[str, GrammarSpec] | None
+        self,
+        prompts: Sequence[str | list[int]],
+        guided: tuple[str, GrammarSpec | None] | None,
+        suffix: str = "",
     ) -> Generation:
         context = self.context
         limit = context.engine.info.max_model_len
 
         def encode(prompt: str | list[int]) -> tuple[int, ...]:
             if isinstance(prompt, str):
-                return context.tokenizer.encode(prompt, limit=limit)
-            return context.checked_ids(prompt, "prompt")
+                ids = context.tokenizer.encode(prompt, limit=limit)
+            else:
+                ids = context.checked_ids(prompt, "prompt")
+            return context.tokenizer.fill_in(ids, suffix, limit) if suffix else ids
 
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        texts = [suffix, *(prompt for prompt in prompts if isinstance(prompt, str))]
+        size = sum(map(len, texts))
         token_ids = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
         return await self._generation(token_ids, PlainParser, *(guided or ("", None)))
 

@@ -7,13 +7,15 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_mtp import errors
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
+from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.text import cut
 
 Check = Callable[[Scope], None]
+IGNORED = "x-mlx-mtp-ignored"  # the response header with the names of parameters without effect
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.AuthenticationError: {"WWW-Authenticate": "Bearer"},
@@ -70,6 +72,24 @@ class CheckMiddleware:
             await app(scope, receive, send)
         finally:
             self._at_end(scope)
+
+
+class IgnoredMiddleware:
+    """Names in each response the parameters of its request that had no effect."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ignored = record_of(scope).ignored
+
+        async def sending(message: Message) -> None:
+            if ignored and message["type"] == "http.response.start":
+                names = (IGNORED.encode(), ", ".join(ignored).encode())
+                message["headers"] = [*message["headers"], names]
+            await send(message)
+
+        await self._app(scope, receive, sending)
 
 
 def from_validation(error: ValidationError) -> errors.RequestError:

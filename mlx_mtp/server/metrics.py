@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
+_MAX_NAMES = 100  # of parameters, which clients choose
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -32,10 +33,23 @@ class Metrics(Collector):
 
         text = "Requests that took longer than --request-timeout."
         self.timeouts = Counter(PREFIX + "request_timeouts", text, registry=self._registry)
+        text = (
+            f"Requests with a parameter that had no effect; names after {_MAX_NAMES} are `other`."
+        )
+        labels, name = ["parameter"], PREFIX + "ignored_parameters"
+        self._ignored = Counter(name, text, labels, registry=self._registry)
+        self._ignored_names: set[str] = set()
         text = "From a request's arrival in the engine to its first token."
         self.first_token = histogram("time_to_first_token_seconds", text, _FIRST_TOKEN_BUCKETS)
         text = "Time per token after the first; the tokens of one step share its time."
         self.inter_token = histogram("inter_token_latency_seconds", text, _TOKEN_BUCKETS)
+
+    def note_ignored(self, names: Iterable[str]) -> None:
+        """Count the parameters of a request that had no effect."""
+        for name in names:
+            if len(self._ignored_names) < _MAX_NAMES:
+                self._ignored_names.add(name)
+            self._ignored.labels(name if name in self._ignored_names else "other").inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
