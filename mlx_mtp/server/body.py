@@ -26,6 +26,7 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.server.fields import WireModel
 from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.text import cut, has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
@@ -46,11 +47,12 @@ async def read_body(
     model: type[Model],
     max_bytes: int,
     max_seconds: float,
-    ignored: list[str] | None = None,
+    *,
+    lenient: bool = False,
 ) -> Model:
     """Read, parse and validate the body; raises RequestError.
 
-    Parameters without effect are added to `ignored`, or refused where there is no such list.
+    If `lenient`, unknown parameters are no error, but noted in the request's record.
     """
     _check_headers(request.headers, max_bytes)
     body = bytearray()
@@ -63,6 +65,8 @@ async def read_body(
     except TimeoutError:
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
+
+    ignored = record_of(request.scope).ignored if lenient else None
 
     def validated() -> Model:
         try:

@@ -19,7 +19,6 @@ from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.params import model_defaults
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
-from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.structured import Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -98,10 +97,8 @@ async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     config = context.config
     asks = "model" in model.model_fields  # the model something, that is
     lenient = asks and config.unknown_parameters == "warn"
-    ignored = record_of(request.scope).ignored if lenient else None
     limits = config.max_body_bytes, config.body_timeout
-    body = await read_body(request, model, *limits, ignored)
-    context.metrics.note_ignored(ignored or ())
+    body = await read_body(request, model, *limits, lenient=lenient)
     if name := getattr(body, "model", None):
         context.check_model(name)
     elif asks:

@@ -1,6 +1,6 @@
 """The one place where errors become HTTP responses, in the shape of the API that was called."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -75,10 +75,10 @@ class CheckMiddleware:
 
 
 class IgnoredMiddleware:
-    """Names in each response the parameters of its request that had no effect."""
+    """Names in each response, and to `count`, its request's parameters that had no effect."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, count: Callable[[Sequence[str]], None]) -> None:
+        self._app, self._count = app, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ignored = record_of(scope).ignored
@@ -87,6 +87,7 @@ class IgnoredMiddleware:
             if ignored and message["type"] == "http.response.start":
                 names = (IGNORED.encode(), ", ".join(ignored).encode())
                 message["headers"] = [*message["headers"], names]
+                self._count(ignored)
             await send(message)
 
         await self._app(scope, receive, sending)

@@ -44,7 +44,7 @@ class Metrics(Collector):
         text = "Time per token after the first; the tokens of one step share its time."
         self.inter_token = histogram("inter_token_latency_seconds", text, _TOKEN_BUCKETS)
 
-    def note_ignored(self, names: Iterable[str]) -> None:
+    def count_ignored(self, names: Iterable[str]) -> None:
         """Count the parameters of a request that had no effect."""
         for name in names:
             if len(self._ignored_names) < _MAX_NAMES:

@@ -73,7 +73,7 @@ def create_app(
     limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
     generating = frozenset(path for _, path, _, generates in ROUTES if generates)
     app.add_middleware(check, check=partial(limiter.check, generating), at_end=limiter.release)
-    app.add_middleware(http_errors.IgnoredMiddleware)
+    app.add_middleware(http_errors.IgnoredMiddleware, count=context.metrics.count_ignored)
     if config.api_keys:
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
         app.add_middleware(check, check=partial(access.check_key, digests))
