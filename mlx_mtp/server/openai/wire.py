@@ -259,9 +259,11 @@ class CompletionRequest(GenerateRequest):
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
-        if self.best_of not in (None, 1, self.n):
-            raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
+        if self.best_of not in (None, self.n) and "n" in self.model_fields_set:
+            raise refusal("must be equal to n: none is ranked", field="best_of", unsupported=True)
         return self
 
     def options(self, **_: Any) -> RequestOptions:
-        return replace(super().options(top_logprobs=self.logprobs), num_prompts=len(self.prompt))
+        made = super().options(top_logprobs=self.logprobs)
+        # By itself `best_of` is `n`: all that is made is given.
+        return replace(made, num_prompts=len(self.prompt), n=self.best_of or self.n)
