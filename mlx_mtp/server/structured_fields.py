@@ -91,6 +91,7 @@ class StructuredOutputs(WireModel):
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
@@ -102,14 +103,20 @@ class StructuredOutputs(WireModel):
 
     def spec(self) -> GrammarSpec:
         (kind,) = self._given()
-        closed, compact = self.disable_additional_properties, self.disable_any_whitespace
-        if kind.startswith("json") and (closed, compact) != (None, None):
+        if kind in ("json_schema", "json_object") and self.model_fields_set & _STYLES:
             schema = self.json_schema if kind == "json_schema" else {"type": "object"}
-            return schema_grammar(styled(schema or {}, closed=closed, no_whitespace=compact))
+            compact, own = self.disable_any_whitespace, {}
+            if self.whitespace_pattern is not None:
+                compact, own = False, {"whitespace_pattern": self.whitespace_pattern}
+            closed = self.disable_additional_properties
+            return schema_grammar(styled(schema or {}, closed=closed, no_whitespace=compact, **own))
         return _spec(kind, getattr(self, kind))
 
     def _given(self) -> list[str]:
-        return [name for name in self.model_fields_set if not name.startswith("disable_")]
+        return [*(self.model_fields_set - _STYLES)]
+
+
+_STYLES = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
 
 
 def _from_tgi(value: object) -> object:
