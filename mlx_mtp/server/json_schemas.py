@@ -36,13 +36,14 @@ def styled(
     *,
     closed: bool | None = None,
     no_whitespace: bool | None = None,
+    whitespace: str | None = None,
     as_standard: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """The schema with llguidance's options; `closed` and `no_whitespace` are as by default if None.
 
     By default objects are closed, and a space may follow a colon or comma; `as_standard`: they are
-    open, and there may be other whitespace.
+    open, and there may be other whitespace. `whitespace` is a pattern of the client's own.
     """
     if OPTIONS in schema:
         return dict(schema)
@@ -50,7 +51,10 @@ def styled(
         closed = not as_standard
     if no_whitespace is None and as_standard:
         no_whitespace = False
-    form = {**_WHITESPACE[no_whitespace], **options}
+    spaces = (
+        _WHITESPACE[no_whitespace] if whitespace is None else {"whitespace_pattern": whitespace}
+    )
+    form = {**spaces, **options}
     return {**(close(schema) if closed else schema), OPTIONS: form}
 
 

@@ -105,11 +105,13 @@ class StructuredOutputs(WireModel):
         (kind,) = self._given()
         if kind in ("json_schema", "json_object") and self.model_fields_set & _STYLES:
             schema = self.json_schema if kind == "json_schema" else {"type": "object"}
-            compact, own = self.disable_any_whitespace, {}
-            if self.whitespace_pattern is not None:
-                compact, own = False, {"whitespace_pattern": self.whitespace_pattern}
-            closed = self.disable_additional_properties
-            return schema_grammar(styled(schema or {}, closed=closed, no_whitespace=compact, **own))
+            form = styled(
+                schema or {},
+                closed=self.disable_additional_properties,
+                no_whitespace=self.disable_any_whitespace,
+                whitespace=self.whitespace_pattern,
+            )
+            return schema_grammar(form)
         return _spec(kind, getattr(self, kind))
 
     def _given(self) -> list[str]:

@@ -120,7 +120,7 @@ def test_answers_of_every_length(said: tuple[Served, str, range], api: Any) -> N
 
 
 BROKEN = 'See. <tool_call>\n{"name": "get_weather", "arguments": {"city": Rome}}\n</tool_call> So.'
-TOOLS = {CHAT: {"tools": [WEATHER]}, RESPONSES: {"tools": [FUNCTION]}, MESSAGES: {"tools": [TOOL]}}
+TOOLS = {CHAT: {"tools": [WEATHER]}, RESPONSES: {"tools": [FUNCTION]}, MESSAGES: MESSAGE}
 
 
 @pytest.mark.parametrize("path", TOOLS)
