@@ -83,12 +83,14 @@ class WireModel(BaseModel):
             raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
-        known, place, given = _names(cls), _place(cls), {}
+        known, place = _names(cls), _place(cls)
+        given: dict[str, Any] = {}
         for key, value in data.items():
             if value is None or (not place and is_neutral(key, value)):
                 continue
             name = key if key in known or place else _synonym(key, known)
-            if name != key and data.get(name, value) != value:
+            said = (data.get(name), given.get(name)) if name != key else ()
+            if any(other not in (None, value) for other in said):
                 raise refusal(f"differs from {name}; give one of them", field=key)
             if name in known or not is_foreign(place + key, value, info.context, key):
                 given[name] = value

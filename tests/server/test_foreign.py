@@ -205,6 +205,7 @@ def test_other_names(
 def test_names_that_contradict_each_other(client: httpx.Client) -> None:
     for fields, param in (
         ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
+        ({"n_predict": 5, "max_new_tokens": 6, "max_tokens": None}, "max_new_tokens"),
         ({"enable_thinking": True, "reasoning": {"enabled": False}}, "enable_thinking"),
         ({"reasoning_effort": "low", "think": "high"}, "think"),
         ({"regex": "a", "json_schema": {}}, "regex"),
