@@ -266,4 +266,5 @@ class CompletionRequest(GenerateRequest):
     def options(self, **_: Any) -> RequestOptions:
         made = super().options(top_logprobs=self.logprobs)
         # By itself `best_of` is `n`: all that is made is given.
-        return replace(made, num_prompts=len(self.prompt), n=self.best_of or self.n)
+        count = self.n if self.best_of is None else self.best_of
+        return replace(made, num_prompts=len(self.prompt), n=count)
