@@ -9,6 +9,8 @@ from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text,
 MAX_DRAFT_TOKENS = 8
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
+JSON_SCHEMAS = ("closed", "standard")
+UNKNOWN_PARAMETERS = ("warn", "error")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 
 DraftTokens = int | Literal["auto"]
@@ -176,6 +178,26 @@ class ServerConfig:
         "how the model writes tool calls; auto goes by the model's template",
         TOOL_CALL_PARSERS,
         default="auto",
+    )
+    json_schemas: str = setting(
+        "formats: --json-schemas",
+        "closed: an object that lists properties and doesn't speak of others takes no others, and "
+        "JSON is on one line; standard: as JSON Schema has it, with any whitespace",
+        JSON_SCHEMAS,
+        default="closed",
+    )
+    unknown_parameters: str = setting(
+        "server: --unknown-parameters",
+        "what to do with a request's parameters that the server doesn't know: answer without them "
+        "and name them in the response's header x-mlx-mtp-ignored, or refuse the request",
+        UNKNOWN_PARAMETERS,
+        default="warn",
+    )
+    allow_request_chat_template: bool = setting(
+        "security: --allow-request-chat-template",
+        "let requests bring a chat template of their own, a program that runs in a sandbox; only "
+        "for clients that you trust",
+        default=False,
     )
     max_queue: int = setting(
         "limits: --max-queue N",

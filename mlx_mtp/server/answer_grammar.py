@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_mtp.errors import GrammarError, InvalidRequestError, UnsupportedParameterError
-from mlx_mtp.sampling.grammar import JSON_WHITESPACE, MAX_GRAMMAR_CHARACTERS
+from mlx_mtp.sampling.grammar import MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation, Tool
+from mlx_mtp.server.json_schemas import styled
 from mlx_mtp.server.parsing import xml_values
 from mlx_mtp.server.parsing.bare_values import as_list
 from mlx_mtp.server.parsing.formats import HERMES, NONE, QWEN3_CODER, OutputFormat
@@ -59,10 +60,12 @@ def answer_grammar(
     added_tokens: Container[str],
     *,
     thinking: bool,
+    as_standard: bool = False,
 ) -> GrammarSpec | None:
     """The grammar of the answer; None leaves it free. RequestError: it can't be enforced.
 
     If `thinking`, the answer begins within a think block, which is left free, within its budget.
+    If `as_standard`, JSON schemas mean what their standard says, and no less.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"
@@ -74,7 +77,8 @@ def answer_grammar(
                 param=conversation.response_field,
             )
         xml = output_format.tools == QWEN3_CODER
-        text = _lark(conversation, added_tokens, xml=xml, thinking=thinking)
+        rules = _Rules(as_standard)
+        text = _lark(conversation, added_tokens, rules, xml=xml, thinking=thinking)
         grammar = GrammarSpec("lark", text)
     budget = conversation.thinking_budget
     if not thinking or (grammar is None and budget is None):
@@ -83,10 +87,15 @@ def answer_grammar(
 
 
 def _lark(
-    conversation: Conversation, added_tokens: Container[str], *, xml: bool, thinking: bool
+    conversation: Conversation,
+    added_tokens: Container[str],
+    rules: "_Rules",
+    *,
+    xml: bool,
+    thinking: bool,
 ) -> str:
     """The grammar of an answer that may have calls, as tags or as JSON."""
-    rules, calls = _Rules(), []
+    calls = []
     if xml:
         rules["ANY_TEXT"] = xml_values.ANY_TEXT
         rules["any_value[lazy]"] = f"ANY_TEXT {_VALUE_END}"
@@ -99,7 +108,7 @@ def _lark(
     required, response = conversation.tool_choice.mode == "required", conversation.response
     if required or response is not None:
         rules["calls"] = "call" if max_calls(conversation) == 1 else r'call ("\n" call)*'
-        rules["answer"] = "calls" if required or response is None else _rule(response)
+        rules["answer"] = "calls" if required or response is None else _rule(response, rules)
         start = r"/\n{0,2}/ (calls | answer)" if thinking else "calls | answer"
     else:
         # Calls may stand within text, or be missing.
@@ -116,10 +125,10 @@ def _lark(
     return "%llguidance {}\n" + "".join(lines)
 
 
-def _rule(response: GrammarSpec) -> str:
+def _rule(response: GrammarSpec, rules: "_Rules") -> str:
     """The form of an answer as the body of a rule in llguidance's Lark."""
     if response.kind in ("json_schema", "json_object"):
-        return _json_rule(json.loads(response.value or '{"type": "object"}'), strict=True)
+        return rules.json(json.loads(response.value or '{"type": "object"}'), strict=True)
     if response.kind == "choice":
         return " | ".join(json.dumps(choice) for choice in json.loads(response.value))
     raise UnsupportedParameterError(
@@ -133,6 +142,15 @@ class _Rules(dict[str, str]):
 
     size = 0
 
+    def __init__(self, as_standard: bool) -> None:
+        super().__init__()
+        self._as_standard = as_standard
+
+    def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
+        """The body of a rule for a JSON value; if `strict`, its unknown keywords are an error."""
+        made = styled(schema, as_standard=self._as_standard, lenient=not strict)
+        return f"%json {json.dumps(made)}"
+
     def __setitem__(self, name: str, body: str) -> None:
         super().__setitem__(name, body)
         self.size += len(body)
@@ -144,14 +162,8 @@ class _Rules(dict[str, str]):
             )
 
 
-def _json_rule(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """The body of a rule for a JSON value; if `strict`, unknown keywords of it are an error."""
-    options = {"whitespace_pattern": JSON_WHITESPACE, "lenient": not strict}
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
-
-
 def _json_call(rule: str, tool: Tool, rules: _Rules) -> str:
-    rules[f"{rule}_arguments"] = _json_rule(_parameters(tool), strict=tool.strict)
+    rules[f"{rule}_arguments"] = rules.json(_parameters(tool), strict=tool.strict)
     start = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
     return rf'{start} {rule}_arguments "}}\n"'
 
@@ -190,7 +202,7 @@ def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules
         rules[f"{rule}_text[lazy]"] = f"{rule.upper()} {_VALUE_END}"
         ways.append(f"{rule}_text")
     if json_schema is not None:
-        rules[f"{rule}_json"] = _json_rule(json_schema, strict=tool.strict)
+        rules[f"{rule}_json"] = rules.json(json_schema, strict=tool.strict)
         ways.append(f"{rule}_json {_VALUE_END}")
     return f"({' | '.join(ways)})"
 

@@ -26,6 +26,7 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.server.fields import WireModel
 from mlx_mtp.server.http_errors import from_validation
+from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.text import cut, has_half_character
 
 Model = TypeVar("Model", bound=WireModel)
@@ -42,9 +43,17 @@ _one_at_a_time = threading.Lock()
 
 
 async def read_body(
-    request: Request, model: type[Model], max_bytes: int, max_seconds: float
+    request: Request,
+    model: type[Model],
+    max_bytes: int,
+    max_seconds: float,
+    *,
+    lenient: bool = False,
 ) -> Model:
-    """Read, parse and validate the body; raises RequestError."""
+    """Read, parse and validate the body; raises RequestError.
+
+    If `lenient`, unknown parameters are no error, but noted in the request's record.
+    """
     _check_headers(request.headers, max_bytes)
     body = bytearray()
     try:
@@ -57,9 +66,11 @@ async def read_body(
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
 
+    ignored = record_of(request.scope).ignored if lenient else None
+
     def validated() -> Model:
         try:
-            return model.model_validate(parse_json(bytes(body)))
+            return model.model_validate(parse_json(bytes(body)), context=ignored)
         except ValidationError as error:
             raise from_validation(error) from None
 

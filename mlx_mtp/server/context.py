@@ -36,8 +36,16 @@ class Context:
         self.defaults = model_defaults(given)
         parsers = config.reasoning_parser, config.tool_call_parser
         self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
-        self.prompter = Prompter(tokenizer, self.output_format, config.template_seconds)
-        self.grammars = Grammars(tokenizer, engine.info.eos_token_ids)
+        standard = config.json_schemas == "standard"
+        self.prompter = Prompter(
+            tokenizer,
+            self.output_format,
+            config.template_seconds,
+            as_standard=standard,
+            request_templates=config.allow_request_chat_template,
+        )
+        eos = engine.info.eos_token_ids
+        self.grammars = Grammars(tokenizer, eos, as_standard=standard)
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.metrics = Metrics(engine, self.limiter, config)
         self.dispatcher = Dispatcher(engine)
@@ -87,7 +95,12 @@ async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """The application's parts and the body; raises RequestError for a wrong one or model."""
     context = context_of(request)
     config = context.config
-    body = await read_body(request, model, config.max_body_bytes, config.body_timeout)
-    if (name := getattr(body, "model", None)) is not None:
+    asks = "model" in model.model_fields  # the model something, that is
+    lenient = asks and config.unknown_parameters == "warn"
+    limits = config.max_body_bytes, config.body_timeout
+    body = await read_body(request, model, *limits, lenient=lenient)
+    if name := getattr(body, "model", None):
         context.check_model(name)
+    elif asks:
+        body = body.model_copy(update={"model": config.model_name})
     return context, body

@@ -99,6 +99,8 @@ class Conversation:
     response_field: str = "response_format"  # of the request that says so
     effort: str | None = None  # how much to think, for templates that know OpenAI's word
     continue_final: bool = False  # the last message is the beginning of the answer
+    generation_prompt: bool = True  # the prompt ends with the beginning of an answer
+    template: str | None = None  # the client's own
 
     @property
     def offered_tools(self) -> list[Tool]:

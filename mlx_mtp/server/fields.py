@@ -2,8 +2,9 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Container, Set
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from collections.abc import Callable, Container, Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +15,7 @@ from pydantic import (
     FailFast,
     Field,
     Tag,
+    ValidationInfo,
     create_model,
     model_validator,
 )
@@ -27,6 +29,7 @@ from mlx_mtp.sampling.params import (
     SamplingParams,
 )
 from mlx_mtp.server import conversation
+from mlx_mtp.server.foreign import REFUSED, SYNONYMS, is_neutral, note
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.text import has_half_character
 
@@ -61,19 +64,81 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_PLACES: dict[type, tuple[type, str]] = {}  # the model and the field that each model is in
+
+
 class WireModel(BaseModel):
-    """Strict: no coercion, no unknown fields; an explicit null means that the field is absent."""
+    """Strict: no coercion; an explicit null means that the field is absent.
+
+    What is no field is dropped where it is neutral. Other names are errors, or, where the
+    validation's context is a list, noted in it.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            for inner, mark in _models_in(field.annotation):
+                _PLACES.setdefault(inner, (cls, f"{field.alias or name}{mark}."))
+
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, data: object) -> object:
+    def _known_fields(cls, data: object, info: ValidationInfo) -> object:
         if not isinstance(data, dict):
             raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
-        return {key: value for key, value in data.items() if value is not None}
+        known, place = _names(cls), _place(cls)
+        given: dict[str, Any] = {}
+        for key, value in data.items():
+            if value is None or (not place and is_neutral(key, value)):
+                continue
+            name = key if key in known or place else _synonym(key, known)
+            said = (data.get(name), given.get(name)) if name != key else ()
+            if any(other not in (None, value) for other in said):
+                raise refusal(f"differs from {name}; give one of them", field=key)
+            if name in known or not is_foreign(place + key, value, info.context, key):
+                given[name] = value
+        return given
+
+
+def is_foreign(place: str, value: object, ignored: list[str] | None, field: str) -> bool:
+    """Whether a parameter that is not known may be dropped; a refusal: it must not be."""
+    if is_neutral(place, value):
+        return True
+    if place in REFUSED:
+        raise refusal(REFUSED[place], field=field, unsupported=True)
+    if ignored is not None:
+        note(ignored, place)
+    return ignored is not None
+
+
+@cache
+def _names(kind: type[WireModel]) -> frozenset[str]:
+    """A model's fields as clients write them."""
+    names: set[str] = set()
+    for name, field in kind.model_fields.items():
+        alias = field.validation_alias or name
+        names |= {alias} if isinstance(alias, str) else {str(n) for n in alias.choices}  # type: ignore[union-attr]
+    return frozenset(names)
+
+
+def _place(kind: type) -> str:
+    """The fields that lead to a model; where several do, the first."""
+    outer, name = _PLACES.get(kind, (None, ""))
+    return name if outer is None else _place(outer) + name
+
+
+def _models_in(annotation: Any, mark: str = "") -> Iterator[tuple[type, str]]:
+    if isinstance(annotation, type) and issubclass(annotation, WireModel):
+        yield annotation, mark
+    for inner in get_args(annotation):
+        yield from _models_in(inner, "[]" if get_origin(annotation) is list else mark)
+
+
+def _synonym(name: str, known: Container[str]) -> str:
+    return next((other for other in SYNONYMS.get(name, ()) if other in known), name)
 
 
 def few_values(value: Any) -> Any:
@@ -102,7 +167,7 @@ def is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> object:
+def joined_text(value: object, kinds: Container[str], info: ValidationInfo) -> object:
     """The text of a list of text parts, refusals among them; other media are refused by name."""
     if not isinstance(value, list):
         return value
@@ -113,12 +178,37 @@ def joined_text(value: object, kinds: Container[str], ignored: Set[str]) -> obje
             message = f"part {number} has type {json.dumps(kind)[:80]}"
             raise refusal(f"{message}, but this server takes text only", unsupported=True)
         key = "refusal" if kind == "refusal" else "text"
-        given = {name for name, inner in part.items() if inner is not None}
-        if given - ignored != {"type", key} or not isinstance(part[key], str):
+        given = {
+            name
+            for name, inner in part.items()
+            if inner is not None
+            and (
+                name in ("type", key)
+                or not is_foreign(f"content[].{name}", inner, info.context, name)
+            )
+        }
+        if given != {"type", key} or not isinstance(part[key], str):
             form = f'{{"type": "{kind}", "{key}": "..."}}'
             raise refusal(f"part {number} must have the form {form}")
         texts.append(part[key])
     return "".join(texts)
+
+
+def known_only(*kinds: str) -> BeforeValidator:
+    """Drop a list's items that are, or have as their `type`, none of these; and note that."""
+
+    def known(value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, list) or info.context is None:
+            return value
+        found = [each.get("type") if isinstance(each, dict) else each for each in value]
+        for kind in found:
+            if isinstance(kind, str) and kind not in kinds:
+                note(info.context, f"{info.field_name}[].{kind}")
+        return [
+            each for each, kind in zip(value, found) if not isinstance(kind, str) or kind in kinds
+        ]
+
+    return BeforeValidator(known)
 
 
 def only(neutral: object) -> AfterValidator:
@@ -161,9 +251,7 @@ TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Arguments = Annotated[str, AfterValidator(_whole_characters)]
 Parsed = Annotated[Any, BeforeValidator(few_values)]  # by the openai package's parse()
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
-Retention = Literal["in_memory", "in-memory", "24h"]  # a hint for OpenAI's caches
 OnlyFalse = Annotated[bool, only(False)]
-Verbosity = Annotated[str, only("medium")]
 
 _JSON_TYPES: dict[Any, Any] = {int: Int, float: Float, bool: bool}
 _JSON_TYPES |= {tuple[int, ...]: StopTokenIds, tuple[tuple[int, float], ...]: LogitBias}
@@ -188,7 +276,7 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
 class GenerateRequest(WireModel):
     """What all bodies that ask for an answer have."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: str = ""  # if it is left out, the one that is served
     stream: bool = False
     cache_salt: CacheSalt | None = None
 
@@ -215,15 +303,7 @@ class OpenAILabels(WireModel):
 
     user: str | None = None
     metadata: Labels | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-
-
-class StreamOptions(WireModel):
-    """What a stream carries beside the answer."""
-
-    include_obfuscation: OnlyFalse = False
 
 
 class Function(WireModel):

@@ -49,7 +49,10 @@ class Admitted(Generic[Body]):
         return await self._generation([prompt.token_ids], parser, field, prompt.grammar)
 
     async def complete(
-        self, prompts: Sequence[str | list[int]], guided: tuple[str, GrammarSpec] | None
+        self,
+        prompts: Sequence[str | list[int]],
+        guided: tuple[str, GrammarSpec | None] | None,
+        suffix: str = "",
     ) -> Generation:
         context = self.context
         limit = context.engine.info.max_model_len
@@ -61,12 +64,15 @@ class Admitted(Generic[Body]):
                 token_ids = context.tokenizer.encode(prompt, limit=limit)
             else:
                 token_ids = context.checked_ids(prompt, "prompt")
+            if suffix:
+                return context.tokenizer.fill_in(token_ids, suffix, limit), None
             if not self.options.echo or not 0 < len(token_ids) < limit:
                 return token_ids, None
             name = context.tokenizer.token_bytes
             return token_ids, echo_of(prompt, token_ids, name, with_tokens=with_tokens)
 
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        texts = [suffix, *(prompt for prompt in prompts if isinstance(prompt, str))]
+        size = sum(map(len, texts))
         encoded = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
         token_ids, echoes = zip(*encoded)
         field, spec = guided or ("", None)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
+_MAX_NAMES = 100  # of parameters, which clients choose
 _STARTED = time.time()
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -51,6 +52,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request_timeouts": ("Requests that took longer than --request-timeout.", ()),
     "request_success": ("Sequences that have ended, by reason.", ("finished_reason",)),
     "http_requests": ("HTTP requests answered, by route and status.", ("route", "status")),
+    "ignored_parameters": (
+        f"Requests with a parameter that had no effect; names after {_MAX_NAMES} are `other`.",
+        ("parameter",),
+    ),
 }
 # Read when asked for, from the engine's statistics or the limiter.
 _GAUGES = {
@@ -113,6 +118,7 @@ class Metrics(Collector):
             name: Counter(PREFIX + name, text, labels, registry=self._observed)
             for name, (text, labels) in COUNTERS.items()
         }
+        self._ignored_names: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)  # where there is /proc
@@ -123,6 +129,14 @@ class Metrics(Collector):
     def count(self, name: str, *labels: str) -> None:
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc()
+
+    def count_ignored(self, names: Iterable[str]) -> None:
+        """Count the parameters of a request that had no effect."""
+        for name in names:
+            if len(self._ignored_names) < _MAX_NAMES:
+                self._ignored_names.add(name)
+            known = name in self._ignored_names
+            self.count("ignored_parameters", name if known else "other")
 
     def render(self) -> bytes:
         return as_text(self._registry)

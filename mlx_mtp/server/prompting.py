@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
@@ -48,6 +49,8 @@ class Prompter:
     tokenizer: Tokenizer
     output_format: OutputFormat
     seconds: float
+    as_standard: bool = False  # JSON schemas mean what their standard says, and no less
+    request_templates: bool = False  # requests may bring their own
     _large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
 
     async def prompt(
@@ -60,7 +63,10 @@ class Prompter:
             form, added = self.output_format, self.tokenizer.added_tokens
             thinking, spec = form.opens_thinking(text), None
             if with_grammar:
-                spec = answer_grammar(conversation, form, added, thinking=thinking)
+                style = self.as_standard
+                spec = answer_grammar(
+                    conversation, form, added, thinking=thinking, as_standard=style
+                )
             return Prompt(token_ids, thinking, spec)
 
         async with self._turn(sum(len(message.content) for message in conversation.messages)):
@@ -88,7 +94,13 @@ class Prompter:
         chat = folded(conversation.messages)
         messages = [message.for_template(as_object=as_object) for message in chat]
         tools = [tool.for_template() for tool in conversation.offered_tools]
-        knows = self.tokenizer.template_knows
+        template = conversation.template
+        if template is not None and not self.request_templates:
+            raise UnsupportedParameterError(
+                "This server takes no chat templates of requests (--allow-request-chat-template).",
+                param="chat_template",
+            )
+        knows = partial(self.tokenizer.template_knows, template=template)
         if tools and not knows("tools"):
             raise UnsupportedParameterError(
                 "This model's chat template does not support tools.", param="tools"
@@ -107,8 +119,18 @@ class Prompter:
         for key, value in wanted.items():
             if value is not None and knows(key):
                 kwargs.setdefault(key, value)
+        if conversation.continue_final and not (chat and chat[-1].role == "assistant"):
+            raise InvalidRequestError(
+                "continue_final_message needs a last message of role assistant.",
+                param="continue_final_message",
+            )
         return self.tokenizer.render_chat(
-            messages, tools, kwargs, continue_final=conversation.continue_final
+            messages,
+            tools,
+            kwargs,
+            template=template,
+            generation_prompt=conversation.generation_prompt,
+            continue_final=conversation.continue_final,
         )
 
 

@@ -76,6 +76,7 @@ def create_app(
     limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
     generating = frozenset(path for _, path, _, generates in ROUTES if generates)
     app.add_middleware(check, check=partial(limiter.check, generating), at_end=limiter.release)
+    app.add_middleware(http_errors.IgnoredMiddleware, count=context.metrics.count_ignored)
     if config.api_keys:
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
         app.add_middleware(check, check=partial(access.check_key, digests))
@@ -85,7 +86,7 @@ def create_app(
             allow_origins=list(origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
-            expose_headers=["Retry-After"],
+            expose_headers=["Retry-After", http_errors.IGNORED],
         )
     app.add_middleware(check, check=partial(access.check_origin, origins))
     names = access.known_names(config.host, config.allowed_hosts)

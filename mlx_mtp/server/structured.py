@@ -1,15 +1,18 @@
 """Grammars for requests: compiled off the event loop and off the engine's thread, and kept."""
 
 import asyncio
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker, compile_grammar
+from mlx_mtp.server.json_schemas import styled
 from mlx_mtp.server.tokenizer import Tokenizer
 
 MAX_CACHED = 64  # grammars, those that are wrong among them
@@ -19,9 +22,13 @@ class Grammars:
     """Compiles what requests ask for, one at a time, and keeps the latest.
 
     Build it before anything is served: it takes up to a second, and holds up all threads meanwhile.
+    If `as_standard`, a JSON schema means what its standard says, and no less.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], *, as_standard: bool = False
+    ) -> None:
+        self._as_standard = as_standard
         known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
         tokenizer_json = tokenizer.to_json()
         self._compiler: GrammarCompiler | None = None
@@ -67,6 +74,10 @@ class Grammars:
         self._checker.close()
 
     def _compile(self, compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar | str:
+        if spec.kind in ("json_schema", "json_object"):
+            schema = json.loads(spec.value or '{"type": "object"}')
+            text = json.dumps(styled(schema, as_standard=self._as_standard))
+            spec = replace(spec, kind="json_schema", value=text)
         try:
             self._checker.check(spec)
             return compile_grammar(compiler, spec)

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_val
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.fields import WireModel, at_most, few_values, refusal
+from mlx_mtp.server.json_schemas import styled
 from mlx_mtp.server.parsing.json_reader import loads
 
 
@@ -73,7 +74,7 @@ class ResponseFormat(WireModel):
                 raise refusal(f"belongs to type {kind}, not {self.type}", field=field)
         return self
 
-    def grammar(self) -> GrammarSpec | None:
+    def spec(self) -> GrammarSpec | None:
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
         if schema is not None:
             return schema_grammar(schema)
@@ -88,24 +89,61 @@ class StructuredOutputs(WireModel):
     choice: Choices = Field(default_factory=list)
     grammar: Text | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
         if self.json_object is False:
             raise refusal("must be true, or be left out", field="json_object")
-        if len(self.model_fields_set) != 1:
+        if len(self._given()) != 1:
             raise refusal("must have one of json, regex, choice, grammar and json_object")
         return self
 
+    def spec(self) -> GrammarSpec:
+        (kind,) = self._given()
+        if kind in ("json_schema", "json_object") and self.model_fields_set & _STYLES:
+            schema = self.json_schema if kind == "json_schema" else {"type": "object"}
+            form = styled(
+                schema or {},
+                closed=self.disable_additional_properties,
+                no_whitespace=self.disable_any_whitespace,
+                whitespace=self.whitespace_pattern,
+            )
+            return schema_grammar(form)
+        return _spec(kind, getattr(self, kind))
+
+    def _given(self) -> list[str]:
+        return [*(self.model_fields_set - _STYLES)]
+
+
+_STYLES = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+
+
+def _from_tgi(value: object) -> object:
+    # TGI's object has the kind and the value apart; to llama.cpp it is a text.
+    if not isinstance(value, dict) or "type" not in value:
+        return {"grammar": value}
+    kind, inner = value["type"], value.get("value")
+    if kind == "json_schema" and isinstance(inner, dict):
+        kind, inner = "json", inner.get("schema")
+    return {kind: inner} if kind in ("json", "regex") else value
+
 
 class GuidedFields(WireModel):
-    """The same in vLLM's words, old and new, for both of OpenAI's endpoints."""
+    """The form of an answer in all the words for it that OpenAI's two endpoints know."""
 
+    response_format: ResponseFormat | None = None
     guided_json: SchemaOrText | None = None
     guided_regex: Text | None = None
     guided_choice: Choices = Field(default_factory=list)
     guided_grammar: Text | None = None
     structured_outputs: StructuredOutputs | None = None
+    json_schema: SchemaOrText | None = None  # llama.cpp, SGLang
+    regex: Text | None = None  # SGLang, outlines
+    ebnf: Text | None = None  # SGLang
+    grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
 
     @model_validator(mode="after")
     def _at_most_one(self) -> GuidedFields:
@@ -114,16 +152,20 @@ class GuidedFields(WireModel):
             raise refusal(f"can't be combined with {given[0]}", field=given[1])
         return self
 
-    def guided(self) -> tuple[str, GrammarSpec] | None:
+    def guided(self) -> tuple[str, GrammarSpec | None] | None:
         """The field that was given, and what it asks for."""
         for field in self._given():
-            outputs = self.structured_outputs
-            (kind,) = outputs.model_fields_set if outputs else [field.removeprefix("guided_")]
-            return field, _spec(kind, getattr(outputs, kind) if outputs else getattr(self, field))
+            value = getattr(self, field)
+            if isinstance(value, ResponseFormat | StructuredOutputs):
+                return field, value.spec()
+            return field, _spec(_KINDS.get(field, field.removeprefix("guided_")), value)
         return None
 
     def _given(self) -> list[str]:
         return [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+
+
+_KINDS = {"guided_json": "json_schema", "ebnf": "grammar"}
 
 
 def _spec(kind: str, value: Any) -> GrammarSpec:

@@ -11,21 +11,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.context import read
-from mlx_mtp.server.conversation import Conversation, split_template_kwargs
+from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.fields import (
     MAX_PROMPT_IDS,
     Many,
     ManyTools,
-    TemplateKwargs,
     WireModel,
     at_most,
     is_id,
     refusal,
 )
-from mlx_mtp.server.openai.wire import Message, Tool
+from mlx_mtp.server.openai.wire import Message, TemplateFields, Tool
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize: a text, or a chat as its template writes it."""
 
     model: str | None = None
@@ -33,7 +32,6 @@ class TokenizeRequest(WireModel):
     content: str | None = None
     messages: Many[Message] = Field([])
     tools: ManyTools[Tool] = Field([])
-    chat_template_kwargs: TemplateKwargs = Field({})
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -45,16 +43,16 @@ class TokenizeRequest(WireModel):
                 "give one of prompt (or content, as llama.cpp calls it) and messages",
                 field="prompt",
             )
-        if not self.messages and (self.tools or self.chat_template_kwargs):
-            raise refusal("goes with messages", field="tools" if self.tools else None)
+        of_chats = self.model_fields_set & {"tools", *TemplateFields.model_fields}
+        if not self.messages and of_chats:
+            raise refusal("goes with messages", field=min(of_chats))
         return self
 
     def conversation(self) -> Conversation:
-        kwargs, _ = split_template_kwargs(self.chat_template_kwargs)
         return Conversation(
             messages=[message.message() for message in self.messages],
             tools=[tool.function.tool() for tool in self.tools],
-            template_kwargs=kwargs,
+            **self.template_fields(),
         )
 
 

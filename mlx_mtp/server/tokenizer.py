@@ -25,6 +25,7 @@ MIN_PART, MAX_PART = 1 << 14, 1 << 20
 """Of a long text the first so many characters are encoded by themselves (16 for each token that it
 may have), then twice as many, and so on. 8 MB may take 20 s and 1.6 GB."""
 _MAX_TEMPLATE_WORDS = 300
+_FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")  # Qwen's
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 # What jinja2 and transformers give to every template; another value would break the template.
 _TEMPLATE_GLOBALS = frozenset(
@@ -114,6 +115,16 @@ class Tokenizer:
                 return tuple(found.ids)
             size *= 2
 
+    def fill_in(self, before: Sequence[int], after: str, limit: int) -> tuple[int, ...]:
+        """The prompt for what is missing between two texts, of which the first is encoded."""
+        ids = [self.added_tokens.get(name) for name in _FILL_IN]
+        if None in ids:
+            raise UnsupportedParameterError(
+                f"suffix: this model has no token {_FILL_IN[ids.index(None)]}.", param="suffix"
+            )
+        begin, end, middle = (index for index in ids if index is not None)
+        return (begin, *before, end, *self.encode(after, limit=limit), middle)
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -132,13 +143,15 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
+        template: str | None = None,
+        generation_prompt: bool = True,
         continue_final: bool = False,
     ) -> str:
-        """The chat as the model's template writes it.
+        """The chat as the model's template writes it, or a client's own, in the same sandbox.
 
         If `continue_final`, the last message is the beginning of the answer.
         """
-        if not self.template:
+        if not (template or self.template):
             raise UnsupportedParameterError(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
@@ -153,17 +166,23 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) if tools else None,
-                add_generation_prompt=not continue_final,
+                chat_template=template,
+                add_generation_prompt=generation_prompt and not continue_final,
                 continue_final_message=continue_final,
                 tokenize=False,
                 **extra,
             )
         except TemplateSyntaxError as error:
+            if template is not None:
+                raise InvalidRequestError(
+                    f"chat_template is wrong: {_one_line(error)}", param="chat_template"
+                ) from error
             raise ModelError(f"The model's chat template is wrong: {_one_line(error)}") from error
         except Exception as error:
             # Whatever a template raises says that it doesn't go with these messages.
+            whose = "The model's" if template is None else "The request's"
             raise InvalidRequestError(
-                "The model's chat template refuses these messages: "
+                f"{whose} chat template refuses these messages: "
                 f"{cut(str(error), _MAX_TEMPLATE_WORDS)}",
                 param="messages",
             ) from error
@@ -175,9 +194,9 @@ class Tokenizer:
         template = self._tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
-    def template_knows(self, name: str) -> bool:
-        """Whether the chat template has such a variable."""
-        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
+    def template_knows(self, name: str, template: str | None = None) -> bool:
+        """Whether the chat template, or that of a client, has such a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", template or self.template) is not None
 
     @cached_property
     def closed_kwargs(self) -> frozenset[str]:

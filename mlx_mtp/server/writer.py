@@ -17,7 +17,7 @@ Kind = Literal["text", "reasoning", "call"]
 State = Literal["open", "complete", "cut", "broken"]
 _KINDS: Mapping[type, Kind]
 _KINDS = {events.Text: "text", events.Reasoning: "reasoning", events.ToolArguments: "call"}
-Content = events.Text | events.ToolBroken | events.Reasoning | events.ToolArguments
+Content = events.Text | events.Reasoning | events.ToolArguments
 Steps = Iterator[Callable[[], Iterable[bytes]]]  # each step of an answer: call it for its events
 
 
@@ -33,7 +33,7 @@ class Block:
     pieces: list[str] = field(default_factory=list)  # of a call: of its arguments' JSON text
     tokens: list[events.OutputToken] = field(default_factory=list)  # if logprobs were asked for
     state: State = "open"  # "cut": the answer ended within it; "broken": it is no call after all
-    raw: str = ""  # all of a call that is cut, as the model wrote it
+    raw: str = ""  # all of a call that is cut or broken, as the model wrote it
 
     @property
     def text(self) -> str:
@@ -68,8 +68,8 @@ class Writer(ABC):
                 case events.ToolCut():
                     yield from self._stop(delta, "cut", found.text)
                 case events.ToolBroken():
-                    yield from self._stop(delta, "broken")
-                    yield from self._extend(delta, "text", found)
+                    # A stream has told it, as a call that breaks off; a whole answer has the text.
+                    yield from self._stop(delta, "broken", found.text, found.tokens)
                 case _:
                     yield from self._extend(delta, _KINDS[type(found)], found)
         if delta.finish_reason is not None:
@@ -77,11 +77,11 @@ class Writer(ABC):
             yield partial(self.finish, delta)
 
     def whole_blocks(self, choice: int) -> list[Block]:
-        # A broken call is none, and the texts around it are one.
+        # A broken call is text, and one with the texts around it.
         found: list[Block] = []
         for block in self.blocks[choice]:
             if block.state == "broken":
-                continue
+                block = replace(block, kind="text", pieces=[block.raw], state="complete")
             if found and found[-1].kind == block.kind == "text":
                 found[-1].pieces += block.pieces
                 found[-1].tokens += block.tokens
@@ -110,10 +110,17 @@ class Writer(ABC):
         self.blocks[delta.index].append(block)
         yield partial(self.start, block)
 
-    def _stop(self, delta: Delta, state: State, raw: str = "") -> Steps:
+    def _stop(
+        self,
+        delta: Delta,
+        state: State,
+        raw: str = "",
+        tokens: Iterable[events.OutputToken] = (),
+    ) -> Steps:
         block = self._open(delta.index)
         if block is not None:
             block.state, block.raw = state, raw
+            block.tokens += tokens
             yield partial(self.stop, block)
 
     def opening(self) -> Iterable[bytes]:

@@ -1,4 +1,4 @@
-"""Answers that end within a tool call: streams and whole answers say the same, and it once."""
+"""Answers that end within a tool call, or have a malformed one: it is told once."""
 
 import json
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import pytest
 
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
+from tests.server.in_process import CHAT, GOOD, in_process
 from tests.server.wire_help import WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
 
 HERMES = (
@@ -116,3 +117,32 @@ def test_answers_of_every_length(said: tuple[Served, str, range], api: Any) -> N
     assert len(found) > 8
     full = '{"city": "Rome'
     assert all(full.startswith(part) or part.startswith(full) for part in found)
+
+
+BROKEN = 'See. <tool_call>\n{"name": "get_weather", "arguments": {"city": Rome}}\n</tool_call> So.'
+TOOLS = {CHAT: {"tools": [WEATHER]}, RESPONSES: {"tools": [FUNCTION]}, MESSAGES: MESSAGE}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_malformed_call_is_told_once(path: str, tokenizer: Tokenizer) -> None:
+    with in_process(saying(tokenizer, BROKEN)) as client:
+        body = GOOD[path] | TOOLS[path] | {"temperature": 0}
+        whole = client.post(path, json=body).text
+        streamed = client.post(path, json=body | {"stream": True}).text
+    text = r"<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": Rome}}"
+    assert whole.count("Rome") == whole.count(text) == 1
+    data = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    pieces: list[str] = []
+    for each in data:
+        if path == CHAT:
+            delta = each["choices"][0]["delta"]
+            pieces.append(delta.get("content") or "")
+            pieces += [c["function"]["arguments"] for c in delta.get("tool_calls", [])]
+        elif path == RESPONSES and each["type"].endswith(".delta"):
+            pieces.append(each["delta"])
+        elif each["type"] == "content_block_delta":
+            pieces.append(each["delta"].get("text") or each["delta"].get("partial_json") or "")
+    said = "".join(pieces)
+    assert said.count("city") == said.count("Rome") == 1
+    assert said.startswith("See.") and said.endswith(" So.")
+    assert "get_weather" not in said and "get_weather" in streamed

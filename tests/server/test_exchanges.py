@@ -113,7 +113,7 @@ async def exchanged(group: dict[str, Any], tokenizer: Tokenizer) -> list[dict[st
         return answer(tokenizer.encode(group["said"]))(request)
 
     engine, found = FakeEngine(script), []
-    config = ServerConfig(MODEL, seed=1, max_stored_completions=0)
+    config = ServerConfig(MODEL, seed=1, max_stored_completions=0, unknown_parameters="error")
     app = create_app(engine, tokenizer, config, {"temperature": 0.6, "top_k": 20})
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (

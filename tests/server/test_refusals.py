@@ -146,7 +146,7 @@ ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with in_process(max_choices=4, max_body_bytes=MAX_BODY) as client:
+    with in_process(max_choices=4, max_body_bytes=MAX_BODY, unknown_parameters="error") as client:
         yield client
 
 

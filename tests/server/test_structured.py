@@ -71,7 +71,7 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def fake(serve: Serve, engine: FakeEngine) -> Iterator[Served]:
-    with serve(engine) as client:
+    with serve(engine, unknown_parameters="error") as client:
         yield client
 
 

@@ -191,19 +191,24 @@ class KeptThinking(WireModel):
     value: Annotated[int, Field(ge=1)] | None = None
 
 
+_CLEARING = "clear_thinking_20251015"
+
+
 class _ContextEdit(WireModel):
     type: Literal["clear_thinking_20251015"]
     keep: KeptThinking | Literal["all"] | None = None
 
 
 class _ContextManagement(WireModel):
-    edits: Annotated[list[_ContextEdit], FailFast(), at_most(fields.MAX_LABELS)] = Field([])
+    edits: Annotated[
+        list[_ContextEdit], FailFast(), fields.known_only(_CLEARING), at_most(fields.MAX_LABELS)
+    ] = Field([])
 
 
 class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: str = ""  # if it is left out, the one that is served
     messages: OneOrMore[_Message]
     system: _Texts = Field([])
     tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
@@ -213,7 +218,6 @@ class CountRequest(WireModel):
     output_format: _OutputFormat | None = None
     context_management: _ContextManagement | None = None
     cache_control: _CacheControl | None = None
-    speed: Literal["standard"] | None = None
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
@@ -251,7 +255,6 @@ class MessagesRequest(CountRequest, fields.GenerateRequest):
     temperature: Annotated[fields.Float, Field(le=1.0)] | None = None
     stop_sequences: fields.Stops = Field([])
     metadata: _Metadata = Field(default_factory=_Metadata)
-    service_tier: Literal["auto", "standard_only"] | None = None
     diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
     def options(self) -> RequestOptions:

@@ -145,6 +145,10 @@ class ChatWriter(_OpenAIWriter):
             else {}
         )
 
+    def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
+        super().__init__(admitted, generation)
+        self._hides_reasoning = admitted.body.hides_reasoning
+
     def start(self, block: Block) -> Iterable[bytes]:
         if block.kind == "call":
             call = {"index": block.number, **_call(block)}
@@ -154,6 +158,8 @@ class ChatWriter(_OpenAIWriter):
         text = content.text
         found: dict[str, Any] = {"content": text}
         if block.kind == "reasoning":
+            if self._hides_reasoning:
+                return
             found = {"reasoning_content": text}
         elif block.kind == "call":
             found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
@@ -162,7 +168,7 @@ class ChatWriter(_OpenAIWriter):
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         text = "".join(block.text for block in blocks if block.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if any(block.kind == "reasoning" for block in blocks):
+        if any(block.kind == "reasoning" for block in blocks) and not self._hides_reasoning:
             thoughts = (block.text for block in blocks if block.kind == "reasoning")
             message["reasoning_content"] = "".join(thoughts)
         if any(block.kind == "call" for block in blocks):
@@ -235,5 +241,6 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     admitted = await admit(request, CompletionRequest, "cmpl-")
-    generation = await admitted.complete(admitted.body.prompt, admitted.body.guided())
-    return await respond(request, _TextWriter(admitted, generation), admitted.body.stream)
+    body = admitted.body
+    generation = await admitted.complete(body.prompt, body.guided(), body.suffix)
+    return await respond(request, _TextWriter(admitted, generation), body.stream)

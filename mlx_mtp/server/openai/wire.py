@@ -1,22 +1,25 @@
-"""OpenAI's two request bodies. What is not named here is refused by name, never ignored."""
+"""OpenAI's two request bodies."""
 
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server import conversation, fields
-from mlx_mtp.server.conversation import Conversation, Effort, split_template_kwargs
+from mlx_mtp.server.conversation import Conversation, split_template_kwargs
 from mlx_mtp.server.fields import ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.params import MAX_SEQUENCES, RequestOptions
-from mlx_mtp.server.structured_fields import GuidedFields, ResponseFormat
+from mlx_mtp.server.structured_fields import GuidedFields
+from mlx_mtp.server.thinking_fields import ThinkingFields
+
+MAX_TEMPLATE = 1 << 16  # characters
 
 
 def _joined_text(value: object, info: ValidationInfo) -> object:
     kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    return fields.joined_text(value, kinds, {"cache_control"})
+    return fields.joined_text(value, kinds, info)
 
 
 _Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(fields.MAX_MESSAGES)]
@@ -115,7 +118,7 @@ class _AllowedToolsChoice(WireModel):
     allowed_tools: _AllowedTools
 
 
-class _UsageOptions(fields.StreamOptions):
+class _UsageOptions(WireModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: the counts so far are in every chunk
 
@@ -162,7 +165,35 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
         )
 
 
-class ChatRequest(GenerateRequest):
+class TemplateFields(WireModel):
+    """What a chat template gets beside the messages, in vLLM's words."""
+
+    chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = None
+    chat_template_kwargs: fields.TemplateKwargs = Field({})
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _no_message_is_begun_twice(self) -> Self:
+        both = {"continue_final_message", "add_generation_prompt"} <= self.model_fields_set
+        if both and self.continue_final_message and self.add_generation_prompt:
+            message = "can't be combined with add_generation_prompt: true"
+            raise refusal(message, field="continue_final_message")
+        return self
+
+    def template_fields(self) -> dict[str, Any]:
+        """The same for a `Conversation`."""
+        kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
+        return {
+            "template": self.chat_template,
+            "template_kwargs": kwargs,
+            "thinking_budget": budget,
+            "generation_prompt": self.add_generation_prompt,
+            "continue_final": self.continue_final_message,
+        }
+
+
+class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: OneOrMore[Message]
@@ -172,13 +203,7 @@ class ChatRequest(GenerateRequest):
     tools: ManyTools[Tool] = Field([])
     tool_choice: fields.ToolChoice[_NamedTool, _AllowedToolsChoice] = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: fields.TemplateKwargs = Field({})
-    response_format: ResponseFormat | None = None
-    modalities: Annotated[list[Literal["text"]], FailFast(), at_most(1)] = Field([])
-    verbosity: fields.Verbosity = "medium"
     store: bool = False
-    prompt_cache_retention: fields.Retention | None = None
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
@@ -187,8 +212,6 @@ class ChatRequest(GenerateRequest):
         if len({self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}) > 1:
             message = "differs from max_completion_tokens; give one of them"
             raise refusal(message, field="max_tokens")
-        if self.response_format is not None and (guided := self.guided()) is not None:
-            raise refusal("can't be combined with response_format", field=guided[0])
         return self
 
     def options(self, **_: Any) -> RequestOptions:
@@ -196,19 +219,20 @@ class ChatRequest(GenerateRequest):
         return super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
 
     def conversation(self) -> Conversation:
-        kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
-        form = None if self.response_format is None else self.response_format.grammar()
-        field, response = self.guided() or ("response_format", form)
+        field, response = self.guided() or ("response_format", None)
+        wish, given = self.wish(), self.template_fields()
+        if given["thinking_budget"] is None:
+            given["thinking_budget"] = wish.get("budget")
         return Conversation(
             messages=[message.message() for message in self.messages],
             tools=[tool.function.tool() for tool in self.tools],
             tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            template_kwargs=kwargs,
-            thinking_budget=budget,
+            thinking=wish.get("thinking"),
             response=response,
             response_field=field,
-        ).with_effort(self.reasoning_effort)
+            **given,
+        ).with_effort(wish.get("effort"))
 
 
 def _as_prompts(value: object) -> object:
@@ -237,16 +261,20 @@ class CompletionRequest(GenerateRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: fields.Int | None = None
     echo: bool = False
-    suffix: Annotated[str, fields.only("")] = ""
+    suffix: str = ""  # what follows the answer
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
-        if self.best_of not in (None, 1, self.n):
-            raise refusal("must be 1 or equal to n", field="best_of", unsupported=True)
+        if self.best_of not in (None, self.n) and "n" in self.model_fields_set:
+            raise refusal("must be equal to n: none is ranked", field="best_of", unsupported=True)
+        if self.echo and self.suffix:
+            raise refusal("can't be combined with suffix", field="echo", unsupported=True)
         return self
 
     def options(self, **_: Any) -> RequestOptions:
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         most = max((top for top in asked if top is not None), default=None)
-        options = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)
-        return replace(options, num_prompts=len(self.prompt), echo=self.echo)
+        made = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)
+        # By itself `best_of` is `n`: all that is made is given.
+        count = self.n if self.best_of is None else self.best_of
+        return replace(made, num_prompts=len(self.prompt), n=count, echo=self.echo)

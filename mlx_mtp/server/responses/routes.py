@@ -170,10 +170,12 @@ _ECHOED = {
 
 def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     dump = partial(body.model_dump, mode="json", by_alias=True)
+    # Without nulls: forms and tools of other kinds have such fields.
+    forms = dump(include={"text", "tools"}, exclude_none=True)
     return {
         **dump(include=_ECHOED),
-        # Without nulls: forms and tools of other kinds have such fields.
-        **dump(include={"text", "tools"}, exclude_none=True),
+        "text": {**forms["text"], "verbosity": "medium"},
+        "tools": forms["tools"],
         "metadata": body.metadata or {},
         "temperature": params.temperature,
         "top_p": params.top_p,

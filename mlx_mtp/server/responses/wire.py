@@ -1,7 +1,7 @@
 """The body of /v1/responses."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AliasChoices, BeforeValidator, FailFast, Field, Tag, model_validator
 
@@ -20,9 +20,10 @@ ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
+_INCLUDED = get_args(_Included)
+
 _KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
-_IGNORED = {"annotations", "logprobs"}  # of an earlier answer
-_join = BeforeValidator(lambda value: fields.joined_text(value, _KINDS, _IGNORED))
+_join = BeforeValidator(lambda value, info: fields.joined_text(value, _KINDS, info))
 _Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
 
 
@@ -165,7 +166,7 @@ class _TextFormat(WireModel):
             raise refusal("is only for type json_schema", field="schema")
         return self
 
-    def grammar(self) -> GrammarSpec | None:
+    def spec(self) -> GrammarSpec | None:
         if self.type == "json_object":
             return GrammarSpec("json_object")
         return None if self.json_schema is None else schema_grammar(self.json_schema)
@@ -173,11 +174,14 @@ class _TextFormat(WireModel):
 
 class _TextConfig(WireModel):
     format: _TextFormat = Field(default_factory=_TextFormat)
-    verbosity: fields.Verbosity = "medium"
 
 
 def _no_state(_: object) -> object:
     raise refusal("this server stores no responses; send the whole chat as input", unsupported=True)
+
+
+class _StreamOptions(WireModel):
+    """Nothing that a stream carries beside the answer."""
 
 
 @fields.sampled("temperature", "top_p", "seed")
@@ -186,7 +190,7 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
 
     input: Annotated[OneOrMore[_Item], BeforeValidator(_as_items)]
     instructions: str | None = None
-    stream_options: fields.StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     max_output_tokens: fields.Int | None = None
     top_logprobs: fields.Int | None = None
     tools: Annotated[ManyTools[_FunctionTool], BeforeValidator(_without_ignored)] = Field([])
@@ -194,15 +198,14 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     parallel_tool_calls: bool = True
     reasoning: _Reasoning = Field(default_factory=_Reasoning)
     text: _TextConfig = Field(default_factory=_TextConfig)
-    include: Annotated[list[_Included], FailFast(), at_most(fields.MAX_LABELS)] = Field([])
-    truncation: Annotated[str, fields.only("disabled")] = "disabled"
+    include: Annotated[
+        list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
+    ] = Field([])
     store: fields.OnlyFalse = False
-    background: fields.OnlyFalse = False
     previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
     conversation: Annotated[None, BeforeValidator(_no_state)] = None
     max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
-    prompt_cache_retention: fields.Retention | None = None
 
     def options(self) -> RequestOptions:
         wanted = 0 if _LOGPROBS in self.include else None
@@ -223,6 +226,6 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
             tools=[tool.tool() for tool in self.tools],
             tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            response=self.text.format.grammar(),
+            response=self.text.format.spec(),
             response_field="text.format",
         ).with_effort(self.reasoning.effort)

@@ -1,0 +1,107 @@
+"""JSON schemas that are closed: where it is sound, by tables, and what grammars then allow."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from mlx_mtp.server.json_schemas import close, styled
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.fake_engine import EOS
+
+Schema = dict[str, Any]
+
+
+def thing(names: str, **more: Any) -> Schema:
+    return {"type": "object", "properties": {name: {} for name in names}, **more}
+
+
+def shut(names: str, **more: Any) -> Schema:
+    return thing(names, **more, additionalProperties=False)
+
+
+NULL: Schema = {"type": "null"}
+TO_A = {"$ref": "#/$defs/A"}
+TAGGED = {"discriminator": {"propertyName": "a"}}
+CLOSED: list[tuple[Schema, Schema]] = [
+    (thing("ab", required=["a"]), shut("ab", required=["a"])),
+    ({"type": "array", "items": thing("a")}, {"type": "array", "items": shut("a")}),
+    ({"properties": {"x": thing("a")}}, shut("x") | {"properties": {"x": shut("a")}}),
+    ({"anyOf": [thing("a"), NULL]}, {"anyOf": [shut("a"), NULL]}),
+    ({"allOf": [thing("a")], "title": "t"}, {"allOf": [shut("a")], "title": "t"}),
+    ({"oneOf": [thing("a"), thing("b")], **TAGGED}, {"oneOf": [shut("a"), shut("b")], **TAGGED}),
+    ({"$defs": {"A": thing("a")}, **TO_A}, {"$defs": {"A": shut("a")}, **TO_A}),
+    (thing("a", **{"$defs": {"A": thing("b")}}), shut("a", **{"$defs": {"A": shut("b")}})),
+]
+del CLOSED[2][1]["type"]
+# What says more of an object, in one place or two, is left as it is.
+OPEN: list[Schema] = [
+    *(thing("a", additionalProperties=value) for value in (True, False, NULL)),
+    thing("a", required=["b"]),
+    thing("a", patternProperties={"^x": {}}),
+    thing("a", minProperties=2),
+    thing("a", propertyNames={"pattern": "a|b"}),
+    thing("a", unevaluatedProperties=False),
+    thing("a", const={"a": 1, "b": 2}),
+    {"allOf": [thing("a"), thing("b")]},
+    {"$defs": {"A": thing("a")}, "allOf": [TO_A, thing("b")]},
+    {"$defs": {"A": thing("a")}, "properties": {}, **TO_A},
+    {"allOf": [{"anyOf": [thing("a"), NULL]}, thing("b")]},
+    thing("a", anyOf=[{"required": ["a"]}, thing("b")]),
+    # Closed, the second would not hold where both did: what was one of two became valid.
+    {"oneOf": [thing("a"), thing("b")]},
+    {"oneOf": [{"items": thing("a")}, {"items": thing("b")}]},
+    {"not": thing("a")},
+    {"not": {"items": thing("a")}},
+    {"items": {"allOf": [{"$ref": "#other"}, thing("a")]}},
+    {"enum": [thing("a")]},
+    {"default": thing("a"), "type": "object"},
+]
+
+
+def test_where_it_is_sound_objects_are_closed() -> None:
+    for schema, expected in CLOSED:
+        assert close(schema) == expected
+    for schema in OPEN:
+        assert close(schema) == schema
+
+
+def test_a_definition_that_one_place_extends_stays_open() -> None:
+    schema = {"$defs": {"A": thing("a")}, "anyOf": [TO_A, {"allOf": [TO_A, thing("b")]}]}
+    assert close(schema) == schema
+    # A list of itself is no other schema of the same value.
+    tree = {"type": "object", "properties": {"kids": {"items": {"$ref": "#"}}}}
+    assert close(tree) == tree | {"additionalProperties": False}
+
+
+ITEM = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"items": {"type": "integer"}}},
+}
+TEXTS = {
+    '{"a":1,"b":[1,2]}': ("default", "any", "none", "open"),
+    '{"a": 1, "b": [1, 2]}': ("default", "any", "open"),
+    '{ "a": 1 }': ("any",),
+    '{\n  "a": 1\n}': ("any",),
+    '{"a":1,"c":2}': ("open",),
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "any": {"no_whitespace": False},
+    "none": {"no_whitespace": True},
+    "open": {"closed": False},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_a_grammar_allows(tokenizer: Tokenizer, style: str) -> None:
+    inner = LLTokenizer(tokenizer.to_json(), eos_token=[EOS])
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(styled(ITEM, **STYLES[style])))
+    for text, styles in TEXTS.items():
+        matcher = LLMatcher(inner, grammar, log_level=0)
+        fits = all(matcher.consume_token(token) for token in inner.tokenize_str(text))
+        assert (fits and matcher.is_accepting()) == (style in styles), text
+    standard = styled(ITEM, as_standard=True)
+    assert "additionalProperties" not in standard
+    assert styled(standard) == standard, "its options are given: it is taken as it is"

@@ -1,0 +1,73 @@
+"""Prompts that requests write themselves: their own chat template, and what follows the answer."""
+
+import copy
+
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.server.conftest import library_tokenizer, tokenizer_with
+from tests.server.fake_engine import FakeEngine, answer
+from tests.server.in_process import CHAT, GOOD, HI, TEXT, TOKENIZE, in_process
+
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"
+
+
+def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
+    ids = engine.submitted[-1].prompt_token_ids
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+def test_templates_of_requests(tokenizer: Tokenizer) -> None:
+    given = GOOD[CHAT] | {"chat_template": TEMPLATE}
+    with in_process() as closed:
+        response = closed.post(CHAT, json=given)
+    assert response.status_code == 400 and "--allow-request-chat-template" in response.text
+    engine = FakeEngine(answer([300]))
+    begun = [*HI, {"role": "assistant", "content": "Well,"}]
+    with in_process(engine, allow_request_chat_template=True, template_seconds=0.5) as own:
+        for fields, prompt in (
+            ({}, "[hi]>"),
+            ({"add_generation_prompt": False}, "[hi]"),
+            ({"continue_final_message": True, "messages": begun}, "[hi][Well,"),
+        ):
+            assert own.post(CHAT, json=given | fields).status_code == 200
+            assert prompt_of(engine, tokenizer) == prompt
+        ids = own.post(TOKENIZE, json={"messages": HI, "chat_template": TEMPLATE}).json()["tokens"]
+        assert b"".join(map(tokenizer.token_bytes, ids)) == b"[hi]>"
+        for template, word in (
+            ("{% if %}", "chat_template is wrong"),
+            ("{{ raise_exception('no') }}", "The request's chat template refuses"),
+            ("{{ messages.__class__.__mro__ }}", "refuses"),
+            ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "0.5"),
+        ):
+            response = own.post(CHAT, json=given | {"chat_template": template})
+            assert response.status_code == 400 and word in response.text, response.text
+
+
+def test_a_suffix_is_what_follows_the_answer() -> None:
+    with in_process() as client:
+        refused = client.post(TEXT, json=GOOD[TEXT] | {"suffix": "b"})
+    assert refused.status_code == 400 and "<|fim_prefix|>" in refused.text
+    inner = copy.deepcopy(library_tokenizer())
+    inner.add_special_tokens(
+        {"additional_special_tokens": ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]}
+    )
+    tokenizer, engine = Tokenizer(inner, "a test's"), FakeEngine(answer([300]))
+    with in_process(engine, tokenizer=tokenizer) as own:
+        for prompt in ("def f():", list(tokenizer.encode("def f():"))):
+            body = GOOD[TEXT] | {"prompt": prompt, "suffix": " return x"}
+            assert own.post(TEXT, json=body).status_code == 200
+            expected = "<|fim_prefix|>def f():<|fim_suffix|> return x<|fim_middle|>"
+            assert prompt_of(engine, tokenizer) == expected
+        long = GOOD[TEXT] | {"suffix": "word " * 2000}
+        assert own.post(TEXT, json=long).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_template_is_the_requests_own_alone() -> None:
+    """It has no effect on what the server reads of answers, nor on other requests."""
+    engine = FakeEngine(answer([300]))
+    with in_process(
+        engine, tokenizer=tokenizer_with("{{ 1 }}"), allow_request_chat_template=True
+    ) as client:
+        assert client.post(CHAT, json=GOOD[CHAT] | {"chat_template": TEMPLATE}).status_code == 200
+        own = engine.submitted[-1].prompt_token_ids
+        assert client.post(CHAT, json=GOOD[CHAT]).status_code == 200
+        assert engine.submitted[-1].prompt_token_ids != own
