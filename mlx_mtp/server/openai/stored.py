@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
-from mlx_mtp.server.admission import key_of
+from mlx_mtp.server.access import key_of
 from mlx_mtp.server.context import context_of, read
 from mlx_mtp.server.fields import Labels, WireModel
 from mlx_mtp.server.http_errors import from_validation
@@ -79,10 +79,8 @@ class StoredChats:
 
 def _stored_chats(request: Request) -> StoredChats:
     context = context_of(request)
-    # Without keys anything may stand there, and each would get its own share of memory.
-    key = key_of(request.scope) if context.config.api_keys else ""
     empty = StoredChats(context.config.max_stored_completions)
-    found: StoredChats = context.stored.setdefault(key, empty)
+    found: StoredChats = context.stored.setdefault(key_of(request.scope), empty)
     return found
 
 
