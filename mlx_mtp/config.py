@@ -103,6 +103,12 @@ class ServerConfig:
     """How the HTTP server answers."""
 
     model_name: str  # The id that clients see and may ask for.
+    other_names: tuple[str, ...] = ()  # More ids of the same model.
+    any_model_name: bool = setting(
+        "model: --any-model-name",
+        "answer to any name of a model, for clients whose models can't be set",
+        default=False,
+    )
     host: str = setting(
         "server: --host ADDRESS",
         "address to listen on; 0.0.0.0 for other machines too",

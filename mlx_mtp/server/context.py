@@ -45,11 +45,20 @@ class Context:
         self.stored: dict[str, Any] = {}  # `StoredChats` by API key
         self._created = int(time.time())
 
-    def check_model(self, name: str) -> None:
-        served = self.config.model_name
-        if name != served:
-            message = f"The model {name[:120]!r} is not served here; this server has {served!r}."
-            raise ModelNotFoundError(message, param="model")
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.model_name, *self.config.other_names
+
+    def served_name(self, name: str) -> str:
+        """The name that an answer bears: the one asked for, or the first one for none."""
+        names = self.model_names
+        # Ollama's clients add the tag to names that have none.
+        known = {"", *names, *(f"{each}:latest" for each in names)}
+        if name not in known and not self.config.any_model_name:
+            served = f"this server has {', '.join(map(repr, names))}"
+            message = f"The model {name[:120]!r} is not served here; {served}."
+            raise ModelNotFoundError(f"{message} --any-model-name takes any name.", param="model")
+        return name or names[0]
 
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Token ids from a client; raises InvalidRequestError if one is out of range."""
@@ -61,8 +70,8 @@ class Context:
                 raise InvalidRequestError(message, param=field)
         return tuple(token_ids)
 
-    def model_card(self) -> dict[str, Any]:
-        name, length = self.config.model_name, self.engine.info.max_model_len
+    def model_card(self, name: str) -> dict[str, Any]:
+        length = self.engine.info.max_model_len
         return {
             "id": name,
             "object": "model",
@@ -89,5 +98,6 @@ async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     config = context.config
     body = await read_body(request, model, config.max_body_bytes, config.body_timeout)
     if (name := getattr(body, "model", None)) is not None:
-        context.check_model(name)
+        served = context.served_name(name)
+        body = body if name else body.model_copy(update={"model": served})
     return context, body

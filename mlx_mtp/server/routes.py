@@ -15,16 +15,17 @@ from mlx_mtp.server.text import cut
 
 
 async def _models(request: Request) -> Response:
-    card = context_of(request).model_card()
+    context = context_of(request)
+    names = context.model_names
     # OpenAI's form and Anthropic's at once: no name means two things.
-    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
-    return JSONResponse({"object": "list", "data": [card], **page})
+    page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return JSONResponse({"object": "list", "data": list(map(context.model_card, names)), **page})
 
 
 async def _model(request: Request) -> Response:
     context = context_of(request)
-    context.check_model(request.path_params["model_id"].rstrip("/"))
-    return JSONResponse(context.model_card())
+    name = context.served_name(request.path_params["model_id"].rstrip("/"))
+    return JSONResponse(context.model_card(name))
 
 
 async def _root(_: Request) -> Response:

@@ -16,6 +16,7 @@ from mlx_mtp.server.fields import (
     MAX_PROMPT_IDS,
     Many,
     ManyTools,
+    ModelName,
     TemplateKwargs,
     WireModel,
     at_most,
@@ -28,7 +29,7 @@ from mlx_mtp.server.openai.wire import Message, Tool
 class TokenizeRequest(WireModel):
     """POST /tokenize: a text, or a chat as its template writes it."""
 
-    model: str | None = None
+    model: ModelName = ""
     prompt: str | None = None
     content: str | None = None
     messages: Many[Message] = Field([])
@@ -69,7 +70,7 @@ def _ids_only(tokens: list[Any]) -> list[int]:
 class DetokenizeRequest(WireModel):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: ModelName = ""
     tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
 
 

@@ -203,7 +203,7 @@ class _ContextManagement(WireModel):
 class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: fields.ModelName = ""
     messages: OneOrMore[_Message]
     system: _Texts = Field([])
     tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
