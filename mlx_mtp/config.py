@@ -156,7 +156,8 @@ class ServerConfig:
     )
     max_stored_completions: int = setting(
         "limits: --max-stored-completions N",
-        "chat completions with store: true to keep, in memory; 0 refuses store: true",
+        "latest answers to keep in memory for each key: responses, and chat completions with "
+        "store: true; 0 keeps none",
         whole(0, 1 << 20),
         default=100,
     )

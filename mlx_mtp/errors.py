@@ -63,6 +63,10 @@ class InvalidRequestError(RequestError, code="invalid_value"):
     """A field's value is of the wrong type or out of range."""
 
 
+class PreviousResponseError(InvalidRequestError, code="previous_response_not_found"):
+    """The response that a request continues is not stored."""
+
+
 class GrammarError(InvalidRequestError, code="invalid_grammar"):
     """A schema, expression or grammar that can't be compiled, or can't be followed to its end."""
 

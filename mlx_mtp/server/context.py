@@ -42,7 +42,7 @@ class Context:
         self.metrics = Metrics(engine, self.limiter)
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
-        self.stored: dict[str, Any] = {}  # `StoredChats` by API key
+        self.stored: dict[str, Any] = {}  # a `Store` for each API key
         self._created = int(time.time())
 
     @property

@@ -5,13 +5,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.errors import NotFoundError
-from mlx_mtp.server import token_routes
+from mlx_mtp.server import stored, token_routes
 from mlx_mtp.server.anthropic import routes as anthropic
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.openai import routes as openai
-from mlx_mtp.server.openai import stored
 from mlx_mtp.server.responses.routes import responses
-from mlx_mtp.server.text import cut
 
 
 async def _models(request: Request) -> Response:
@@ -31,11 +29,6 @@ async def _model(request: Request) -> Response:
 async def _root(_: Request) -> Response:
     # Agents ask whether there is a server. No version: it is open to all.
     return JSONResponse({"name": "mlx-mtp"})
-
-
-async def _stored_response(request: Request) -> Response:
-    name = cut(request.path_params["name"])
-    raise NotFoundError(f"There is no {name!r}: this server stores no responses.")
 
 
 async def _embeddings(_: Request) -> Response:
@@ -65,13 +58,15 @@ _CHATS = "/v1/chat/completions"
 ROUTES = (
     ("POST", _CHATS, openai.chat_completions, True),
     ("GET", _CHATS, stored.list_chats, False),
-    ("GET", _CHATS + "/{name}", stored.get_chat, False),
+    ("GET", _CHATS + "/{name}", stored.CHATS.get, False),
     ("POST", _CHATS + "/{name}", stored.label_chat, False),
-    ("DELETE", _CHATS + "/{name}", stored.delete_chat, False),
-    ("GET", _CHATS + "/{name}/messages", stored.list_messages, False),
+    ("DELETE", _CHATS + "/{name}", stored.CHATS.delete, False),
+    ("GET", _CHATS + "/{name}/messages", stored.CHATS.inputs, False),
     ("POST", "/v1/completions", openai.completions, True),
     ("POST", "/v1/responses", responses, True),
-    ("GET DELETE", "/v1/responses/{name}", _stored_response, False),
+    ("GET", "/v1/responses/{name}", stored.RESPONSES.get, False),
+    ("DELETE", "/v1/responses/{name}", stored.RESPONSES.delete, False),
+    ("GET", "/v1/responses/{name}/input_items", stored.RESPONSES.inputs, False),
     ("POST", "/v1/messages", anthropic.messages, True),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, False),
     ("POST", "/tokenize", token_routes.tokenize, False),

@@ -123,8 +123,8 @@ HEADERS: list[tuple[dict[str, str], int, str, str]] = [
 ]
 ROUTES: list[tuple[str, str, int, str, str]] = [
     ("POST", "/v1", 404, "not_found", "no route POST /v1."),
-    ("GET", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
-    ("DELETE", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
+    ("GET", "/v1/responses/resp_1", 404, "not_found", "store: false"),
+    ("DELETE", "/v1/responses/resp_1", 404, "not_found", "store: false"),
     ("GET", "/v1/models/gpt-4", 404, NO_MODEL, MODEL),
     ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, NO_MODEL, "not served"),
     ("GET", "/" + "a" * 9000, 404, "not_found", "aaa..."),

@@ -12,11 +12,11 @@ from mlx_mtp import __version__
 from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.openai.stored import keeper
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.sse import respond
+from mlx_mtp.server.stored import keeper
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
@@ -205,7 +205,10 @@ async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     admitted = await admit(request, ChatRequest, "chatcmpl-")
     body = admitted.body
-    keep = await keeper(request, body, admitted.answer_id) if body.store else None
+    keep = None
+    if body.store:
+        name = admitted.answer_id
+        keep = await keeper(request, body.metadata, lambda: body.listed_messages(name))
     generation = await admitted.chat(body.conversation())
     return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
 

@@ -1,5 +1,6 @@
 """OpenAI's two request bodies. What is not named here is refused by name, never ignored."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -184,6 +185,10 @@ class ChatRequest(GenerateRequest):
         if self.response_format is not None and (guided := self.guided()) is not None:
             raise refusal("can't be combined with response_format", field=guided[0])
         return self
+
+    def listed_messages(self, answer_id: str) -> Iterator[dict[str, Any]]:
+        for number, message in enumerate(self.messages):
+            yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
 
     def options(self, **_: Any) -> RequestOptions:
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
