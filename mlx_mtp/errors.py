@@ -75,6 +75,10 @@ class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A field, or a value of it, that this server does not offer."""
 
 
+class UnsupportedRouteError(RequestError, code="unsupported_route"):
+    """A part of the API that this server does not offer."""
+
+
 class ContextLengthError(RequestError, code="context_length_exceeded"):
     """Prompt and answer do not fit the context."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ class Context:
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
         self.stored: dict[str, Any] = {}  # a `Store` for each API key
-        self._created = int(time.time())
+        self.created = datetime.now(UTC).replace(microsecond=0)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -75,12 +74,12 @@ class Context:
         return {
             "id": name,
             "object": "model",
-            "created": self._created,
+            "created": int(self.created.timestamp()),
             "owned_by": "mlx-mtp",
             "max_model_len": length,
             "type": "model",
             "display_name": name,
-            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "created_at": self.created.isoformat(),
             "lifecycle": "active",
             "max_input_tokens": length,
         }

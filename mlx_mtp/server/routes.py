@@ -1,13 +1,15 @@
 """All routes, and the handlers of those that say what the server is and how it is."""
 
+from collections.abc import Awaitable, Callable
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.errors import NotFoundError
 from mlx_mtp.server import stored, token_routes
 from mlx_mtp.server.anthropic import routes as anthropic
 from mlx_mtp.server.context import context_of
+from mlx_mtp.server.ollama import routes as ollama
 from mlx_mtp.server.openai import routes as openai
 from mlx_mtp.server.responses.routes import responses
 
@@ -31,13 +33,6 @@ async def _root(_: Request) -> Response:
     return JSONResponse({"name": "mlx-mtp"})
 
 
-async def _embeddings(_: Request) -> Response:
-    raise NotFoundError(
-        "This server has no embeddings: it serves one model, which generates text. Point the "
-        "client's embeddings at a server with an embedding model."
-    )
-
-
 async def _health(request: Request) -> Response:
     context = context_of(request)
     reason = context.engine.unhealthy_reason or context.engine.hang_reason
@@ -55,7 +50,8 @@ async def _metrics(request: Request) -> Response:
 
 _CHATS = "/v1/chat/completions"
 # Methods, path, handler, and whether its requests take slots of the engine's.
-ROUTES = (
+_Route = tuple[str, str, Callable[[Request], Awaitable[Response]], bool]
+_ROUTES: tuple[_Route, ...] = (
     ("POST", _CHATS, openai.chat_completions, True),
     ("GET", _CHATS, stored.list_chats, False),
     ("GET", _CHATS + "/{name}", stored.CHATS.get, False),
@@ -71,10 +67,21 @@ ROUTES = (
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, False),
     ("POST", "/tokenize", token_routes.tokenize, False),
     ("POST", "/detokenize", token_routes.detokenize, False),
-    ("POST", "/v1/embeddings", _embeddings, False),
+    ("POST", "/api/chat", ollama.chat, True),
+    ("POST", "/api/generate", ollama.generate, True),
+    ("POST", "/api/show", ollama.show, False),
+    ("GET", "/api/tags", ollama.tags, False),
+    ("GET", "/api/ps", ollama.processes, False),
+    ("GET", "/api/version", ollama.version, False),
     ("GET", "/v1/models", _models, False),
     ("GET", "/v1/models/{model_id:path}", _model, False),
     ("GET HEAD", "/health", _health, False),
     ("GET", "/metrics", _metrics, False),
     ("GET HEAD", "/", _root, False),
+)
+# Without /v1 too, for clients that got no more of the address than host and port.
+ROUTES = _ROUTES + tuple(
+    (methods, path.removeprefix("/v1"), handler, generates)
+    for methods, path, handler, generates in _ROUTES
+    if path.startswith("/v1/")
 )

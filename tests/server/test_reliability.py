@@ -18,6 +18,8 @@ from tests.server.in_process import (
     GENERATING,
     GOOD,
     MESSAGES,
+    OLLAMA_CHAT,
+    OLLAMA_TEXT,
     RESPONSES,
     TEXT,
     TOKENIZE,
@@ -68,8 +70,9 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait(path: str) -> None:
         refused = post(client, path, stream=True)
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert "--max-queue" in error_of(refused, path, 429)
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert refused.json()["error"].get("code", "rate_limit_exceeded") == "rate_limit_exceeded"
+        if path not in (OLLAMA_CHAT, OLLAMA_TEXT):
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert '"code":"rate_limit_exceeded"' in refused.text or path == MESSAGES
         assert len(engine.submitted) == 3
         assert client.get("/v1/models").status_code == 200
         assert samples(client)[f"{REJECTED}{{reason=queue_full}}"] == 1
@@ -185,14 +188,14 @@ def test_a_request_that_takes_too_long_is_a_504_and_its_rows_are_freed() -> None
                 # The libraries would send it again.
                 assert late.headers["x-should-retry"] == "false"
                 assert "0.04 seconds" in error_of(late, path, 504)
-                assert late.json()["error"]["type"] == "timeout_error"
+                assert "timeout_error" in late.text or path in (OLLAMA_CHAT, OLLAMA_TEXT)
                 assert engine.wait_for(lambda: not engine.running)
-        assert samples(client)["mlx_mtp:request_timeouts_total"] == 8
+        assert samples(client)["mlx_mtp:request_timeouts_total"] == 2 * len(GENERATING)
         # Tokens that keep coming do not put off the end.
         engine.script = endless(40)
         assert post(client).status_code == 504
         assert engine.wait_for(lambda: not engine.running)
-    assert len(engine.cancelled) == 9
+    assert len(engine.cancelled) == 2 * len(GENERATING) + 1
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_event() -> None:
@@ -230,7 +233,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
         assert health.status_code == 503
         assert health.json()["status"] == "draining"
         assert "2 answers" in health.json()["reason"]
-        assert samples(client)[f"{REJECTED}{{reason=draining}}"] == 5
+        assert samples(client)[f"{REJECTED}{{reason=draining}}"] == len(GENERATING) + 1
         valve.is_open = True
         assert all(job.result().json()["choices"] for job in running)
         wait_until(lambda: is_closed(client))
