@@ -105,6 +105,12 @@ class ServerConfig:
     """How the HTTP server answers."""
 
     model_name: str  # The id that clients see and may ask for.
+    other_names: tuple[str, ...] = ()  # More ids of the same model.
+    any_model_name: bool = setting(
+        "model: --any-model-name",
+        "answer to any name of a model, for clients whose models can't be set",
+        default=False,
+    )
     host: str = setting(
         "server: --host ADDRESS",
         "address to listen on; 0.0.0.0 for other machines too",
@@ -162,7 +168,8 @@ class ServerConfig:
     )
     max_stored_completions: int = setting(
         "limits: --max-stored-completions N",
-        "chat completions with store: true to keep, in memory; 0 refuses store: true",
+        "latest answers to keep in memory for each key: responses, and chat completions with "
+        "store: true; 0 keeps none",
         whole(0, 1 << 20),
         default=100,
     )

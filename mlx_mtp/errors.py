@@ -63,12 +63,20 @@ class InvalidRequestError(RequestError, code="invalid_value"):
     """A field's value is of the wrong type or out of range."""
 
 
+class PreviousResponseError(InvalidRequestError, code="previous_response_not_found"):
+    """The response that a request continues is not stored."""
+
+
 class GrammarError(InvalidRequestError, code="invalid_grammar"):
     """A schema, expression or grammar that can't be compiled, or can't be followed to its end."""
 
 
 class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
     """A field, or a value of it, that this server does not offer."""
+
+
+class UnsupportedRouteError(RequestError, code="unsupported_route"):
+    """A part of the API that this server does not offer."""
 
 
 class ContextLengthError(RequestError, code="context_length_exceeded"):

@@ -59,8 +59,10 @@ SERVE_FLAGS = _in_order(
     MODEL_FLAG,
     Flag(
         "model: --served-model-name NAME",
-        "the model's id in the API",
+        "the model's id in the API, or one of several (repeatable)",
         text,
+        default=(),
+        repeated=True,
         default_text="the hub id or the directory's name",
     ),
     DTYPE,

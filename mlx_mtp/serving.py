@@ -60,10 +60,12 @@ def serve(options: argparse.Namespace) -> int:
             store = prefix_store(loaded, limits, options.dtype, path, size)
         loaded.read()
         engine = factories.engine(loaded, tokenizer, options, limits, memory=memory, store=store)
+        name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(
             ServerConfig,
             options,
-            model_name=options.served_model_name or model_name(options.model),
+            model_name=name,
+            other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
         )

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset({"/", "/health", "/health/"})
 ANY = "*"
+_KEY = "mlx_mtp.key"
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -81,14 +82,20 @@ def check_key(digests: Collection[bytes], scope: Scope) -> None:
         return
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    allowed = False
     # Every given key with every valid one: the time must not reveal which came close.
     for given in (headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""):
         for known in digests:
-            allowed |= hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known)
-    if not allowed:
+            if hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known):
+                scope[_KEY] = known.hex()
+    if _KEY not in scope:
         header = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
         raise AuthenticationError(f"This server requires its API key, as the header {header}.")
+
+
+def key_of(scope: Scope) -> str:
+    """A digest of the key that let a request in; empty on a server without keys."""
+    # Not of the headers: what they say beside that key is the client's invention.
+    return str(scope.get(_KEY, ""))
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:

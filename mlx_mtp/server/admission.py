@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_mtp import errors
+from mlx_mtp.server.access import key_of
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
@@ -34,14 +35,7 @@ def client_of(scope: Scope, user: str | None) -> Client:
     """The client that an HTTP request belongs to; a `user` in its body replaces its agent."""
     address = scope["client"][0] if scope.get("client") else ""
     agent = _digest(Headers(scope=scope).get("user-agent", ""))
-    return f"{key_of(scope)}@{address}", f"user {_digest(user)}" if user else agent
-
-
-def key_of(scope: Scope) -> str:
-    """A digest of the API key that came with an HTTP request; empty without one."""
-    headers = Headers(scope=scope)
-    _, _, token = headers.get("authorization", "").partition(" ")
-    return _digest((headers.get("x-api-key") or token).strip())
+    return f"{key_of(scope)[:16]}@{address}", f"user {_digest(user)}" if user else agent
 
 
 def _digest(text: str) -> str:

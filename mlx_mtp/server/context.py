@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -50,14 +49,23 @@ class Context:
         self.metrics = Metrics(engine, self.limiter, config)
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
-        self.stored: dict[str, Any] = {}  # `StoredChats` by API key
-        self._created = int(time.time())
+        self.stored: dict[str, Any] = {}  # a `Store` for each API key
+        self.created = datetime.now(UTC).replace(microsecond=0)
 
-    def check_model(self, name: str) -> None:
-        served = self.config.model_name
-        if name != served:
-            message = f"The model {name[:120]!r} is not served here; this server has {served!r}."
-            raise ModelNotFoundError(message, param="model")
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.model_name, *self.config.other_names
+
+    def served_name(self, name: str) -> str:
+        """The name that an answer bears: the one asked for, or the first one for none."""
+        names = self.model_names
+        # Ollama's clients add the tag to names that have none.
+        known = {"", *names, *(f"{each}:latest" for each in names)}
+        if name not in known and not self.config.any_model_name:
+            served = f"this server has {', '.join(map(repr, names))}"
+            message = f"The model {name[:120]!r} is not served here; {served}."
+            raise ModelNotFoundError(f"{message} --any-model-name takes any name.", param="model")
+        return name or names[0]
 
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Token ids from a client; raises InvalidRequestError if one is out of range."""
@@ -69,17 +77,17 @@ class Context:
                 raise InvalidRequestError(message, param=field)
         return tuple(token_ids)
 
-    def model_card(self) -> dict[str, Any]:
-        name, length = self.config.model_name, self.engine.info.max_model_len
+    def model_card(self, name: str) -> dict[str, Any]:
+        length = self.engine.info.max_model_len
         return {
             "id": name,
             "object": "model",
-            "created": self._created,
+            "created": int(self.created.timestamp()),
             "owned_by": "mlx-mtp",
             "max_model_len": length,
             "type": "model",
             "display_name": name,
-            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "created_at": self.created.isoformat(),
             "lifecycle": "active",
             "max_input_tokens": length,
         }
@@ -99,8 +107,8 @@ async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     lenient = asks and config.unknown_parameters == "warn"
     limits = config.max_body_bytes, config.body_timeout
     body = await read_body(request, model, *limits, lenient=lenient)
-    if name := getattr(body, "model", None):
-        context.check_model(name)
-    elif asks:
-        body = body.model_copy(update={"model": config.model_name})
+    if asks:
+        name = getattr(body, "model", "")
+        served = context.served_name(name)
+        body = body if name else body.model_copy(update={"model": served})
     return context, body

@@ -236,6 +236,7 @@ ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
 # Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
+ModelName = Annotated[str, Field(max_length=256)]  # "" is the served model, by whatever name
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -276,7 +277,7 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
 class GenerateRequest(WireModel):
     """What all bodies that ask for an answer have."""
 
-    model: str = ""  # if it is left out, the one that is served
+    model: ModelName = ""
     stream: bool = False
     cache_salt: CacheSalt | None = None
 

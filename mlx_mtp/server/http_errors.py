@@ -1,6 +1,7 @@
 """The one place where errors become HTTP responses, in the shape of the API that was called."""
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +25,14 @@ _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.DrainingError: _CLOSE,
     errors.RequestTimeoutError: {"x-should-retry": "false"},  # SDKs would wait as long again.
 }
+# Of OpenAI's, Cohere's and Ollama's APIs. A 404 there would take the server out of service for all
+# else that LiteLLM's proxy sends it.
+_NOT_OFFERED = {
+    *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals"),
+    *("files", "fine_tuning", "images", "moderations", "ocr", "realtime", "rerank", "responses"),
+    *("search", "threads", "uploads", "vector_stores", "videos"),
+    *("copy", "create", "delete", "embed", "pull", "push"),
+}
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
@@ -41,6 +50,17 @@ def anthropic_error_body(error: Exception) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(shown)}}
 
 
+def ollama_error_body(error: Exception) -> dict[str, Any]:
+    """The same in Ollama's shape."""
+    return {"error": str(_shown(error))}
+
+
+_SHAPES = {
+    **dict.fromkeys(("/v1/messages", "/messages"), anthropic_error_body),
+    "/api/": ollama_error_body,
+}
+
+
 def error_response(
     error: Exception, path: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
@@ -51,7 +71,7 @@ def error_response(
         more["Retry-After"] = str(shown.retry_after)
     if shown is not error:
         more |= _CLOSE  # It is raised again for the log, and uvicorn then closes.
-    body = anthropic_error_body if path.startswith("/v1/messages") else error_body
+    body = next((_SHAPES[start] for start in _SHAPES if path.startswith(start)), error_body)
     return JSONResponse(body(shown), status_code=shown.status, headers=more)
 
 
@@ -117,17 +137,30 @@ def _shown(error: Exception) -> errors.MlxMtpError:
     return errors.MlxMtpError("The server failed; see its log.")
 
 
+def _no_route(request: Request) -> errors.RequestError:
+    path = cut(request.url.path)
+    message = f"There is no route {cut(request.method)} {path}."
+    parts = [part for part in path.split("/") if part not in ("", "v1", "api")]
+    if parts and parts[0] in _NOT_OFFERED:
+        one = "This server has one model, which generates text"
+        return errors.UnsupportedRouteError(f"{message} {one}: use another server for this.")
+    known = (route.path for route in request.app.routes)
+    if near := get_close_matches(path, [each for each in known if each[-1] != "/"], 1):
+        message += f" The nearest is {near[0]}."
+    return errors.NotFoundError(message)
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     """Answer an error that a route raised."""
     path, headers = request.url.path, None
     if isinstance(error, ClientDisconnect):
         return Response(status_code=LEFT)  # for the log
     if isinstance(error, HTTPException):
-        route = cut(f"{request.method} {path}")
         status, text, headers = error.status_code, error.detail, error.headers
-        error = errors.NotFoundError(f"There is no route {route}.")
-        if status != errors.NotFoundError.status:
-            error = errors.RequestError(f"{text}: {route}.")
+        if status == errors.NotFoundError.status:
+            error = _no_route(request)
+        else:
+            error = errors.RequestError(f"{text}: {cut(f'{request.method} {path}')}.")
             error.status = status
     record_of(request.scope).reason = str(_shown(error))
     return error_response(error, path, headers)

@@ -1,47 +1,36 @@
 """All routes, and the handlers of those that say what the server is and how it is."""
 
+from collections.abc import Awaitable, Callable
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.errors import NotFoundError
-from mlx_mtp.server import token_routes
+from mlx_mtp.server import stored, token_routes
 from mlx_mtp.server.anthropic import routes as anthropic
 from mlx_mtp.server.context import context_of
+from mlx_mtp.server.ollama import routes as ollama
 from mlx_mtp.server.openai import routes as openai
-from mlx_mtp.server.openai import stored
 from mlx_mtp.server.responses.routes import responses
-from mlx_mtp.server.text import cut
 
 
 async def _models(request: Request) -> Response:
-    card = context_of(request).model_card()
+    context = context_of(request)
+    names = context.model_names
     # OpenAI's form and Anthropic's at once: no name means two things.
-    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
-    return JSONResponse({"object": "list", "data": [card], **page})
+    page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return JSONResponse({"object": "list", "data": list(map(context.model_card, names)), **page})
 
 
 async def _model(request: Request) -> Response:
     context = context_of(request)
-    context.check_model(request.path_params["model_id"].rstrip("/"))
-    return JSONResponse(context.model_card())
+    name = context.served_name(request.path_params["model_id"].rstrip("/"))
+    return JSONResponse(context.model_card(name))
 
 
 async def _root(_: Request) -> Response:
     # Agents ask whether there is a server. No version: it is open to all.
     return JSONResponse({"name": "mlx-mtp"})
-
-
-async def _stored_response(request: Request) -> Response:
-    name = cut(request.path_params["name"])
-    raise NotFoundError(f"There is no {name!r}: this server stores no responses.")
-
-
-async def _embeddings(_: Request) -> Response:
-    raise NotFoundError(
-        "This server has no embeddings: it serves one model, which generates text. Point the "
-        "client's embeddings at a server with an embedding model."
-    )
 
 
 async def _health(request: Request) -> Response:
@@ -61,24 +50,38 @@ async def _metrics(request: Request) -> Response:
 
 _CHATS = "/v1/chat/completions"
 # Methods (with GET goes HEAD), path, handler, and whether its requests take slots of the engine's.
-ROUTES = (
+_Route = tuple[str, str, Callable[[Request], Awaitable[Response]], bool]
+_ROUTES: tuple[_Route, ...] = (
     ("POST", _CHATS, openai.chat_completions, True),
     ("GET", _CHATS, stored.list_chats, False),
-    ("GET", _CHATS + "/{name}", stored.get_chat, False),
+    ("GET", _CHATS + "/{name}", stored.CHATS.get, False),
     ("POST", _CHATS + "/{name}", stored.label_chat, False),
-    ("DELETE", _CHATS + "/{name}", stored.delete_chat, False),
-    ("GET", _CHATS + "/{name}/messages", stored.list_messages, False),
+    ("DELETE", _CHATS + "/{name}", stored.CHATS.delete, False),
+    ("GET", _CHATS + "/{name}/messages", stored.CHATS.inputs, False),
     ("POST", "/v1/completions", openai.completions, True),
     ("POST", "/v1/responses", responses, True),
-    ("GET DELETE", "/v1/responses/{name}", _stored_response, False),
+    ("GET", "/v1/responses/{name}", stored.RESPONSES.get, False),
+    ("DELETE", "/v1/responses/{name}", stored.RESPONSES.delete, False),
+    ("GET", "/v1/responses/{name}/input_items", stored.RESPONSES.inputs, False),
     ("POST", "/v1/messages", anthropic.messages, True),
     ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, False),
     ("POST", "/tokenize", token_routes.tokenize, False),
     ("POST", "/detokenize", token_routes.detokenize, False),
-    ("POST", "/v1/embeddings", _embeddings, False),
+    ("POST", "/api/chat", ollama.chat, True),
+    ("POST", "/api/generate", ollama.generate, True),
+    ("POST", "/api/show", ollama.show, False),
+    ("GET", "/api/tags", ollama.tags, False),
+    ("GET", "/api/ps", ollama.processes, False),
+    ("GET", "/api/version", ollama.version, False),
     ("GET", "/v1/models", _models, False),
     ("GET", "/v1/models/{model_id:path}", _model, False),
     ("GET", "/health", _health, False),
     ("GET", "/metrics", _metrics, False),
     ("GET", "/", _root, False),
+)
+# Without /v1 too, for clients that got no more of the address than host and port.
+ROUTES = _ROUTES + tuple(
+    (methods, path.removeprefix("/v1"), handler, generates)
+    for methods, path, handler, generates in _ROUTES
+    if path.startswith("/v1/")
 )

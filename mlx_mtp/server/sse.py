@@ -115,10 +115,9 @@ async def stream_events(
 
 
 class _EventStream(Response):
-    media_type = "text/event-stream"
-
     def __init__(self, writer: Writer, patience: float, keep: Keep | None) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=writer.media_type)
         del self.headers["content-length"]
         self._generation = writer.generation
         self._events = stream_events(writer, patience, keep)

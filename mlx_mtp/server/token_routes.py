@@ -16,6 +16,7 @@ from mlx_mtp.server.fields import (
     MAX_PROMPT_IDS,
     Many,
     ManyTools,
+    ModelName,
     WireModel,
     at_most,
     is_id,
@@ -27,7 +28,7 @@ from mlx_mtp.server.openai.wire import Message, TemplateFields, Tool
 class TokenizeRequest(TemplateFields):
     """POST /tokenize: a text, or a chat as its template writes it."""
 
-    model: str | None = None
+    model: ModelName = ""
     prompt: str | None = None
     content: str | None = None
     messages: Many[Message] = Field([])
@@ -67,7 +68,7 @@ def _ids_only(tokens: list[Any]) -> list[int]:
 class DetokenizeRequest(WireModel):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: ModelName = ""
     tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
 
 

@@ -47,6 +47,7 @@ class Writer(ABC):
     `failure`. `whole` is the answer that isn't streamed.
     """
 
+    media_type = "text/event-stream"
     keep_alive = b": keep-alive\n\n"  # breaks a silence
     done = b""  # the end of every stream
     prefixes: ClassVar[Mapping[Kind, str]] = {}  # of the ids of blocks

@@ -64,3 +64,22 @@ def test_four_async_calls_of_a_tool_and_its_result_goes_back(target: dict[str, A
 
     asyncio.run(all_cities(stream=False))
     asyncio.run(all_cities(stream=True))
+
+
+def test_what_is_not_offered_takes_no_server_out_of_service(server: Server) -> None:
+    """The proxy's router leaves a server alone for a while that answers with a 404."""
+    where = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none"}
+    # It never leaves out the only one.
+    models = [{"model_name": "m", "litellm_params": where | {"timeout": t}} for t in (60, 61)]
+    router = litellm.Router(model_list=models, num_retries=0, cooldown_time=600)
+    for _ in range(4):
+        for ask in (
+            lambda: router.embedding(model="m", input=["hi"]),
+            lambda: router.image_generation(model="m", prompt="a fox"),
+            lambda: router.completion(model="m", messages=[], max_tokens=5),
+        ):
+            with pytest.raises(litellm.BadRequestError):
+                ask()
+    assert router.cooldown_cache.get_active_cooldowns(router.get_model_ids(), None) == []
+    answer = router.completion(model="m", **asked(SENTENCE.question), temperature=0, max_tokens=100)
+    assert answer.choices[0].message.content == SENTENCE.answer

@@ -21,6 +21,7 @@ class FakeInfo:
     vocab_size: int = 4096
     eos_token_ids: tuple[int, ...] = (EOS,)
     max_model_len: int = 1024
+    model_type: str = "qwen3_next"
     num_draft_tokens: int | str = 2
     mtp_enabled: bool = True
     max_num_seqs: int = 32

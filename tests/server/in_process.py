@@ -16,6 +16,7 @@ from tests.server.fake_engine import FakeEngine, answer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+OLLAMA_CHAT, OLLAMA_TEXT = "/api/chat", "/api/generate"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 HI = [{"role": "user", "content": "hi"}]
 # A good body for each route that takes one.
@@ -25,10 +26,12 @@ GOOD: dict[str, dict[str, Any]] = {
     MESSAGES: {"model": MODEL, "max_tokens": 5, "messages": HI},
     COUNT: {"model": MODEL, "messages": HI},
     RESPONSES: {"model": MODEL, "input": "hi"},
+    OLLAMA_CHAT: {"model": MODEL, "messages": HI, "stream": False},
+    OLLAMA_TEXT: {"model": MODEL, "prompt": "hi", "stream": False},
     TOKENIZE: {"prompt": "hi"},
     DETOKENIZE: {"tokens": [300]},
 }
-GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
+GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_TEXT)
 
 
 class _Bridge(httpx.BaseTransport):

@@ -33,6 +33,7 @@ MAX_BODY = 4 << 20
 BIG, WRONG = 10**30, "x"
 MEDIA = "unsupported_media_type"
 INVALID, UNSUPPORTED, CONTEXT = "invalid_value", "unsupported_parameter", "context_length_exceeded"
+NO_API = "unsupported_route"
 NO_MODEL = "model_not_found"
 Fields = dict[str, Any]
 
@@ -129,13 +130,20 @@ HEADERS: list[tuple[dict[str, str], int, str, str]] = [
 ]
 ROUTES: list[tuple[str, str, int, str, str]] = [
     ("POST", "/v1", 404, "not_found", "no route POST /v1."),
-    ("GET", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
-    ("DELETE", "/v1/responses/resp_1", 404, "not_found", "stores no responses"),
+    ("GET", "/v1/responses/resp_1", 404, "not_found", "store: false"),
+    ("DELETE", "/v1/responses/resp_1", 404, "not_found", "store: false"),
     ("GET", "/v1/models/gpt-4", 404, NO_MODEL, MODEL),
     ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, NO_MODEL, "not served"),
     ("GET", "/" + "a" * 9000, 404, "not_found", "aaa..."),
     ("PUT", CHAT, 405, "", "Method Not Allowed: PUT"),
-    ("POST", "/v1/embeddings", 404, "not_found", "no embeddings"),
+    ("POST", "/v1/embeddings", 400, NO_API, "one model, which generates text"),
+    ("POST", "/images/generations", 400, NO_API, "another server"),
+    ("POST", "/v1/responses/resp_1/cancel", 400, NO_API, "another server"),
+    ("POST", "/api/pull", 400, NO_API, "another server"),
+    ("POST", "/v1/chat/completion", 404, "not_found", "nearest is /v1/chat/completions."),
+    ("POST", "/v1/v1/messages", 404, "not_found", "nearest is /v1/messages."),
+    ("GET", "/messages", 405, "", "Not Allowed"),
+    ("GET", "/api/tag", 404, "not_found", "nearest is /api/tags."),
     ("GET", MESSAGES, 405, "", "Not Allowed"),
     ("POST", MESSAGES + "/x", 404, "not_found", "no route"),
 ]
@@ -157,7 +165,9 @@ def check(
     assert word in error_of(response, path)
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    if path.startswith(MESSAGES):
+    if path.startswith("/api/"):
+        assert error == error_of(response, path)
+    elif path.startswith((MESSAGES, "/messages")):
         assert error["type"] == ANTHROPIC_TYPES.get(status, TYPES[status])
     else:
         assert (error["type"], error["param"]) == (TYPES[status], param)

@@ -1,15 +1,19 @@
-"""Chat completions that are kept because the client asked for it."""
+"""Chat completions that are kept because the client asked for it, and responses."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
-from mlx_mtp.server.openai.stored import StoredChat, StoredChats
+from mlx_mtp.server.fields import MAX_MESSAGES
+from mlx_mtp.server.stored import Store, Stored
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import FakeEngine, answer, endless
+from tests.server.conftest import MODEL, Serve, Served
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
+from tests.server.in_process import RESPONSES, in_process
 from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, events, joined, saying
 
 SAID = "Hello."
@@ -118,10 +122,10 @@ def test_bad_queries(client: Served) -> None:
 
 
 def test_the_oldest_make_room_counted_in_bytes_too() -> None:
-    kept = StoredChats(max_count=3, max_bytes=10)
+    kept = Store(max_count=3, max_bytes=10)
 
     def after(name: str, size: int) -> list[str]:
-        kept.keep(StoredChat(name, "m", {}, b"x" * (size - 1), (b"y",)))
+        kept.keep(Stored(name, "m", {}, b"x" * (size - 1), (("i", b"y"),)))
         return [chat.id for chat in kept.all()]
 
     assert after("a", 4) == ["a"]
@@ -149,3 +153,103 @@ def test_the_key_guards_what_is_stored(serve: Serve, tokenizer: Tokenizer) -> No
         error(client.delete(path, headers=other), 404)
         # However the key is sent.
         assert client.get(path, headers={"x-api-key": "first"}).json()["id"] == made["id"]
+
+
+FUNCTION = {"type": "function", **WEATHER["function"]}
+THOUGHT, SPOKEN = "I need Rome.", "See."
+TOLD = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
+
+
+def respond(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    return ask(client, RESPONSES, **{"input": "hi", "tools": [FUNCTION], **fields})
+
+
+def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
+    ids = engine.submitted[-1].prompt_token_ids
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+@pytest.mark.parametrize("fields", [{}, {"reasoning": {"summary": "auto"}}, {"stream": True}])
+def test_a_response_is_continued_as_if_all_of_it_were_sent_again(
+    tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """Twice, with what the model thought, said and called, and the call's result."""
+    engine = saying(tokenizer, TOLD)
+    with in_process(engine) as client:
+
+        def made(given: Any, **more: Any) -> dict[str, Any]:
+            asked = {"input": given, "tools": [FUNCTION], **fields, **more}
+            if "stream" in fields:
+                return events(client, RESPONSES, **asked)[-1]["response"]
+            return ask(client, RESPONSES, **asked)
+
+        said = {"role": "user", "content": "Weather?"}
+        first = made([said], instructions="Be brief.")
+        *_, call = first["output"]
+        kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny."}
+        second = made([result], previous_response_id=first["id"])
+        continued = prompt_of(engine, tokenizer)
+        sent_again = [said, *first["output"], result]
+        made(sent_again, store=False)
+        assert continued == prompt_of(engine, tokenizer)
+        assert SPOKEN in continued and "Sunny." in continued and "Be brief." not in continued
+        third = made("And now?", previous_response_id=second["id"], instructions="Be long.")
+        continued = prompt_of(engine, tokenizer)
+        made([*sent_again, *second["output"], {"role": "user", "content": "And now?"}],
+             instructions="Be long.")  # fmt: skip
+        assert continued == prompt_of(engine, tokenizer)
+        assert (third["store"], third["previous_response_id"]) == (True, second["id"])
+        # An older one that is gone takes nothing from those that continued it.
+        assert client.delete(f"{RESPONSES}/{first['id']}").json()["deleted"]
+        path = f"{RESPONSES}/{third['id']}/input_items"
+        listed = client.get(path, params={"order": "asc", "limit": 100}).json()["data"]
+        assert [item["type"] for item in listed] == [*kinds, *kinds[1:-1], "message"]
+        for item in listed:
+            TypeAdapter(ResponseItem).validate_python(item, strict=True)
+        assert listed[0]["content"] == [{"type": "input_text", "text": "Weather?"}]
+        assert names(client.get(path, params={"limit": 1}).json()) == [listed[-1]["id"]]
+        made("And then?", previous_response_id=third["id"])
+        assert prompt_of(engine, tokenizer).count(SPOKEN) == 3
+
+
+def test_a_stored_response_is_what_was_answered(client: Served) -> None:
+    made, unasked = respond(client, metadata={"a": "b"}), respond(client, store=False)
+    assert (made["store"], unasked["store"]) == (True, False)
+    path = f"{RESPONSES}/{made['id']}"
+    assert client.get(path).json() == made
+    assert made["id"] not in names(listed(client))  # That is a list of chats.
+    chat = ask(client, store=True)
+    error(client.get(f"{RESPONSES}/{chat['id']}"), 404)
+    error(client.get(f"{CHAT}/{made['id']}"), 404)
+    told = error(client.get(path, params={"stream": "true"}), 400)
+    assert told["param"] == "stream"
+    gone = {"id": made["id"], "object": "response", "deleted": True}
+    assert client.delete(path).json() == gone
+    for name in (made["id"], unasked["id"]):
+        for method, suffix in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+            told = error(client.request(method, f"{RESPONSES}/{name}{suffix}"), 404)
+            assert "store: false" in told["message"]
+        body = {"model": MODEL, "input": "hi", "previous_response_id": name}
+        told = error(client.post(RESPONSES, json=body), 400)
+        assert told["code"] == "previous_response_not_found"
+        assert told["param"] == "previous_response_id"
+
+
+def test_a_server_that_keeps_nothing_answers_all_the_same() -> None:
+    with in_process(max_stored_completions=0) as client:
+        body = {"model": MODEL, "input": "hi"}
+        made = client.post(RESPONSES, json=body).json()
+        assert made["store"] is False
+        error(client.get(f"{RESPONSES}/{made['id']}"), 404)
+        assert error(client.post(RESPONSES, json=body | {"store": True}), 400)["param"] == "store"
+
+
+def test_a_chat_that_is_continued_is_bounded_as_one_that_is_sent() -> None:
+    engine = FakeEngine(answer([300]), FakeInfo(max_model_len=1 << 20))
+    with in_process(engine) as client:
+        many = [{"role": "user", "content": ""}] * (MAX_MESSAGES // 2)
+        body = {"model": MODEL, "input": many}
+        made = client.post(RESPONSES, json=body).json()
+        body["previous_response_id"] = made["id"]
+        assert "4097 items" in error(client.post(RESPONSES, json=body), 400)["message"]

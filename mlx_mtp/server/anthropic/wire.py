@@ -208,7 +208,7 @@ class _ContextManagement(WireModel):
 class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
-    model: str = ""  # if it is left out, the one that is served
+    model: fields.ModelName = ""
     messages: OneOrMore[_Message]
     system: _Texts = Field([])
     tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])

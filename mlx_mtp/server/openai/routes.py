@@ -19,10 +19,10 @@ from mlx_mtp.server.openai.logprobs import (
     logprob_entries,
     prompt_logprobs,
 )
-from mlx_mtp.server.openai.stored import keeper
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.sse import respond
+from mlx_mtp.server.stored import keeper
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
 
@@ -233,7 +233,10 @@ async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     admitted = await admit(request, ChatRequest, "chatcmpl-")
     body = admitted.body
-    keep = await keeper(request, body, admitted.answer_id) if body.store else None
+    keep = None
+    if body.store:
+        name = admitted.answer_id
+        keep = await keeper(request, body.metadata, lambda: body.listed_messages(name))
     generation = await admitted.chat(body.conversation())
     return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
 

@@ -1,5 +1,6 @@
 """OpenAI's two request bodies."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -213,6 +214,10 @@ class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
             message = "differs from max_completion_tokens; give one of them"
             raise refusal(message, field="max_tokens")
         return self
+
+    def listed_messages(self, answer_id: str) -> Iterator[dict[str, Any]]:
+        for number, message in enumerate(self.messages):
+            yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
 
     def options(self, **_: Any) -> RequestOptions:
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None

@@ -1,7 +1,9 @@
 """The route of responses, and how they are worded, whole and as the events of a stream."""
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,8 +16,9 @@ from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
 from mlx_mtp.server.openai.logprobs import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
-from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest
+from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest, items_of
 from mlx_mtp.server.sse import respond
+from mlx_mtp.server.stored import Inputs, continued, keeper
 from mlx_mtp.server.text import wrap
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
@@ -164,7 +167,7 @@ def _usage(generation: Generation) -> dict[str, Any]:
 
 _ECHOED = {
     *("model", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls"),
-    *("tool_choice", "reasoning"),
+    *("tool_choice", "reasoning", "store", "previous_response_id"),
 }
 
 
@@ -182,9 +185,7 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "seed": params.seed,  # not of this API
         "top_logprobs": params.top_logprobs or 0,
         "truncation": "disabled",
-        "store": False,
         "background": False,
-        "previous_response_id": None,
         "service_tier": "default",
         # The one field that has no null in OpenAI's description.
         **({} if body.user is None else {"user": body.user}),
@@ -194,5 +195,18 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
     admitted = await admit(request, ResponsesRequest, "resp_")
-    generation = await admitted.chat(admitted.body.chat())
-    return await respond(request, _ResponseWriter(admitted, generation), admitted.body.stream)
+    body, name = admitted.body, admitted.answer_id
+    if body.store is None:
+        stores = admitted.context.config.max_stored_completions > 0
+        body = body.model_copy(update={"store": stores})
+        admitted = replace(admitted, body=body)
+    earlier: Inputs = ()
+    items: Sequence[Any] = ()
+    if body.previous_response_id is not None:
+        earlier = await continued(request, body.previous_response_id)
+        items = await asyncio.to_thread(items_of, [packed for _, packed in earlier])
+    keep = None
+    if body.store:
+        keep = await keeper(request, body.metadata, lambda: body.listed_input(name), earlier)
+    generation = await admitted.chat(body.chat(items))
+    return await respond(request, _ResponseWriter(admitted, generation), body.stream, keep)

@@ -1,14 +1,25 @@
 """The body of /v1/responses."""
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AliasChoices, BeforeValidator, FailFast, Field, Tag, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    FailFast,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server import fields
 from mlx_mtp.server.conversation import Conversation, Effort, Message, ToolCall
 from mlx_mtp.server.fields import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.params import RequestOptions
 from mlx_mtp.server.structured_fields import Schema as AnswerSchema
 from mlx_mtp.server.structured_fields import schema_grammar
@@ -28,8 +39,21 @@ _Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
+    parts: ClassVar[Mapping[str, str]] = {}  # texts that the API lists in parts of these types
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def listed(self, name: str) -> dict[str, Any]:
+        """The item as the API lists it, with an id if it has none."""
+        fields = {
+            "id": name,
+            "status": "completed",
+            **self.model_dump(exclude_defaults=True, exclude={"parsed_arguments"}),
+        }
+        for field, kind in self.parts.items():
+            text = fields.get(field, "")
+            fields[field] = [{"type": kind, "text": text}] if text else []
+        return fields
 
 
 class _MessageItem(_AnyItem):
@@ -37,6 +61,12 @@ class _MessageItem(_AnyItem):
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text
     phase: Literal["commentary", "final_answer"] | None = None
+
+    def listed(self, name: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": "input_text", "text": self.content}
+        if self.role == "assistant":
+            part |= {"type": "output_text", "annotations": []}
+        return {"type": self.type, **super().listed(name), "content": [part]}
 
     def message(self) -> Message:
         role = "system" if self.role == "developer" else self.role
@@ -73,6 +103,7 @@ class _CallOutputItem(_AnyItem):
 
 
 class _ReasoningItem(_AnyItem):
+    parts: ClassVar[Mapping[str, str]] = {"summary": "summary_text", "content": "reasoning_text"}
     type: Literal["reasoning"]
     summary: _Text = ""
     content: _Text = ""
@@ -91,6 +122,17 @@ _Item = Annotated[
     | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
     fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
 ]
+
+
+_ITEMS = TypeAdapter(list[_Item])
+
+
+def items_of(inputs: Iterable[bytes]) -> list[_Item]:
+    """Stored items; raises RequestError for what a client could not send either."""
+    try:
+        return _ITEMS.validate_json(b"[" + b",".join(inputs) + b"]")
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def _as_items(value: object) -> object:
@@ -176,8 +218,8 @@ class _TextConfig(WireModel):
     format: _TextFormat = Field(default_factory=_TextFormat)
 
 
-def _no_state(_: object) -> object:
-    raise refusal("this server stores no responses; send the whole chat as input", unsupported=True)
+def _no_conversations(_: object) -> object:
+    raise refusal("this server has none; continue a previous_response_id", unsupported=True)
 
 
 class _StreamOptions(WireModel):
@@ -201,9 +243,9 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     include: Annotated[
         list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
     ] = Field([])
-    store: fields.OnlyFalse = False
-    previous_response_id: Annotated[None, BeforeValidator(_no_state)] = None
-    conversation: Annotated[None, BeforeValidator(_no_state)] = None
+    store: bool | None = None  # None: if the server stores any
+    previous_response_id: str | None = None
+    conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
     max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
@@ -217,8 +259,16 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
             cache_salt=self.cache_salt,
         )
 
-    def chat(self) -> Conversation:
-        messages = _messages(self.input)
+    def listed_input(self, answer_id: str) -> Iterator[dict[str, Any]]:
+        for number, item in enumerate(self.input):
+            yield item.listed(f"{answer_id}-{number}")
+
+    def chat(self, earlier: Sequence[_Item] = ()) -> Conversation:
+        count, most = len(earlier) + len(self.input), fields.MAX_MESSAGES
+        if count > most:
+            message = f"The chat that is continued has {count} items; at most {most} are allowed."
+            raise InvalidRequestError(message, param="previous_response_id")
+        messages = _messages((*earlier, *self.input))
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
         return Conversation(
