@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     """Run a command; returns the exit status."""
     # transformers advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    _open_closed_streams()
     given = _parser().parse_args(argv)
     try:
         if "environ" in given:
@@ -38,6 +39,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         return CLOSED_PIPE_STATUS
 
 
+def _open_closed_streams() -> None:
+    # As in `mlx-mtp serve >&-`: they are None then, and the next file would take their number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="mlx-mtp",
@@ -52,8 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
     generating = commands.add_parser("generate", help="stream one answer to the terminal")
     generating.set_defaults(run=_generate)
-    generating.add_argument("prompt", help="what to ask", type=characters)
     add_flags(generating, *GENERATE_FLAGS, reads_environment=True)
+    asked = "what to ask; - reads it from standard input"
+    generating.add_argument("prompt", help=asked, type=characters)
     for add in (add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
         add(commands)
     return parser

@@ -11,6 +11,8 @@ from mlx_mtp import backend
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.errors import MissingHeadError
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
     from mlx_mtp.models.loaded import LoadedModel
@@ -49,6 +51,8 @@ def load(
     except MissingHeadError:
         if enable_mtp is not None:
             raise
+        told = "%s has no MTP head, so there are no drafts. `mlx-mtp add-mtp-weights %s` adds it."
+        logger.warning(told, options.model, options.model)
         return load(options, enable_mtp=False, lazy=lazy)
     return model, Tokenizer.load(path)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from mlx_mtp import factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
-from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve
+from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve, wants_head
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
@@ -38,7 +38,7 @@ def serve(options: argparse.Namespace) -> int:
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     # The port first: the user should not wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
-        loaded, tokenizer = factories.load(options, enable_mtp=options.enable_mtp, lazy=True)
+        loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options), lazy=True)
         # What can't fit, or a directory that can't be used, is an error before weights are read.
         limits = from_options(EngineConfig, options, prefix_cache_size=0)
         memory = plan_memory(loaded, options, limits)
@@ -105,6 +105,8 @@ def banner(
     depth = engine.num_draft_tokens
     how = " (follows measured cost and acceptance)" if depth == "auto" else " tokens per step"
     drafts = f"{depth}{how}, head from {loaded.head_source}"
+    if not engine.mtp_enabled:
+        drafts = "none: MTP is turned off, or the model has no head"
     message = {"role": "user", "content": "Tell me a story."}
     body = json.dumps({"model": config.model_name, "messages": [message]})
     curl = [f"curl {address}/v1/chat/completions", "-H 'Content-Type: application/json'"]
@@ -117,7 +119,7 @@ def banner(
         f"  model    {config.model_name} ({loaded.model_type}, {loaded.path})\n"
         f"  backend  {info}\n"
         f"  prefixes {_prefixes(engine)}\n"
-        f"  drafts   {drafts if engine.mtp_enabled else 'none (--enable-mtp turns MTP on)'}\n"
+        f"  drafts   {drafts}\n"
         f"  memory   {f'{chr(10)}           '.join(memory)}\n\n" + " \\\n  ".join(curl) + "\n"
     )
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from mlx_mtp import factories
 from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
-from mlx_mtp.options import ANSWER_TOKENS, needs_head
+from mlx_mtp.errors import UsageError
+from mlx_mtp.options import ANSWER_TOKENS, wants_head
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.wire import CompletionRequest
@@ -30,10 +31,18 @@ _SAMPLING = (
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model and print its answer; returns the exit status. The backend is prepared."""
-    enable_mtp = needs_head(options) or options.enable_mtp
-    loaded, tokenizer = factories.load(options, enable_mtp=enable_mtp)
+    if options.prompt == "-":
+        options.prompt = _standard_input()
+    loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options))
     engine = factories.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise UsageError("Standard input is not valid UTF-8.") from None
 
 
 def stream_answer(
