@@ -5,14 +5,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from mlx_mtp import __version__, factories
+from mlx_mtp import __version__
 from mlx_mtp.bench.arguments import add_bench
+from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MlxMtpError
-from mlx_mtp.flags import CommandParser, add_flags, characters, resolve
+from mlx_mtp.flags import CommandParser, add_flags, resolve
 from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS, check_generate
+from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.selftest.arguments import add_selftest
 from mlx_mtp.serving import CLOSED_PIPE_STATUS, discard, serve
 
@@ -26,8 +27,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     try:
         if "environ" in given:
             given.environ = environ
-        if flags := {"serve": SERVE_FLAGS, "generate": GENERATE_FLAGS}.get(given.command):
-            given = resolve(given, flags, environ)
+        if given.command == "serve":
+            given = resolve(given, SERVE_FLAGS, environ)
         return int(given.run(given))
     except MlxMtpError as error:
         print(f"mlx-mtp: {error}", file=sys.stderr)
@@ -58,19 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
-    generating = commands.add_parser("generate", help="stream one answer to the terminal")
-    generating.set_defaults(run=_generate)
-    add_flags(generating, *GENERATE_FLAGS, reads_environment=True)
-    asked = "what to ask; - reads it from standard input"
-    generating.add_argument("prompt", help=asked, type=characters)
-    for add in (add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
+    for add in (add_terminal, add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
         add(commands)
     return parser
-
-
-def _generate(options: argparse.Namespace) -> int:
-    check_generate(options)
-    factories.prepare(options, options.log_level)
-    from mlx_mtp.terminal import generate
-
-    return generate(options)

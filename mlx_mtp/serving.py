@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -22,12 +22,18 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
     from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.loaded import LoadedModel
+    from mlx_mtp.server.serve import Server
 
 CLOSED_PIPE_STATUS = 141  # As a shell reports SIGPIPE.
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal; then finish the running requests (see `server.serve.Server`)."""
+def serve(
+    options: argparse.Namespace, on_ready: Callable[[Server, int], object] | None = None
+) -> int:
+    """Serve until a signal; then finish the running requests (see `server.serve.Server`).
+
+    When it is ready it prints a banner, or calls `on_ready` with the server and its port.
+    """
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
@@ -64,7 +70,11 @@ def serve(options: argparse.Namespace) -> int:
         gc.collect()
         gc.freeze()
         text = banner(config, loaded, engine.info, info, memory.lines(options.max_num_seqs))
-        server = make_server(app, log_level=options.log_level, on_ready=lambda: _announce(text))
+
+        def ready() -> None:
+            on_ready(server, config.port) if on_ready else _announce(text)
+
+        server = make_server(app, log_level=options.log_level, on_ready=ready)
         if not run(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
