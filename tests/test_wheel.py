@@ -40,9 +40,8 @@ def test_the_wheel_serves_from_an_empty_environment(tmp_path, monkeypatch):
     python(*pip, "install", f"{wheel}{EXTRA}")
     where = Path(python("-c", "import mlx_mtp; print(mlx_mtp.__file__)").strip()).parent
     assert where.is_relative_to(environment)
-    assert {path.name for path in BUNDLED_MODEL.iterdir()} == {
-        path.name for path in (where / "demo").iterdir()
-    }
+    for path in BUNDLED_MODEL.glob("*.[jms]*"):
+        assert path.read_bytes() == (where / "demo" / path.name).read_bytes()
     command = environment / "bin" / "mlx-mtp"
     for words, shown in (("--version", __version__), ("models --memory 16", "Qwen3.5-9B")):
         argv = [command, *words.split()]

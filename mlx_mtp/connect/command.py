@@ -10,8 +10,10 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, secret, text
 
 # The keys of two tables in `clients`, which this module can't load.
-NAMES = ("opencode", "claude", "codex", "continue", "aider", "qwen", "zed")
-NAMES += ("open-webui", "cline", "llm")
+NAMES = (
+    *("opencode", "claude", "codex", "continue", "aider", "qwen", "zed"),
+    *("open-webui", "cline", "llm"),
+)
 
 _DEFAULTS = ServerConfig(model_name="")
 _URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
