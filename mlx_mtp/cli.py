@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="mlx-mtp",
         description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
-        epilog="Each flag of serve and generate may also come from an environment variable: "
+        epilog="Each flag of serve, generate and chat may also come from an environment variable: "
         "--port is MLX_MTP_PORT.",
     )
     parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")

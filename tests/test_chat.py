@@ -104,7 +104,7 @@ def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
         KeyboardInterrupt,
         events({"content": "c"}),
     )
-    sent, out, _, session = talk(*"123456", answers=answers)
+    sent, out, _, session = talk(*"1x23456", answers=answers)
     for words in ("too long", "cut off", "it broke", "no\n", "[stopped]"):
         assert words in out
     asked = [each["content"] for each in sent[-1]["messages"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ def _chat(given: argparse.Namespace) -> int:
     from mlx_mtp.bench.client import base_url
     from mlx_mtp.chat.session import Session, served_models
 
-    options = resolve(given, CHAT_FLAGS, given.environ)
+    options, console = resolve(given, CHAT_FLAGS, given.environ), Console()
     with contextlib.ExitStack() as stack:
         if options.model is not None and options.model.startswith(("http://", "https://")):
             typed = [flag for flag in CHAT_FLAGS if flag.key in given and flag.group in _OF_ENGINE]
@@ -88,15 +89,17 @@ def _chat(given: argparse.Namespace) -> int:
                     f"{', '.join(wrong)} is for a model that is loaded here, not for "
                     "a running server."
                 )
-            url = base_url(options.model)
+            url, proxied = base_url(options.model), True
         else:
-            url = stack.enter_context(_own_server(given))
-        headers = (
-            {b"Authorization": f"Bearer {options.api_key}".encode()} if options.api_key else {}
-        )
-        client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=None))
+            if console.is_terminal:
+                console.print("Loading the model. /help lists the commands.", style="dim")
+            url, proxied = stack.enter_context(_own_server(given)), False
+        more: dict[str, Any] = {"timeout": None, "trust_env": proxied}
+        if options.api_key:
+            more["headers"] = {b"Authorization": f"Bearer {options.api_key}".encode()}
+        client = stack.enter_context(httpx.Client(base_url=url, **more))
         sent = {name: value for name in _SENT if (value := getattr(options, name)) is not None}
-        session = Session(client, Console(), served_models(client)[0], sent, options.system)
+        session = Session(client, console, served_models(client)[0], sent, options.system)
         session.run(_reader())
     return 0
 
@@ -112,6 +115,7 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
     wanted = {flag.key for flag in SERVE_FLAGS}
     flags = {name: value for name, value in vars(given).items() if name in wanted}
     flags |= {"host": "127.0.0.1", "port": 0, "log_level": flags.get("log_level", "warning")}
+    flags["api_key_file"] = None
     options = resolve(argparse.Namespace(**flags), SERVE_FLAGS, given.environ)
     started: Future[tuple[Server, int]] = Future()
 
@@ -127,7 +131,10 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
 
     thread = threading.Thread(target=run, name="mlx-mtp-serve", daemon=True)
     thread.start()
-    server, port = started.result()
+    try:
+        server, port = started.result()
+    except KeyboardInterrupt:
+        os._exit(130)  # A thread that is loading can't be ended.
     try:
         yield f"http://127.0.0.1:{port}/v1"
     finally:

@@ -76,7 +76,7 @@ class Session:
             )
         except KeyboardInterrupt:
             told = "[stopped]"
-        except (BenchError, UsageError, httpx.HTTPError) as error:
+        except (BenchError, UsageError, httpx.HTTPError, ValueError, AttributeError) as error:
             told = f"{error or type(error).__name__}"
             if not answer:
                 del self.messages[-1]

@@ -1,6 +1,9 @@
 """The commands `inspect` and `models`. Nothing heavy is imported before one of them runs."""
 
 import argparse
+import shutil
+import sys
+import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +63,12 @@ def run_inspect(options: argparse.Namespace) -> int:
         **memory_rows(wanted),
         "next": next_command(found),
     }
-    print("\n".join(f"{label:<14}{text}" for label, text in rows.items()))
+    lines = [f"{label:<14}{text}" for label, text in rows.items()]
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        keep: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines = [textwrap.fill(line, width, subsequent_indent=" " * 14, **keep) for line in lines]
+    print("\n".join(lines))
     return 0
 
 
