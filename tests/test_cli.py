@@ -133,6 +133,22 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
         assert words in done.stdout
 
 
+COMMANDS = "serve generate chat connect bench selftest inspect models add-mtp-weights convert"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS.split(), "bench latency", "bench offline"])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command.split(), "--help"], {})
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    if not command:
+        assert set(COMMANDS.split()) == set(
+            re.findall(r"^    ([a-z-]+)(?: |$)", shown, re.MULTILINE)
+        )
+
+
 def test_the_models_name():
     path = str(Path(__file__).parent)
     for model, name in ((None, "mlx-mtp-demo"), ("org/model", "org/model"), (path, "tests")):

@@ -25,7 +25,8 @@ def add_connect(commands: Any) -> None:
     parser = commands.add_parser(
         "connect", help="print or write a client's configuration for a running server"
     )
-    parser.add_argument("client", choices=NAMES, help="the client")
+    clients = f"the client: {', '.join(NAMES)}"
+    parser.add_argument("client", choices=NAMES, metavar="CLIENT", help=clients)
     parser.add_argument(
         "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
     )
