@@ -96,8 +96,10 @@ def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
     refused = httpx.Response(400, json={"error": {"message": "too long"}})
     failed = events({"content": "a"}, ends=False)
     broken = httpx.Response(200, text='data: {"error": {"message": "it broke"}}\n\n')
+    strange = httpx.Response(200, text="data: [1]\n\n")
     answers = (
         refused,
+        strange,
         failed,
         broken,
         httpx.ReadError,
@@ -105,7 +107,7 @@ def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
         events({"content": "c"}),
     )
     sent, out, _, session = talk(*"1x23456", answers=answers)
-    for words in ("too long", "cut off", "it broke", "no\n", "[stopped]"):
+    for words in ("too long", "no chat completion", "cut off", "it broke", "no\n", "[stopped]"):
         assert words in out
     asked = [each["content"] for each in sent[-1]["messages"]]
     assert asked == ["2", "a", "5", "6"]

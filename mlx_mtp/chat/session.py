@@ -77,7 +77,8 @@ class Session:
         except KeyboardInterrupt:
             told = "[stopped]"
         except (BenchError, UsageError, httpx.HTTPError, ValueError, AttributeError) as error:
-            told = f"{error or type(error).__name__}"
+            strange = isinstance(error, (ValueError, AttributeError))
+            told = "What came is no chat completion." if strange else str(error) or repr(error)
             if not answer:
                 del self.messages[-1]
         if answer:
