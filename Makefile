@@ -39,7 +39,7 @@ $(VENV)/.full: $(VENV)/.installed
 setup: $(VENV)/.installed
 
 serve: setup
-	$(BIN)/mlx-mtp serve $(MODEL) --enable-mtp --port $(PORT) $(ARGS)
+	$(BIN)/mlx-mtp serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not full"

@@ -62,7 +62,11 @@ def contenders(folder: Path) -> list[Contender]:
         ours(name, BUNDLED_MODEL, "--enable-mtp", "--mtp-num-draft-tokens", depth, *fresh)
         for name, depth in (*((f"MTP, k = {k}", str(k)) for k in (1, 2, 3)), ("MTP, auto", "auto"))
     ]
-    return [mlx_lm(_in_float32(folder / "float32")), ours(OFF, BUNDLED_MODEL), *mtp]
+    return [
+        mlx_lm(_in_float32(folder / "float32")),
+        ours(OFF, BUNDLED_MODEL, "--no-enable-mtp"),
+        *mtp,
+    ]
 
 
 def _in_float32(target: Path) -> Path:

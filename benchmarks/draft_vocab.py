@@ -1,7 +1,7 @@
 """What a reduced draft vocabulary gives: acceptance and speed, or the cost of a draft on a GPU.
 
     python -m benchmarks.draft_vocab [--sizes 256,512,1024,2048] [--rows 1,4] [--rounds 5]
-    python -m benchmarks.draft_vocab --shape Qwen3-Next-80B-A3B [--bits 4] [--rows 1,4,16,32]
+    python -m benchmarks.draft_vocab --shape Qwen3.5-27B [--bits 4] [--rows 1,4,16,32]
 
 The first runs the bundled model, offline: the vocabularies take turns, round after round, and the
 ratios are of the same round. The second builds a model with random weights whose head, embedding
@@ -28,11 +28,12 @@ BACKEND = backend.prepare()
 import mlx.core as mx
 
 from benchmarks.contenders import Contender, take_turns
-from benchmarks.shapes import SHAPES, build, integers
+from benchmarks.shapes import build, integers
 from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.server.draft_vocab import draft_vocabulary

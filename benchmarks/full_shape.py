@@ -1,6 +1,6 @@
 """Step cost and speed of full-shape random-weight models on a GPU.
 
-    python -m benchmarks.full_shape --shape Qwen3-Next-80B-A3B --bits 4
+    python -m benchmarks.full_shape --shape Qwen3-Next-80B-A3B-Instruct --bits 4
 
 Three tables for each model, all in one run: mlx-lm's BatchGenerator on the same weights; this
 engine end to end at a synthetic acceptance; and the cost of a step at long contexts. Random weights
@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.shapes import SHAPES, build, integers
+from benchmarks.shapes import build, integers
 from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.config import EngineConfig
@@ -31,6 +31,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.acceptance import AcceptResult, accept
 from mlx_mtp.speculative.depth import FixedDepth
@@ -201,7 +202,7 @@ def run(options: argparse.Namespace) -> list[Measured]:
 def main() -> None:
     """Parse the command line, measure, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=[*SHAPES], default=next(iter(SHAPES)))
+    parser.add_argument("--shape", choices=[*SHAPES], default="Qwen3-Next-80B-A3B-Instruct")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--rows", type=integers, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4])

@@ -2,109 +2,78 @@
 
     python -m benchmarks.memory_guide
 
-Published shapes at 4 bits with their heads, planned as `serve --enable-mtp` plans at its start. No
-weight is made. What Metal recommends to use of a machine's memory is the one assumption: the shares
-that llama.cpp's users report (https://github.com/ggml-org/llama.cpp/issues/1870, /pull/2011).
+Published shapes with their heads, planned as `serve` plans at its start; see `mlx-mtp models`. The
+first table is README's, the others are those of docs/memory.md.
 """
 
 import argparse
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from benchmarks.shapes import GROUP_SIZE, SHAPES
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.memory import Footprint, footprint, plan_memory
-from mlx_mtp.errors import UsageError
-from mlx_mtp.machine import MemoryLimit
-from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.models.loader import family_of
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.inspect.models import SHORT_ROW, Published, published
+from mlx_mtp.machine import mac_memory
 from mlx_mtp.units import size_text
 
-_MACHINES = {32: 2 / 3, 64: 3 / 4, 128: 3 / 4}
-"""GiB, and the share of them that Metal recommends to use at most."""
-_MODELS = ("Qwen3.5-27B", "Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B")
-_SHORT, _LONG = 8192, 32768
+_MACHINES = (16, 24, 36, 64, 128, 512)
+"""GB of a Mac."""
+_BEGINNERS = {
+    "16 GB": ("Qwen3.5-9B", 16, 16),
+    "36 to 64 GB": ("Qwen3.6-35B-A3B", 36, 64),
+    "128 GB": ("Qwen3-Next-80B-A3B-Instruct", 128, 128),
+}
 
 
-def shapes_of(config: dict[str, Any], bits: int) -> tuple[Footprint, int]:
-    """What a model of this config takes, and most tokens that it allows.
-
-    Args:
-        config: as in config.json.
-        bits: of the weights; routers have 8, as mlx-lm converts them.
-    """
-    family = family_of(config, "the shape")
-    model_class, args_class = family.classes(config)
-    model = model_class(args_class.from_dict(config))  # type: ignore[attr-defined]
-    args = family.causal_lm(model).args
-    head = MTPHead(
-        family.head_layer(args, moe=getattr(args, "num_experts", 0) > 0),
-        args.hidden_size,
-        args.rms_norm_eps,
-    )
-
-    def how(path: str, child: nn.Module) -> bool | dict[str, int]:
-        if not hasattr(child, "to_quantized"):
-            return False
-        router = path.endswith(("mlp.gate", "shared_expert_gate"))
-        return {"group_size": GROUP_SIZE, "bits": 8 if router else bits}
-
-    for module in (model, head):
-        # mlx makes the arrays when they are looked at, which here they never are.
-        module.set_dtype(mx.bfloat16)
-        nn.quantize(module, class_predicate=how)
-    model.mtp = head
-    loaded = LoadedModel(Path(), config, {}, model, family, "computed", slow_few_rows=False)
-    return footprint(loaded, MAX_DRAFT_TOKENS), loaded.max_model_len
+def cell(model: Published, gigabytes: int) -> str:
+    """What fits a Mac: the longest context, and how many requests of 8,192 tokens at once."""
+    plan = model.plan(mac_memory(gigabytes))
+    if plan is None:
+        return "-"
+    rows = plan.num_rows(min(SHORT_ROW, plan.max_model_len), EngineConfig().max_num_seqs)
+    return f"{plan.max_model_len:,}; {rows}"
 
 
-def cell(shape: Footprint, allowed: int, gigabytes: int) -> str:
-    """What fits a machine with so many GiB."""
-    limit = MemoryLimit(int(gigabytes * 2**30 * _MACHINES[gigabytes]), "of a Mac")
-    config = EngineConfig()
-    try:
-        plan = plan_memory(
-            shape,
-            limit,
-            allowed=allowed,
-            wanted=None,
-            prefill_step_size=config.prefill_step_size,
-            prefix_cache=None,
-        )
-    except UsageError:
-        return "does not fit"
-    context = f"{plan.max_model_len:,} tokens"
-    lengths = [n for n in (_SHORT, _LONG) if n <= plan.max_model_len]
-    rows = [f"{plan.num_rows(n, config.max_num_seqs)} of {n:,}" for n in lengths]
-    return f"{context}; {' or '.join(rows)}" if rows else context
+def tables() -> list[str]:
+    """All tables, Markdown."""
+    models = published()
+    of_name = {(each.release.name, each.release.bits): each for each in models}
+    rows = list[Sequence[str]]()
+    for mac, (name, *ends) in _BEGINNERS.items():
+        model = of_name[name, 4]
+        contexts = dict.fromkeys(cell(model, n).partition(";")[0] for n in ends)
+        size = size_text(model.demand.footprint.weights + model.head_download)
+        rows.append((mac, f"`{model.release.repo_id}`", size, " to ".join(contexts)))
+    parts = [_table(("your Mac", "model", "download", "context, tokens"), rows)]
+    shapes = dict[tuple[object, ...], list[Published]]()  # of one shape, and so of one size
+    for each in models:
+        shapes.setdefault((each.demand, each.head_download), []).append(each)
+    unique = [(_names(same), same[0]) for same in shapes.values()]
+    rows = []
+    for names, model in unique:
+        shape = model.demand.footprint
+        kv = 1000 * (shape.caches.kv_per_token + shape.caches.head_kv_per_token)
+        sizes = (shape.weights, shape.head, model.head_download, shape.caches.row, kv)
+        rows.append((names, *map(size_text, sizes)))
+    headings = ("weights", "head", "head in BF16", "states of a row", "KV of 1,000 tokens")
+    fits = [(names, *(cell(model, n) for n in _MACHINES)) for names, model in unique]
+    parts.append(_table(("model", *(f"{n} GB" for n in _MACHINES)), fits))
+    parts.append(_table(("model", *headings), rows))
+    return parts
 
 
-def tables(bits: int) -> str:
-    """Both tables, Markdown."""
-    shapes = {name: shapes_of(SHAPES[name], bits) for name in _MODELS}
-    lines = [f"| model, {bits} bits | weights | head | states of a row | KV of 1,000 tokens |"]
-    lines.append("|---|---|---|---|---|")
-    for name, (shape, _) in shapes.items():
-        caches = shape.caches
-        kv = 1000 * (caches.kv_per_token + caches.head_kv_per_token)
-        sizes = (shape.weights, shape.head, caches.row, kv)
-        lines.append(f"| {name} | {' | '.join(map(size_text, sizes))} |")
-    lines += ["", f"| model, {bits} bits | {' | '.join(f'{n} GB' for n in _MACHINES)} |"]
-    lines.append(f"|---|{'---|' * len(_MACHINES)}")
-    for name, (shape, allowed) in shapes.items():
-        lines.append(f"| {name} | {' | '.join(cell(shape, allowed, n) for n in _MACHINES)} |")
-    return "\n".join(lines)
+def _names(same: Sequence[Published]) -> str:
+    versions = sorted(each.release.name for each in same)
+    return f"{', '.join(versions)}, {same[0].release.bits} bits"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
-    print(tables(parser.parse_args().bits))
+    """Print all tables."""
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    print("\n\n".join(tables()))
 
 
 if __name__ == "__main__":

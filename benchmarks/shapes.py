@@ -1,6 +1,6 @@
 """Full-shape models with random weights: real timings without a download.
 
-The shapes are those of the published config.json files. Weights are random, so the text means
+The shapes are those of `mlx_mtp/models/published.py`. Weights are random, so the text means
 nothing and acceptance has to be set by hand; what a step costs is what it costs with real weights,
 but for the experts that a router picks (here about uniformly).
 """
@@ -16,87 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
 from mlx_mtp.models.loader import family_of
-
-GROUP_SIZE = 64
-
-_GDN: dict[str, Any] = {
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 262144,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
-_ROPE: dict[str, Any] = {
-    "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-}
-_MOE: dict[str, Any] = {
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-
-
-def _qwen3_5(model_type: str, **sizes: Any) -> dict[str, Any]:
-    inner = {"model_type": f"{model_type}_text", "vocab_size": 248320, **_GDN, **_ROPE, **sizes}
-    return {"model_type": model_type, "text_config": inner}
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3-Next-80B-A3B": {
-        "model_type": "qwen3_next",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.25,
-        **_GDN,
-        **_MOE,
-    },
-    "Qwen3.5-27B": _qwen3_5(
-        "qwen3_5",
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_hidden_layers=64,
-        num_attention_heads=24,
-        num_key_value_heads=4,
-        linear_num_value_heads=48,
-    ),
-    "Qwen3.6-35B-A3B": _qwen3_5(
-        "qwen3_5_moe",
-        hidden_size=2048,
-        intermediate_size=512,
-        num_hidden_layers=40,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        linear_num_value_heads=32,
-        num_experts=256,
-        num_experts_per_tok=8,
-        **_MOE,
-    ),
-    "Qwen3.5-4B": _qwen3_5(
-        "qwen3_5",
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        linear_num_value_heads=32,
-        tie_word_embeddings=True,
-    ),
-}
+from mlx_mtp.models.published import GROUP_SIZE
 
 
 def integers(text: str) -> list[int]:

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import platform
+import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -42,9 +43,33 @@ class BackendInfo(NamedTuple):
 @functools.lru_cache(maxsize=1)
 def prepare() -> BackendInfo:
     """Prepare once; BackendError, which says what to install, if there is no backend, or two."""
+    _keep_file_limit()
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
     return BackendInfo(device, blas, _version("mlx") or "unknown")
+
+
+def _keep_file_limit() -> None:
+    """Let mlx-lm raise the limit of open files, but not lower it, nor fail where it can't.
+
+    On its import it sets 2,048, of 4,096 at most.
+    """
+    original = resource.setrlimit
+
+    def raise_limit(which: int, limits: tuple[int, int]) -> None:
+        if which != resource.RLIMIT_NOFILE or "mlx_lm.utils" not in sys.modules:
+            original(which, limits)
+            return
+        resource.setrlimit = original
+        soft, hard = resource.getrlimit(which)
+        infinite = resource.RLIM_INFINITY
+        wanted = limits[0] if hard == infinite else min(limits[0], hard)
+        if soft != infinite and soft < wanted:
+            with contextlib.suppress(ValueError, OSError):
+                original(which, (wanted, hard))
+
+    if "mlx_lm.utils" not in sys.modules:
+        resource.setrlimit = raise_limit
 
 
 def _device() -> str:

@@ -5,14 +5,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from mlx_mtp import __version__, factories
+from mlx_mtp import __version__
 from mlx_mtp.bench.arguments import add_bench
+from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MlxMtpError
-from mlx_mtp.flags import CommandParser, add_flags, characters, resolve
+from mlx_mtp.flags import CommandParser, add_flags, resolve
 from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS, check_generate
+from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.selftest.arguments import add_selftest
 from mlx_mtp.serving import CLOSED_PIPE_STATUS, discard, serve
 
@@ -21,12 +22,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     """Run a command; returns the exit status."""
     # transformers advises to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    _open_closed_streams()
     given = _parser().parse_args(argv)
     try:
         if "environ" in given:
             given.environ = environ
-        if flags := {"serve": SERVE_FLAGS, "generate": GENERATE_FLAGS}.get(given.command):
-            given = resolve(given, flags, environ)
+        if given.command == "serve":
+            given = resolve(given, SERVE_FLAGS, environ)
         return int(given.run(given))
     except MlxMtpError as error:
         print(f"mlx-mtp: {error}", file=sys.stderr)
@@ -38,11 +40,18 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         return CLOSED_PIPE_STATUS
 
 
+def _open_closed_streams() -> None:
+    # As in `mlx-mtp serve >&-`: they are None then, and the next file would take their number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="mlx-mtp",
         description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
-        epilog="Each flag of serve and generate may also come from an environment variable: "
+        epilog="Each flag of serve, generate and chat may also come from an environment variable: "
         "--port is MLX_MTP_PORT.",
     )
     parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")
@@ -50,18 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
-    generating = commands.add_parser("generate", help="stream one answer to the terminal")
-    generating.set_defaults(run=_generate)
-    generating.add_argument("prompt", help="what to ask", type=characters)
-    add_flags(generating, *GENERATE_FLAGS, reads_environment=True)
-    for add in (add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
+    for add in (add_terminal, add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
         add(commands)
     return parser
-
-
-def _generate(options: argparse.Namespace) -> int:
-    check_generate(options)
-    factories.prepare(options, options.log_level)
-    from mlx_mtp.terminal import generate
-
-    return generate(options)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import backend, logs
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.errors import MissingHeadError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
@@ -46,6 +49,8 @@ def load(
     except MissingHeadError:
         if enable_mtp is not None:
             raise
+        told = "%s has no MTP head, so there are no drafts. `mlx-mtp add-mtp-weights %s` adds it."
+        logger.warning(told, options.model, options.model)
         return load(options, enable_mtp=False, lazy=lazy)
     return model, Tokenizer.load(path)
 

@@ -1,11 +1,12 @@
 """Command-line flags, which precede environment variables (MLX_MTP_PORT for --port)."""
 
 import argparse
+import difflib
 import math
 import os
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,15 +38,41 @@ class CommandParser(argparse.ArgumentParser):
         """Reject what is left over here, so that the error names the subcommand's help."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            hints = [hint(word.partition("=")[0], known) for word in rest if word[:1] == "-"]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
         return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            words = [str(each) for each in action.choices]
+            told = hint(str(value), words) or f" (choose from {', '.join(words)})"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{told}")
+
+
+class Once(argparse.Action):
+    """What may be given in two forms is given in one of them."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
+    ) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            parser.error(f"{self.metavar} is given twice: {getattr(namespace, self.dest)}, {value}")
+        setattr(namespace, self.dest, value)
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """What a mistyped word probably meant, to be put behind an error; or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One flag, in the help and in the environment."""
 
-    # "server: --port N": heading, if any, name and placeholder; positional if it has no dashes.
+    # "server: --port N": heading, if any, name and placeholder. Without dashes: an argument that
+    # may be left out, and that may be given by a flag of that name as well.
     usage: str
     help: str  # One line; the default is appended to it.
     # Converts text, raising ArgumentTypeError; or the words it may be; None for a boolean.
@@ -116,9 +143,15 @@ def add_flags(
             options |= {"type": flag.convert, "metavar": flag.metavar}
         if flag.repeated:
             options["action"] = "append"
-        if not flag.name.startswith("-"):
-            options["nargs"] = "?"
-        groups[group].add_argument(flag.name, **options)
+        if flag.name.startswith("-"):
+            groups[group].add_argument(flag.name, **options)
+            continue
+        if not reads_environment:
+            parser.set_defaults(**{flag.key: flag.default})
+        options |= {"action": Once, "default": argparse.SUPPRESS}
+        groups[group].add_argument(flag.name, nargs="?", **options)
+        options["help"] = argparse.SUPPRESS
+        groups[group].add_argument(f"--{flag.name}", **options)
 
 
 def resolve(
@@ -192,6 +225,11 @@ def size(text: str) -> int:
     if value >= 1 << 60:
         raise ArgumentTypeError(f"{text} is more than any machine has")
     return int(value)
+
+
+def gigabytes(text: str) -> int:
+    """A Mac's memory, as Apple writes it: 64GB, or 64."""
+    return int(whole(4, 4096)(text.upper().removesuffix("GB").strip()))
 
 
 def at_least(low: float) -> Parse:

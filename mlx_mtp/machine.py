@@ -19,6 +19,7 @@ _GPU_KEYS = (
     ("memory_size", "of the machine"),
 )
 _WIRED_SINCE = 15
+_SMALL_MAC = 32  # GiB
 
 
 class MemoryLimit(NamedTuple):
@@ -41,6 +42,14 @@ def machine_memory() -> MemoryLimit:
             if (nbytes := int(info.get(key, 0))) > 0:
                 return MemoryLimit(nbytes, source)
     return _host_memory()
+
+
+def mac_memory(gigabytes: int) -> MemoryLimit:
+    """What Metal recommends to use at most of a Mac's memory, by what users report."""
+    # github.com/ggml-org/llama.cpp: issue 1870, pull request 2011. Newer versions of macOS: more.
+    share = 2 / 3 if gigabytes <= _SMALL_MAC else 3 / 4
+    source = f"what Metal recommends of a Mac's {gigabytes} GB"
+    return MemoryLimit(int(gigabytes * 2**30 * share), source)
 
 
 def wire_memory(limit: MemoryLimit) -> None:

@@ -19,7 +19,7 @@ _HEADINGS = (
     *("security", "formats", None, "sampling"),
 )
 
-_MODEL_HELP = "a directory, or a hub id such as org/name"
+_MODEL_HELP = "a directory, or a hub id such as org/name; also as --model"
 MODEL_FLAG = Flag("model: model MODEL", _MODEL_HELP, text, default_text="the bundled demo model")
 DTYPE = Flag(
     "model: --dtype",
@@ -40,7 +40,9 @@ _CACHE_DIR = Flag(
     default_text="the user's cache directory",
 )
 _ENABLE_MTP = Flag(
-    "multi-token prediction: --enable-mtp", "draft with the model's own MTP head", default=False
+    "multi-token prediction: --enable-mtp",
+    "draft with the model's own MTP head",
+    default_text="on if the model has one",
 )
 _LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
 _LOG_FORMAT = Flag(
@@ -125,7 +127,7 @@ _PENALTIES = (
     ("--frequency-penalty X", "the same, once for each time that it occurs"),
 )
 GENERATE_FLAGS = _in_order(
-    replace(MODEL_FLAG, usage="model: --model MODEL"),
+    MODEL_FLAG,
     replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
     DTYPE,
     replace(
@@ -133,7 +135,7 @@ GENERATE_FLAGS = _in_order(
         usage="model: --prefill-step-size N",
         help="most prompt tokens computed in one step",
     ),
-    replace(_ENABLE_MTP, default=None, default_text="if it has one"),
+    _ENABLE_MTP,
     _ENGINE["--mtp-num-draft-tokens"],
     DRAFT_VOCAB,
     _CACHE_DIR,
@@ -190,13 +192,13 @@ def check_generate(options: argparse.Namespace, *more: str) -> None:
     for flag in (*_OF_DRAFTS, *more):
         if _asks(options, flag):
             raise UsageError(
-                f"{flag} is for the MTP head's drafts, but MTP is off: add --enable-mtp."
+                f"{flag} is for the MTP head's drafts, but MTP is off: leave out --no-enable-mtp."
             )
 
 
-def needs_head(options: argparse.Namespace) -> bool:
-    """Whether a flag asks for the MTP head, so that a model without one won't do."""
-    return bool(options.enable_mtp) or any(_asks(options, flag) for flag in _OF_DRAFTS)
+def wants_head(options: argparse.Namespace) -> bool | None:
+    """Whether the MTP head is needed (a flag asks for it), or unwanted; None: if there is one."""
+    return any(_asks(options, flag) for flag in _OF_DRAFTS) or options.enable_mtp
 
 
 def _asks(options: argparse.Namespace, flag: str) -> bool:

@@ -11,7 +11,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -20,20 +20,26 @@ from mlx_mtp import factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, width_of
-from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve
+from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve, wants_head
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
     from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.loaded import LoadedModel
+    from mlx_mtp.server.serve import Server
 
 logger = logging.getLogger(__name__)
 
 CLOSED_PIPE_STATUS = 141  # As a shell reports SIGPIPE.
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal; then finish the running requests (see `server.serve.Server`)."""
+def serve(
+    options: argparse.Namespace, on_ready: Callable[[Server, int], object] | None = None
+) -> int:
+    """Serve until a signal; then finish the running requests (see `server.serve.Server`).
+
+    When it is ready it prints a banner, or calls `on_ready` with the server and its port.
+    """
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
@@ -46,7 +52,7 @@ def serve(options: argparse.Namespace) -> int:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port first: the user should not wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
-        loaded, tokenizer = factories.load(options, enable_mtp=options.enable_mtp, lazy=True)
+        loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options), lazy=True)
         # What can't fit, or a directory that can't be used, is an error before weights are read.
         limits = from_options(EngineConfig, options, prefix_cache_size=0)
         memory = plan_memory(loaded, options, limits)
@@ -75,7 +81,11 @@ def serve(options: argparse.Namespace) -> int:
         gc.freeze()
         plan = memory.lines(options.max_num_seqs)
         text = banner(config, loaded, engine.info, info, plan, width_of(sys.stdout))
-        server = make_server(app, log_level=options.log_level, on_ready=lambda: _announce(text))
+
+        def ready() -> None:
+            on_ready(server, config.port) if on_ready else _announce(text)
+
+        server = make_server(app, log_level=options.log_level, on_ready=ready)
         if not run(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
@@ -125,7 +135,9 @@ def banner(
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
         "backend": str(info),
         "prefixes": _prefixes(engine),
-        "drafts": drafts if engine.mtp_enabled else "none (--enable-mtp turns MTP on)",
+        "drafts": drafts
+        if engine.mtp_enabled
+        else "none: MTP is turned off, or the model has no head",
         "memory": "\n".join(memory),
     }
     curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]

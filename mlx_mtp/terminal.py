@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from mlx_mtp import factories
 from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
-from mlx_mtp.options import ANSWER_TOKENS, needs_head
+from mlx_mtp.options import ANSWER_TOKENS, wants_head
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.openai.wire import CompletionRequest
@@ -21,6 +21,7 @@ from mlx_mtp.server.params import engine_requests, model_defaults, sampling_para
 from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.parsing.events import Text
 from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.units import speed_text
 
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -30,8 +31,7 @@ _SAMPLING = (
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model and print its answer; returns the exit status. The backend is prepared."""
-    enable_mtp = needs_head(options) or options.enable_mtp
-    loaded, tokenizer = factories.load(options, enable_mtp=enable_mtp)
+    loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options))
     engine = factories.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
 
@@ -75,27 +75,9 @@ def stream_answer(
     finally:
         engine.stop()
     print(flush=True)
-    depth = str(engine.info.num_draft_tokens) if engine.info.mtp_enabled else None
-    print(summary(stream, len(prompt), began, times, depth), file=sys.stderr)
-    return 0
-
-
-def summary(
-    stream: OutputStream,
-    prompt_tokens: int,
-    began: float,
-    times: list[tuple[float, int]],
-    depth: str | None,
-) -> str:
-    """Speed and acceptance in one line; `times`: of each output, and how many tokens by then."""
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
-    drafts = "no drafts"
-    if stream.num_drafts:
-        share = stream.num_accepted / stream.num_drafts
-        drafts = f"{stream.num_accepted} of {stream.num_drafts} drafts accepted ({share:.0%})"
-    return (
-        f"[{tokens} tokens, {rate:.1f} tokens/s; prompt of {prompt_tokens} tokens in "
-        f"{first - began:.2f} s; {drafts}{f', depth {depth}' if depth else ''}]"
-    )
+    counts = stream.num_drafts, stream.num_accepted
+    print(speed_text(tokens, rate, len(prompt), first - began, *counts), file=sys.stderr)
+    return 0

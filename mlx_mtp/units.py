@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people read them."""
+"""Sizes and speeds, as people read them."""
 
 
 def size_text(nbytes: int) -> str:
@@ -9,3 +9,12 @@ def size_text(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} GB"
+
+
+def speed_text(
+    tokens: int, rate: float, prompt_tokens: int | None, first: float, drafts: int, accepted: int
+) -> str:
+    """An answer's speed and acceptance in a line; `first`: seconds to the first token."""
+    prompt = "first" if prompt_tokens is None else f"prompt of {prompt_tokens}"
+    told = f"{accepted / drafts:.0%} of {drafts} drafts accepted" if drafts else "no drafts"
+    return f"[{tokens} tokens, {rate:.1f}/s; {prompt} in {first:.2f} s; {told}]"

@@ -26,7 +26,7 @@ repeatable flag has commas between its values.
 
 ## `mlx-mtp serve [MODEL]`
 """
-_GENERATE = "## `mlx-mtp generate PROMPT`\n\nOne answer, streamed to the terminal.\n"
+_GENERATE = "## `mlx-mtp generate [MODEL] PROMPT`\n\nOne answer, streamed to the terminal.\n"
 
 
 def page() -> str:

@@ -42,6 +42,8 @@ def test_every_flag_also_comes_from_the_environment():
         argv = [flag.name, value] if flag.name.startswith("-") else [value]
         if flag.parse is None:
             argv, value = [flag.name], "TRUE"
+        if flag.name == "model":
+            assert parse("--model", value) == parse(value)
         from_environment = parse(**{flag.variable: value})
         assert from_environment == parse(*argv)
         assert from_environment != parse()
@@ -72,7 +74,10 @@ def test_a_wrong_variable_is_named(variable, value, capsys):
     ("command", "more", "reason"),
     [
         ("", [], "the following arguments are required: COMMAND"),
-        ("", ["dance"], "invalid choice: 'dance'"),
+        ("", ["dance"], "invalid choice: 'dance' (choose from serve, "),
+        ("", ["serv"], "invalid choice: 'serv'; did you mean serve?"),
+        ("serve", ["--prot=1"], "arguments: --prot=1; did you mean --port?"),
+        ("serve", ["one", "--model", "other"], "MODEL is given twice: one, other"),
         ("serve", ["--port", "x"], "argument --port: 'x' is not an integer"),
         ("serve", ["--port", "70000"], "argument --port: 70000 is not between 0 and 65535"),
         ("serve", ["--api-key", ""], "the key must not be empty"),
@@ -81,7 +86,7 @@ def test_a_wrong_variable_is_named(variable, value, capsys):
         ("generate", ["hi", "--temperature", "nan"], "'nan' is not finite"),
         ("generate", ["\udcff\udcfe"], "is not valid UTF-8"),
         ("convert", ["a", "--bits", "x"], "argument --bits: invalid int value: 'x'"),
-        ("add-mtp-weights", [], "required: --mlx-model-path"),
+        ("models", ["--memory", "64TB"], "'64TB' is not an integer"),
         ("connect", ["dance"], "dance"),
         ("selftest", ["--seconds", "0"], "0 is below 1"),
         ("bench latency", [], "required: URL"),
@@ -128,6 +133,22 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
         assert words in done.stdout
 
 
+COMMANDS = "serve generate chat connect bench selftest inspect models add-mtp-weights convert"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS.split(), "bench latency", "bench offline"])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command.split(), "--help"], {})
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    if not command:
+        assert set(COMMANDS.split()) == set(
+            re.findall(r"^    ([a-z-]+)(?: |$)", shown, re.MULTILINE)
+        )
+
+
 def test_the_models_name():
     path = str(Path(__file__).parent)
     for model, name in ((None, "mlx-mtp-demo"), ("org/model", "org/model"), (path, "tests")):
@@ -138,8 +159,8 @@ def test_the_models_name():
     ("flags", "words"),
     [
         ("/no/such/model", r"mlx-mtp: '/no/such/model' is neither .*\n"),
-        ("--memory-limit 40MB", "weights take 45.4 MB.*of 40.0 MB .--memory-limit.*"),
-        ("--memory-limit 70MB", "leave 24.6 MB.*--prefill-step-size"),
+        ("--memory-limit 40MB", "40.0 MB .--memory-limit. the weights take 50.5 MB.*mtp models"),
+        ("--memory-limit 70MB", "weights take 50.5 MB and the prefix cache 4.9 MB"),
         ("--memory-limit 200MB --max-model-len 65536", "65,536 tokens needs .*--max-model-len "),
     ],
 )
@@ -157,7 +178,7 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
         ({"host": "0.0.0.0"}, {}, f"  network  http://{own_address('0.0.0.0')}:81\n"),
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
         ({}, {}, "drafts   2 tokens per step, head from /m/mtp.safetensors"),
-        ({}, {"mtp_enabled": False}, "drafts   none (--enable-mtp turns MTP on)"),
+        ({}, {"mtp_enabled": False}, "drafts   none: MTP is turned off, or the model"),
         ({}, {}, "prefixes up to 8.00 GB of earlier prompts and answers are kept\n"),
         ({}, {"kv_cache_quantization": 4}, "in 4 bits: answers that reuse them may differ slight"),
         ({}, {"prefix_cache_size": 0}, "prefixes not kept (--prefix-cache-size is 0)"),
@@ -209,15 +230,15 @@ def test_a_prefix_cache_dir_that_makes_no_sense_is_refused_before_the_weights_ar
     assert list((tmp_path / "DIR").iterdir()) == []
 
 
-OFF, DEPTH = "but MTP is off: add --enable-mtp", "--mtp-num-draft-tokens"
+OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-tokens"
 
 
 @pytest.mark.parametrize(
     ("argv", "variables", "told"),
     [
-        ("serve --mtp-num-draft-tokens 3", "", f"--mtp-num-draft-tokens is for .*{OFF}"),
-        ("serve", "MTP_NUM_DRAFT_TOKENS=2", f"--mtp-num-draft-tokens is for .*{OFF}"),
-        ("serve --calibration-seconds 2", "", f"--calibration-seconds is for .*{OFF}"),
+        ("serve --no-enable-mtp --mtp-num-draft-tokens 3", "", f"draft-tokens is for .*{OFF}"),
+        ("serve", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=2", f"draft-tokens is for .*{OFF}"),
+        ("serve --no-enable-mtp --calibration-seconds 2", "", f"--calib.*-seconds is for .*{OFF}"),
         ("serve --no-enable-mtp --mtp-draft-vocab 9", "ENABLE_MTP=1", OFF),
         (f"serve --enable-mtp {DEPTH} 1 --calibration-seconds 3", "", f"{DEPTH} auto, and .* 1:"),
         ("serve --kv-cache-quantization 8", "PREFIX_CACHE_SIZE=0", "in 8 bits .* turns that"),
@@ -249,24 +270,25 @@ def test_a_flag_without_effect_is_refused_before_anything_is_loaded(
     assert error.count("\n") == 1
 
 
-def test_generate_goes_without_a_head_unless_one_was_asked_for(monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["generate hi", "serve --port 0"])
+def test_a_model_goes_without_a_head_unless_one_was_asked_for(command, monkeypatch, capsys):
     asked = []
 
     def load(*_, enable_mtp, **__):
         asked.append(enable_mtp)
         if enable_mtp:
             raise MissingHeadError("there is no head")
-        return SimpleNamespace(generation_config={})
+        raise UsageError("loaded without it")
 
     monkeypatch.setattr(loader, "load_model", load)
-    monkeypatch.setattr(factories, "engine", lambda *_, **__: None)
-    monkeypatch.setattr("mlx_mtp.terminal.stream_answer", lambda *_: 0)
-    assert cli.main(["generate", "hi"], {}) == 0
+    assert cli.main(command.split(), {}) == 2
     assert asked == [True, False]
-    assert cli.main(["generate", "hi", "--no-enable-mtp"], {}) == 0
+    assert "loaded without it" in capsys.readouterr().err
+    assert cli.main([*command.split(), "--no-enable-mtp"], {}) == 2
     assert asked == [True, False, False]
     for more in ("--enable-mtp", "--mtp-num-draft-tokens=2", "--mtp-draft-vocab=9"):
-        assert cli.main(["generate", "hi", more], {}) == 2
+        capsys.readouterr()
+        assert cli.main([*command.split(), more], {}) == 2
         assert "there is no head" in capsys.readouterr().err
 
 
@@ -290,12 +312,28 @@ def test_serve_for_real():
         assert server.process.wait(30) == 0
 
 
+def test_closed_streams_and_few_open_files():
+    """mlx-lm wants a limit of 2,048 open files; here less will do, and none is lowered."""
+    code = "import resource, mlx_mtp.cli, mlx_mtp.backend; mlx_mtp.backend.prepare();"
+    code += "import mlx_lm; print(resource.getrlimit(resource.RLIMIT_NOFILE)); "
+    code += "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))"
+    for soft, hard, found in ((256, 512, 512), (256, 4000, 2048), (3000, 4000, 3000)):
+        shell = f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$0" -c "$1"'
+        argv = ["bash", "-c", shell, sys.executable, code]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.stdout == f"({found}, {hard})\n", done.stderr
+    shell = 'exec "$0" -m mlx_mtp generate hi --max-tokens 2 <&- >&-'
+    done = subprocess.run(["bash", "-c", shell, sys.executable], capture_output=True, text=True)
+    assert done.returncode == 0 and "2 tokens" in done.stderr
+
+
 def test_generate_for_real():
-    argv = [*COMMAND, "generate", "Tell me a story.", "--max-tokens", "12", "--temperature", "0"]
+    argv = [*COMMAND, "generate", "-", "--max-tokens", "12", "--temperature", "0"]
     argv += ["--mtp-num-draft-tokens", "2"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    more = {"input": "Tell me a story.", "text": True}
+    done = subprocess.run(argv, capture_output=True, check=True, **more)
     assert len(done.stdout.split()) > 5
-    assert re.search(r"12 tokens, [\d.]+ tokens/s.*drafts accepted", done.stderr)
+    assert re.search(r"12 tokens, [\d.]+/s.*drafts accepted", done.stderr)
 
 
 def test_when_nobody_reads_generate_ends_quietly_and_serve_goes_on():

@@ -157,7 +157,7 @@ Scheduler.schedule = dying
 
 
 def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
-    with running("--dtype", "float32", code=DEATH) as server:
+    with running("--no-enable-mtp", "--dtype", "float32", code=DEATH) as server:
         expected = ask(server, 20).json()["choices"]
         # It has no MTP, and the same answer.
         assert "spec_decode_depth" not in server.http.get("/metrics").text

@@ -58,7 +58,11 @@ def test_answers_are_valid_and_the_same_with_mtp_on_and_off():
         drafts[1] += timings.get("draft_n", 0)
         return completion.choices[0].finish_reason, completion.choices[0].message.content
 
-    with running(*DEPTH, *QUIET) as mtp, running(*QUIET) as plain, ThreadPoolExecutor(4) as pool:
+    with (
+        running(*DEPTH, *QUIET) as mtp,
+        running("--no-enable-mtp", *QUIET) as plain,
+        ThreadPoolExecutor(4) as pool,
+    ):
         on, off = (list(pool.map(partial(answer, server), cases)) for server in (mtp, plain))
     num_valid = 0
     for case, (reason, content) in zip(cases, on, strict=True):

@@ -1,5 +1,6 @@
 """A running server, and each client's configuration for it, which names the key's variable."""
 
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ class Client(NamedTuple):
     changes: str  # What else of the client's the file changes.
     needed: Mapping[str, Any] = {}  # What has to be there too when the file is new.
     run: str | None = None  # How to start it, if not by its name.
+    key_variable: str = KEY_VARIABLE  # where it looks for the key
     once: Callable[[Served], str] | None = None  # A command for one session that changes no file.
 
 
@@ -140,6 +142,38 @@ def _continue(served: Served) -> Config:
     return {"models": [model]}
 
 
+def _aider(served: Served) -> Config:
+    config = {"model": f"openai/{served.model}", "openai-api-base": served.openai_url}
+    return config if served.wants_key else config | {"openai-api-key": "none"}
+
+
+def _qwen(served: Served) -> Config:
+    model = {"id": served.model, "name": f"{NAME}: {served.model}"}
+    model |= {"baseUrl": served.openai_url, "envKey": KEY_VARIABLE}
+    config: Config = {
+        "modelProviders": {"openai": [model]},
+        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": served.model},
+    }
+    # It wants some key.
+    return config if served.wants_key else config | {"env": {KEY_VARIABLE: "none"}}
+
+
+def _zed(served: Served) -> Config:
+    model = {
+        "name": served.model,
+        "max_tokens": served.context,
+        "max_output_tokens": served.answer_tokens,
+        "capabilities": {"tools": True, "images": False, "parallel_tool_calls": True},
+    }
+    provider = {NAME: {"api_url": served.openai_url, "available_models": [model]}}
+    default = {"provider": NAME, "model": served.model}
+    return {
+        "language_models": {"openai_compatible": provider},
+        "agent": {"default_model": default},
+    }
+
+
 CLIENTS = {
     "opencode": Client(
         ("XDG_CONFIG_HOME", ".config", "opencode/opencode.json"),
@@ -165,16 +199,61 @@ CLIENTS = {
         {"name": "Local", "version": "1.0.0", "schema": "v1"},
         run="cn",
     ),
+    "aider": Client(
+        ("", "", ".aider.conf.yml"),
+        _aider,
+        "The model of every aider session is then this server's.",
+        key_variable="OPENAI_API_KEY",
+    ),
+    "qwen": Client(
+        ("", ".qwen", "settings.json"),
+        _qwen,
+        "The default model of every Qwen Code session is then this server's.",
+    ),
+    "zed": Client(
+        ("XDG_CONFIG_HOME", ".config", "zed/settings.json"),
+        _zed,
+        f"The agent's default model is then this server's. Zed wants {KEY_VARIABLE} to be set, to "
+        "anything if the server has no key.",
+    ),
 }
 
 
-def open_webui(served: Served) -> str:
-    """How to start Open WebUI: it keeps its connections in a database of its own."""
-    key = f'"${KEY_VARIABLE}"' if served.wants_key else "none"
+def _key(served: Served) -> str:
+    return f'"${KEY_VARIABLE}"' if served.wants_key else "none"
+
+
+def _open_webui(served: Served) -> str:
     return (
-        f"OPENAI_API_BASE_URL={served.openai_url} OPENAI_API_KEY={key} \\\n"
+        f"OPENAI_API_BASE_URL={served.openai_url} OPENAI_API_KEY={_key(served)} \\\n"
         "  ENABLE_OLLAMA_API=False open-webui serve\n\n"
         "# Or in a running one: Admin Panel > Settings > Connections > OpenAI API > +,\n"
         f"# with the URL {served.openai_url} (from a container: host.docker.internal for the\n"
         "# host's name, and start the server with --allowed-host host.docker.internal).\n"
     )
+
+
+def _cline(served: Served) -> str:
+    return (
+        f"cline auth --provider openai --apikey {_key(served)} \\\n"
+        f"  --baseurl {served.openai_url} --modelid {shlex.quote(served.model)}\n\n"
+        "# Or in the editor: Cline's settings > API Provider > OpenAI Compatible, with the\n"
+        f"# URL {served.openai_url}, the model {served.model}\n"
+        f"# and a context window of {served.context}.\n"
+    )
+
+
+def _llm(served: Served) -> str:
+    model = {"model_id": NAME, "model_name": served.model, "api_base": served.openai_url}
+    if served.wants_key:
+        model["api_key_name"] = NAME
+    entry = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in model.items())
+    keys = f'llm keys set {NAME} --value "${KEY_VARIABLE}"\n' if served.wants_key else ""
+    return (
+        f'{keys}cat >> "$(dirname "$(llm logs path)")/extra-openai-models.yaml" <<\'EOF\'\n'
+        f"-{entry[1:]}\nEOF\n\n# Then: llm -m {NAME} 'Tell me a story.'\n"
+    )
+
+
+TEXTS = {"open-webui": _open_webui, "cline": _cline, "llm": _llm}
+"""What to type for the clients that keep their settings where no file of theirs can be changed."""

@@ -9,8 +9,11 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, secret, text
 
-OPEN_WEBUI = "open-webui"
-NAMES = ("opencode", "claude", "codex", "continue", OPEN_WEBUI)
+# The keys of two tables in `clients`, which this module can't load.
+NAMES = (
+    *("opencode", "claude", "codex", "continue", "aider", "qwen", "zed"),
+    *("open-webui", "cline", "llm"),
+)
 
 _DEFAULTS = ServerConfig(model_name="")
 _URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
@@ -22,7 +25,8 @@ def add_connect(commands: Any) -> None:
     parser = commands.add_parser(
         "connect", help="print or write a client's configuration for a running server"
     )
-    parser.add_argument("client", choices=NAMES, help="the client")
+    clients = f"the client: {', '.join(NAMES)}"
+    parser.add_argument("client", choices=NAMES, metavar="CLIENT", help=clients)
     parser.add_argument(
         "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
     )
@@ -38,21 +42,20 @@ def add_connect(commands: Any) -> None:
 def run_connect(given: argparse.Namespace) -> int:
     """Print what a client needs, or write it; returns the exit status."""
     from mlx_mtp.connect import files
-    from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, ask, open_webui
+    from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, TEXTS, ask
 
     served = ask(given.url, resolve(given, [_API_KEY], given.environ).api_key)
-    key = ""
-    if served.wants_key:
-        key = f"Set {KEY_VARIABLE} to the server's API key where the client runs.\n"
-    if given.client == OPEN_WEBUI:
+    key = "Set {} to the server's API key where the client runs.\n" if served.wants_key else ""
+    if given.client in TEXTS:
         if given.write:
             raise UsageError(
-                "Open WebUI keeps its connections in its database, so there is no file to write; "
-                "leave out --write to see how it is started."
+                f"{given.client} has no file of settings to write; leave out --write to see what "
+                "to type."
             )
-        print(open_webui(served) + key)
+        print(TEXTS[given.client](served) + key.format(KEY_VARIABLE))
         return 0
     client = CLIENTS[given.client]
+    key = key.format(client.key_variable)
     variable, below_home, name = client.where
     path = Path(given.environ.get(variable) or Path.home() / below_home, name)
     config = client.config(served)

@@ -34,6 +34,7 @@ _FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str], str]] = {
     ".json": (json.loads, lambda value: json.dumps(value, indent=2) + "\n", "{}"),
     ".toml": (tomlkit.parse, tomlkit.dumps, ""),
     ".yaml": (_YAML.load, _dump_yaml, "{}"),
+    ".yml": (_YAML.load, _dump_yaml, "{}"),
 }
 
 

@@ -3,19 +3,25 @@
 import argparse
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import UsageError
+from mlx_mtp.flags import Flag, Once, add_flags, text
 
 MODE_NAMES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+_MODEL = Flag("model MODEL", "", text)
 _DESCRIPTION = (
     "MLX conversions lose the multi-token-prediction head. This fetches it from the original "
     "checkpoint, quantizes it as the model is, and puts it beside the model as mtp.safetensors, "
     "which mlx-lm ignores. Nothing else is changed."
 )
-_SOURCE = "the checkpoint that has the head, usually the BF16 original"
+_SOURCE = (
+    "the checkpoint that has the head, usually the BF16 original (default: what the model's card "
+    "says that it was made from)"
+)
 _OUTPUT = "new directory with links to the model's files and the head; the model's directory stays "
 _NORMS = "whether the source's norms are zero-centred (hf) or have the 1 added (mlx), if its files "
 
@@ -27,8 +33,9 @@ def add_subcommands(subparsers: Any) -> None:
     )
     adding.set_defaults(run=_run)
     add = adding.add_argument
-    add("--mlx-model-path", required=True, metavar="DIR_OR_HUB_ID", help="the MLX model")
-    add("--source-model", required=True, metavar="DIR_OR_HUB_ID", help=_SOURCE)
+    add_flags(adding, replace(_MODEL, help="the MLX model, a directory or a hub id"))
+    add("--mlx-model-path", action=Once, dest="model", help=argparse.SUPPRESS)
+    add("--source-model", metavar="DIR_OR_HUB_ID", help=_SOURCE)
     _add_shared(adding, "the model's own")
     add("--output", type=Path, metavar="DIR", help=_OUTPUT + "as it is")
     add("--dry-run", action="store_true", help="check and report; write nothing")
@@ -39,7 +46,8 @@ def add_subcommands(subparsers: Any) -> None:
     )
     converting.set_defaults(run=_run)
     add = converting.add_argument
-    add("source", help="a Hugging Face checkpoint, a directory or a hub id")
+    checkpoint = "the Hugging Face checkpoint, a directory or a hub id"
+    add_flags(converting, replace(_MODEL, help=checkpoint))
     add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
     add("-q", "--quantize", action="store_true", help="quantize trunk and head")
     _add_shared(converting, "4, 64, affine, as mlx-lm")
@@ -60,6 +68,8 @@ def _add_shared(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    if (model := given.pop("model")) is None:
+        raise UsageError(f"{options.command} needs a MODEL (see mlx-mtp {options.command} --help).")
     flags = {name: given.pop(name) for name in ("bits", "group_size", "mode")}
     given["flags"] = {name: value for name, value in flags.items() if value is not None}
     if given["flags"] and not given.get("quantize", True):
@@ -73,11 +83,11 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.command == "convert":
         result = given.pop("output").resolve()
-        convert_model(given.pop("source"), result, **given)
+        convert_model(model, result, **given)
     else:
         # By the name that was given: of a hub id, the weights may not be in the cache yet.
-        result = options.output or options.mlx_model_path
-        add_head(given.pop("mlx_model_path"), given.pop("source_model"), **given)
+        result = options.output or model
+        add_head(model, given.pop("source_model"), **given)
     if not given.get("dry_run"):
-        print(f"Next: mlx-mtp serve {result} --enable-mtp")
+        print(f"Next: mlx-mtp serve {result}")
     return 0

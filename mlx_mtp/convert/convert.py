@@ -11,18 +11,26 @@ from huggingface_hub.utils import tqdm
 
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import Plan
-from mlx_mtp.convert.source import HubRepo, LocalRepo, head_of, open_source, weight_map_of
+from mlx_mtp.convert.source import (
+    HubRepo,
+    LocalRepo,
+    base_model,
+    head_of,
+    open_source,
+    weight_map_of,
+)
 from mlx_mtp.convert.target import Target
 from mlx_mtp.convert.verify import verify_head
 from mlx_mtp.errors import ConvertError, MlxMtpError
 from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import HUB_ID, resolve_model
+from mlx_mtp.models.published import source_of
 from mlx_mtp.units import size_text
 
 
 def add_head(
     model_name: str,
-    source_name: str,
+    source_name: str | None,
     *,
     flags: Mapping[str, Any] | None = None,
     revision: str | None = None,
@@ -32,7 +40,10 @@ def add_head(
     verify: bool = False,
     mtp_norms: Convention | None = None,
 ) -> None:
-    """Convert a head, or print that it is there already; after an error the model is as it was."""
+    """Convert a head, or print that it is there already; after an error the model is as it was.
+
+    Without a source it is what the model says that it was made from.
+    """
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model
     target = Target(model)
@@ -40,7 +51,7 @@ def add_head(
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
         print(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return
-    source = open_source(source_name, revision)
+    source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
     plan = Plan(target, source, flags or {})
     commit = source.repo.commit
@@ -114,6 +125,22 @@ def convert_model(
         raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _original(name: str) -> str:
+    """What a model was made from."""
+    found = source_of(name)
+    if found is None:
+        path = Path(name).expanduser()
+        repo = LocalRepo(path) if path.is_dir() else HubRepo(name, None)
+        found = base_model(repo.file("README.md"))
+    if found is None:
+        raise ConvertError(
+            f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
+            "with --source-model."
+        )
+    print(f"The source is {found} (--source-model names another).", flush=True)
+    return found
 
 
 def _locate(name: str, *, whole: bool) -> Path:

@@ -26,7 +26,7 @@ from mlx_mtp.models.head_weights import (
     has_router,
     head_name,
 )
-from mlx_mtp.models.hub import HUB_ID, explained
+from mlx_mtp.models.hub import HUB_ID, explained, use_cache_if_offline
 from mlx_mtp.models.loader import missing_head, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -64,6 +64,7 @@ class HubRepo:
 
     def __init__(self, repo_id: str, revision: str | None) -> None:
         self.repo_id, self._revision = repo_id, revision  # None: the main branch
+        use_cache_if_offline()
 
     @cached_property
     def commit(self) -> str:
@@ -199,10 +200,9 @@ def check_head_on_hub(name: str | None) -> None:
         # add-mtp-weights puts a head into the cache, beside what the hub has.
         if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
             return
-        base = base_model(repo.file("README.md"))
     except ConvertError:  # The download explains it, or the model is in the cache.
         return
-    raise missing_head(name, base, "Its weights were not downloaded.")
+    raise missing_head(name, "Its weights were not downloaded.")
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:

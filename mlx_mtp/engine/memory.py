@@ -21,7 +21,6 @@ _MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of 
 MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
 _LEAST_TOKENS = 512  # a server with a shorter context is of no use; it is not started
 _SHORT_ROW = 4096
-_MORE = "If the machine has more memory than that, say so with --memory-limit."
 
 
 @dataclass(frozen=True)
@@ -142,42 +141,50 @@ def plan_memory(
     prefill_step_size: int,
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
-    """Share the memory out; UsageError, with the numbers and flags that help, if it can't fit.
+    """Share the memory out; UsageError, with the numbers and flags that would do, if it can't fit.
 
     Without `wanted` the context is cut to what one row has memory for.
     """
     fixed = footprint.weights + footprint.head
-    if fixed >= limit.nbytes:
-        raise UsageError(
-            f"Not enough memory: the model's weights take {size_text(fixed)} of "
-            f"{size_text(limit.nbytes)} ({limit.source}). Use a model with fewer bits per weight "
-            f"or a smaller one. {_MORE}"
-        )
     left = limit.nbytes - fixed
+    own = prefix_cache is None
     if prefix_cache is None:
-        prefix_cache = min(left // 4, MOST_PREFIX_CACHE)
+        prefix_cache = min(max(left, 0) // 4, MOST_PREFIX_CACHE)
     room = left - prefix_cache
 
-    def chunk(tokens: int) -> int:
-        return footprint.chunk(min(prefill_step_size, tokens), tokens)
+    def chunk(tokens: int, step: int = prefill_step_size) -> int:
+        return footprint.chunk(min(step, tokens), tokens)
 
-    def need(tokens: int) -> int:
-        return chunk(tokens) + footprint.rows(1, tokens)
+    def need(tokens: int, step: int = prefill_step_size) -> int:
+        return chunk(tokens, step) + footprint.rows(1, tokens)
 
     tokens = wanted or allowed
     least = min(_LEAST_TOKENS, tokens)
     found = _largest(least, tokens, lambda n: need(n) <= room)
     if found is None or (wanted is not None and found < wanted):
-        kept = flag = ""
-        if prefix_cache:
-            kept = f", and the prefix cache takes {size_text(prefix_cache)} of that"
-            flag = " or --prefix-cache-size"
         asked = tokens if found else least
-        other = f"or --max-model-len {found} or less" if found else "or a smaller model"
+        needed = need(asked)
+        kept = min(needed // 3 + 1, MOST_PREFIX_CACHE) if own else prefix_cache
+        more = f"--memory-limit {_as_flag(fixed + needed + kept)} if the machine has that"
+        told = f"Of {size_text(limit.nbytes)} ({limit.source}) the weights take {size_text(fixed)}"
+        if left <= 0:
+            raise UsageError(
+                f"Not enough memory. {told}. It would take {more}, or a model with fewer bits per "
+                "weight, or a smaller one: `mlx-mtp models` lists what fits."
+            )
+        advice = [more]
+        if prefix_cache:
+            told += f" and the prefix cache {size_text(prefix_cache)}"
+            if needed <= left:
+                advice.append(f"--prefix-cache-size {(left - needed) // 10**6}MB or less")
+        step = _largest(1, prefill_step_size, lambda n: need(asked, n) <= room)
+        if step is not None:
+            advice.append(f"--prefill-step-size {step} or less")
+        if found:
+            advice.append(f"--max-model-len {found} or less")
         raise UsageError(
-            f"Not enough memory: one request of {asked:,} tokens needs {size_text(need(asked))}. "
-            f"Of {size_text(limit.nbytes)} ({limit.source}) the weights leave {size_text(left)}"
-            f"{kept}. Use a smaller --prefill-step-size{flag}, {other}. {_MORE}"
+            f"Not enough memory: one request of {asked:,} tokens needs {size_text(needed)}. "
+            f"{told}. What would do: {', or '.join(advice)}."
         )
     return MemoryPlan(
         limit=limit,
@@ -188,6 +195,11 @@ def plan_memory(
         max_model_len=found,
         reduced=found < tokens,
     )
+
+
+def _as_flag(nbytes: int) -> str:
+    """A size to give to a flag, not less than this."""
+    return f"{-(-nbytes // 10**6)}MB" if nbytes < 10**10 else f"{-(-nbytes // 10**8) / 10:g}GB"
 
 
 def _largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:

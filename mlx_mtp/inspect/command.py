@@ -1,16 +1,16 @@
-"""The command `mlx-mtp inspect`. Nothing heavy is imported before it runs."""
+"""The commands `inspect` and `models`. Nothing heavy is imported before one of them runs."""
 
 import argparse
 from dataclasses import replace
 from typing import Any
 
 from mlx_mtp.console import labelled, width_of
-from mlx_mtp.flags import Flag, add_flags, size
+from mlx_mtp.flags import Flag, add_flags, gigabytes, size
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 
 def add_inspect(subparsers: Any) -> None:
-    """Register `inspect`."""
+    """Register `inspect` and `models`."""
     parser = subparsers.add_parser(
         "inspect",
         help="show whether a model fits this machine and whether it has its MTP head",
@@ -26,6 +26,15 @@ def add_inspect(subparsers: Any) -> None:
         Flag("--memory-limit SIZE", limited, size, default_text="what this machine has"),
     )
     parser.set_defaults(run=run_inspect)
+    parser = subparsers.add_parser(
+        "models",
+        help="list the published models that fit this machine, and the commands for each",
+        description="List the published models that fit this machine or another Mac: bits, "
+        "context, sizes of the downloads, and the two commands for each. Nothing is downloaded.",
+    )
+    of_mac = "list what fits a Mac with this much memory, such as 64GB"
+    add_flags(parser, Flag("--memory GB", of_mac, gigabytes, default_text="this machine's"))
+    parser.set_defaults(run=_run_models)
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -54,3 +63,12 @@ def run_inspect(options: argparse.Namespace) -> int:
     }
     print(labelled(rows, width_of()))
     return 0
+
+
+def _run_models(options: argparse.Namespace) -> int:
+    from mlx_mtp import backend
+
+    backend.prepare()
+    from mlx_mtp.inspect.models import run_models
+
+    return run_models(options)

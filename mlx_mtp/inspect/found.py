@@ -20,7 +20,6 @@ class Found(NamedTuple):
     trunk: tuple[int, int]  # Bytes of its own files, and how many files.
     head: str | None  # In words; None without one.
     head_bytes: int = 0  # On top of the trunk's.
-    base: str | None = None  # The model it was converted from, as far as it says.
     directory: Path | None = None  # Where its weights are, if they are local.
 
 
@@ -59,12 +58,9 @@ def family(found: Found) -> str:
 def next_command(found: Found) -> str:
     """What to type next: to serve it, or to give it its head first."""
     if found.head:
-        return f"mlx-mtp serve {found.name} --enable-mtp"
-    base = found.base or "<the original Hugging Face model>"
-    return (
-        f"mlx-mtp add-mtp-weights --mlx-model-path {found.name} --source-model {base}; "
-        f"or without the head: mlx-mtp serve {found.name}"
-    )
+        return f"mlx-mtp serve {found.name}"
+    adding = f"mlx-mtp add-mtp-weights {found.name}"
+    return f"{adding}; or without the head: mlx-mtp serve {found.name}"
 
 
 def _local(path: Path) -> Found:
@@ -80,8 +76,7 @@ def _local(path: Path) -> Found:
         found = [SafetensorsFile(path / name).tensors for name in set(tensors.values())]
         size = sum(t.nbytes for file in found for key, t in file.items() if key in tensors)
         head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
-    base = source.base_model(path / "README.md")
-    return Found(str(path), target, trunk, head, head_bytes, base, path)
+    return Found(str(path), target, trunk, head, head_bytes, path)
 
 
 def _sidecar(existing: Existing, size: int) -> str:
@@ -110,8 +105,7 @@ def _remote(repo: source.HubRepo) -> Found:
     elif beside := source.remote_sidecar(repo):
         head_bytes, _ = _sizes(repo, beside)
         head = f"in {_names(beside)}: {size_text(head_bytes)}"
-    base = source.base_model(repo.file("README.md"))
-    return Found(repo.repo_id, target, trunk, head, head_bytes, base)
+    return Found(repo.repo_id, target, trunk, head, head_bytes)
 
 
 def _sizes(repo: source.HubRepo, names: Iterable[str]) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
 
 
 def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
-    """How `serve` would share the memory out with --enable-mtp alone; UsageError if it can't."""
+    """How `serve` would share the memory out without other flags; UsageError if it can't."""
     given: dict[str, Any] = {
         "prefill_step_size": EngineConfig().prefill_step_size,
         "prefix_cache": None,

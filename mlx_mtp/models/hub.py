@@ -11,6 +11,8 @@ BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
 # No Python files: nothing that a checkpoint brings is executed.
 _FILES = ["*.json", "model*.safetensors", "mtp*.safetensors", "*.jinja", "*.txt"]
+_PATIENCE_SECONDS = 10
+_unreachable = ""  # Why the hub can't be reached, once that is known.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -31,8 +33,26 @@ def resolve_model(name_or_path: str | None) -> Path:
     # Imported here: it takes a while, and a local model doesn't need it.
     from huggingface_hub import snapshot_download
 
+    use_cache_if_offline()
     with explained(name_or_path, name_or_path, ModelError):
         return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
+
+
+def use_cache_if_offline() -> None:
+    """Look whether the hub can be reached; if not, only the cache is used from now on.
+
+    huggingface_hub would ask for each file six times, in half a minute.
+    """
+    global _unreachable
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+        except Exception as error:  # Whatever its HTTP client raises.
+            _unreachable = f"{constants.ENDPOINT}: {_first_line(error)}"
+            constants.HF_HUB_OFFLINE = True
 
 
 @contextlib.contextmanager
@@ -61,7 +81,7 @@ def explained(
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise error_class(
             f"{what} is not, or not completely, in the local cache, and the hub can't be reached: "
-            f"{_first_line(error.__cause__) or 'it is offline, or HF_HUB_OFFLINE is set'}"
+            f"{_unreachable or _first_line(error.__cause__) or 'HF_HUB_OFFLINE is set'}"
         ) from error
     except Exception as error:
         # Whatever else the download's HTTP client or the disk raises is no bug of ours.

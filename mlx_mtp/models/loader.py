@@ -175,14 +175,13 @@ def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
     model.apply(lambda a: a.astype(target) if mx.issubdtype(a.dtype, mx.floating) else a, is_cast)
 
 
-def missing_head(model: str, base: str | None = None, note: str = "") -> MissingHeadError:
-    """The error that says how to give a model its head; `base` is the original, if known."""
-    source = base or "<the original Hugging Face model>"
+def missing_head(model: str, note: str = "") -> MissingHeadError:
+    """The error that says how to give a model its head."""
     return MissingHeadError(
         f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "
         f"{', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions drop "
-        f"the head. Add it with `mlx-mtp add-mtp-weights --mlx-model-path {model} "
-        f"--source-model {source}`, or serve without --enable-mtp.{note and ' ' + note}"
+        f"the head. Add it with `mlx-mtp add-mtp-weights {model}`, or decode without "
+        f"it by --no-enable-mtp.{note and ' ' + note}"
     )
 
 

@@ -26,18 +26,19 @@ def run(monkeypatch, capsys):
 
 
 def test_add_mtp_weights(run, pair):
+    assert "add-mtp-weights needs a MODEL" in run("add-mtp-weights", status=2)
     arguments = ["add-mtp-weights", "--mlx-model-path", pair.target, "--source-model", pair.source]
     arguments += ["--bits", 8, "--group-size", 32, "--mode", "affine", "--mtp-norms", "hf"]
-    assert f"mlx-mtp serve {pair.target} --enable-mtp" in run(*arguments)
+    assert f"mlx-mtp serve {pair.target}" in run(*arguments)
     assert (pair.metadata()["bits"], pair.metadata()["group_size"]) == ("8", "32")
     output = pair.target.parent / "output"
-    assert f"mlx-mtp serve {output} --enable-mtp" in run(*arguments, "--output", output)
+    assert f"mlx-mtp serve {output}" in run(*arguments, "--output", output)
     assert "mlx-mtp: --revision is for" in run(*arguments, "--revision", "v1", status=2)
 
 
 def test_convert_makes_a_model_with_its_head_in_one_go(run, tmp_path):
     output = tmp_path / "made"
-    said = run("convert", DEMO, "--output", output, "-q", "--bits", 8)
+    said = run("convert", "--model", DEMO, "--output", output, "-q", "--bits", 8)
     assert f"mlx-mtp serve {output}" in said
     assert load_model(output, enable_mtp=True).head_source == "sidecar mtp.safetensors"
     assert json.loads((output / "config.json").read_text())["quantization"]["bits"] == 8

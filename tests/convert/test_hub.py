@@ -67,6 +67,14 @@ def test_exactly_the_needed_files_are_asked_for_once(hub, user, tmp_path, monkey
     assert "Downloading" not in user.run(revision="v1", force=True)
 
 
+def test_the_source_is_what_the_models_card_names(hub, user):
+    with pytest.raises(ConvertError, match=r"name the original .* with --source-model"):
+        add_head(str(user.target), None)
+    (user.target / "README.md").write_text(f"---\nbase_model:\n- {REPO}\n---\n")
+    add_head(str(user.target), None)
+    assert user.metadata()["source"] == REPO
+
+
 def test_the_head_of_a_commit_is_known_without_its_files(hub, user, tmp_path):
     user.run()
     shutil.rmtree(tmp_path / "hub")
@@ -89,6 +97,21 @@ def test_what_goes_wrong_is_explained(hub, user, monkeypatch):
     user.source = "Qwen/Other"
     user.refused(ConvertError, "the hub has no such model")
     assert SHARDS[0] not in hub.downloaded
+
+
+def test_without_a_network_the_cache_is_used_and_nothing_is_tried_again(
+    hub, user, monkeypatch, caplog, tmp_path
+):
+    user.run()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("mlx_mtp.models.hub._unreachable", "")
+    template = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    assert "Downloading" not in user.run(force=True)
+    user.source = "Qwen/Other"
+    user.refused(ConvertError, "the hub can't be reached: http://127.0.0.1:1: .*refused")
+    assert "Retrying" not in caplog.text
 
 
 def test_a_repository_of_one_file_is_judged_by_its_header(hub, user):
@@ -123,8 +146,7 @@ def test_a_missing_head_is_noticed_before_the_weights_are_downloaded(hub, tmp_pa
     said = capsys.readouterr().err
     assert said.startswith(f"mlx-mtp: {REPO} has no MTP head")
     assert "weights were not downloaded" in said
-    adding = f"`mlx-mtp add-mtp-weights --mlx-model-path {REPO} --source-model Qwen/Original`"
-    assert adding in said
+    assert f"`mlx-mtp add-mtp-weights {REPO}`" in said
     assert not [name for name in hub.downloaded if name.startswith("model-")]
     for name in ("mtp.safetensors", "mtp-00001-of-00001.safetensors"):
         hub.files[name] = b""

@@ -15,6 +15,7 @@ from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
+from mlx_mtp.flags import size
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
@@ -72,23 +73,33 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
     assert plan(54 * GB, prefix_cache=GB).max_model_len < found.max_model_len
 
 
-def test_what_does_not_fit_is_refused_with_numbers_and_flags():
-    fits = plan(54 * GB).max_model_len
-    with pytest.raises(UsageError) as caught:
-        plan(54 * GB, wanted=262_144)
-    message = str(caught.value)
-    assert re.search(r"262,144 tokens needs \d+\.\d GB\. Of 54\.0 GB .* leave 8\.0 GB", message)
-    assert f"--max-model-len {fits} or less" in message
-    assert "--prefill-step-size" in message
-    assert "--prefix-cache-size" not in message
-    with pytest.raises(UsageError, match=r"the prefix cache takes 2\.0 GB.*--prefix-cache-size"):
-        plan(54 * GB, wanted=262_144, prefix_cache=2 * GB)
-    with pytest.raises(UsageError, match=r"weights take 46\.0 GB of 40\.0 GB"):
-        plan(40 * GB)
-    with pytest.raises(UsageError, match=r"512 tokens needs .* weights leave 1\.0 MB.*smaller"):
-        plan(46 * GB + 10**6)
-    with pytest.raises(UsageError, match="--prefix-cache-size"):
-        plan(60 * GB, prefix_cache=14 * GB)
+@pytest.mark.parametrize(
+    ("limit", "given", "told"),
+    [
+        (
+            54 * GB,
+            {"wanted": 262_144},
+            r"262,144 tokens needs \d+\.\d GB\. Of 54\.0 GB .* 46\.0 GB",
+        ),
+        (54 * GB, {"wanted": 262_144, "prefix_cache": 2 * GB}, r"the prefix cache 2\.0 GB\."),
+        (40 * GB, {}, r"Of 40\.0 GB \(a test\) the weights take 46\.0 GB.*`mlx-mtp models`"),
+        (46 * GB + 10**6, {"prefix_cache": None}, "512 tokens needs"),
+        (60 * GB, {"prefix_cache": 14 * GB}, "512 tokens needs"),
+        (53 * GB, {"wanted": 80_000, "prefix_cache": None}, "80,000 tokens needs"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_flags_each_of_which_would_do(limit, given, told):
+    with pytest.raises(UsageError, match=told) as caught:
+        plan(limit, **given)
+    advice = dict(re.findall(r"--([a-z-]+) ([\d.]+[MG]?B?)", str(caught.value)))
+    assert "memory-limit" in advice
+    assert ("max-model-len" in advice) == (given.get("wanted") is not None)
+    names = {"max-model-len": "wanted", "prefix-cache-size": "prefix_cache"}
+    for name, value in advice.items():
+        if name == "memory-limit":
+            plan(size(value), **given)
+        else:
+            plan(limit, **given | {names.get(name, "prefill_step_size"): size(value)})
 
 
 def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):

@@ -63,14 +63,14 @@ def test_the_bundled_model(run):
     assert told["quantization"] == "none"
     assert told["weights"] == f"{size_text(sizes('model*.safetensors'))} in 2 files"
     assert told["MTP head"].startswith("in model-00002-of-00002.safetensors: 2.6 MB")
-    assert told["next"] == f"mlx-mtp serve {DEMO} --enable-mtp"
+    assert told["next"] == f"mlx-mtp serve {DEMO}"
 
 
 def test_the_first_line_says_whether_it_fits(run):
     for limit, words in (
         ("8GB", "yes, in 8.0 GB (--memory-limit): context up to 65,536 tokens"),
         ("300MB", "yes, in 300.0 MB (--memory-limit): context up to "),
-        ("40MB", "no. Not enough memory: the model's weights take "),
+        ("40MB", "no. Not enough memory. Of 40.0 MB (--memory-limit) the weights take "),
         ("100MB", "no. Not enough memory: one request of 512 tokens needs "),
     ):
         label, text = next(iter(run("inspect", "--memory-limit", limit).items()))
@@ -90,19 +90,16 @@ def test_the_plan_is_that_of_serve(nbytes):
 def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     write_checkpoint(tmp_path, Layout("qwen3_5", with_head=False))
     edit(tmp_path, quantization={"bits": 4, "group_size": 64, "model.layers.1.x": {"bits": 8}})
-    (tmp_path / "README.md").write_text("---\nbase_model: Qwen/Original\n---\n")
+    write_source(tmp_path / "source", Layout("qwen3_5"))
     bare = run("inspect", tmp_path)
     assert bare["family"].endswith("dense")
     assert bare["quantization"].endswith("affine; 1 matrices differ")
     assert bare["MTP head"] == "none"
-    wanted = f"mlx-mtp add-mtp-weights --mlx-model-path {tmp_path} --source-model Qwen/Original"
-    assert bare["next"].startswith(wanted)
-    write_source(tmp_path / "source", Layout("qwen3_5"))
-    arguments = ["--mlx-model-path", tmp_path, "--source-model", tmp_path / "source"]
-    run("add-mtp-weights", *arguments)
+    assert bare["next"].startswith(f"mlx-mtp add-mtp-weights {tmp_path}; or")
+    run("add-mtp-weights", tmp_path, "--source-model", tmp_path / "source")
     told = run("inspect", tmp_path)
     assert f"4 bits, affine; from {tmp_path / 'source'}, by mlx-mtp" in told["MTP head"]
-    assert told["next"].endswith("--enable-mtp")
+    assert told["next"] == f"mlx-mtp serve {tmp_path}"
     assert told["per token"] != bare["per token"]
     assert ["with 1" in each["per window"] for each in (bare, told)] == [False, True]
     (tmp_path / "mtp.safetensors").write_bytes(b"")
@@ -173,7 +170,7 @@ def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
         command += ["--memory-limit", "8GiB"]
         done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert hub.downloaded == {"config.json", "model.safetensors.index.json", "README.md"}
+        assert hub.downloaded == {"config.json", "model.safetensors.index.json"}
     told = rows(done.stdout)
     assert told["fits"].startswith("yes, in 8.6 GB")
     if head == "inside":

@@ -11,6 +11,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from mlx_mtp.cli import main
+from mlx_mtp.connect.clients import CLIENTS, TEXTS
+from mlx_mtp.connect.command import NAMES
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, answer
 
@@ -19,6 +21,9 @@ FILES = {
     "claude": ".claude/settings.json",
     "codex": ".codex/config.toml",
     "continue": ".continue/config.yaml",
+    "aider": ".aider.conf.yml",
+    "qwen": ".qwen/settings.json",
+    "zed": ".config/zed/settings.json",
 }
 OLD = {
     "opencode": '{"theme": "dark", "provider": {"other": {"name": "o"}, "mlx-mtp": {"x": 1}}}',
@@ -32,6 +37,9 @@ OLD = {
         "    provider: ollama\n    model: llama\n"
         f"  - name: 'mlx-mtp: {MODEL}'\n    model: old\nrules:\n  - Be kind\n"
     ),
+    "aider": "# mine\ndark-mode: true\n",
+    "qwen": '{"modelProviders": {"other": [{"id": "o"}]}, "ui": {"theme": "x"}}',
+    "zed": '{"agent": {"tool": 1}, "language_models": {"ollama": {"x": 1}}}',
 }
 KEY = "secret-kéy"
 
@@ -103,7 +111,7 @@ def test_a_new_file(connect, home, client, urls):
 @pytest.mark.parametrize(("client", "path"), FILES.items())
 def test_what_else_is_in_the_file_stays(connect, home, client, path):
     path = home / path
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OLD[client])
     path.chmod(0o640)
     before = load(path)
@@ -154,9 +162,23 @@ def test_keys_are_never_written(urls, connect):
     assert "requires its API key" in connect("codex", **more)
     assert "refuses" in connect("codex", "--api-key", "wrong", **more)
     assert "leave out --write" in connect("open-webui", "--write", status=2)
-    for name in (*FILES, "open-webui"):
+    assert (*CLIENTS, *TEXTS) == NAMES
+    for name in NAMES:
         said = connect(name, url=urls[1], MLX_MTP_API_KEY=KEY)
-        assert KEY not in said and said.count("MLX_MTP_API_KEY") >= 2
+        variable = "OPENAI_API_KEY" if name == "aider" else "MLX_MTP_API_KEY"
+        assert KEY not in said and "none" not in said
+        assert said.count(variable) >= (1 if name in ("aider", "zed") else 2)
+        assert not re.search(r"\{\}|None", said)
+
+
+def test_what_is_typed_for_llm_works_in_a_shell(connect, tmp_path):
+    """With a command `llm` that tells where its files are."""
+    (tmp_path / "llm").write_text(f"#!/bin/sh\necho {tmp_path}/logs.db\n")
+    (tmp_path / "llm").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(["sh", "-c", connect("llm")], check=True, env=os.environ | {"PATH": path})
+    (model,) = YAML(typ="safe").load(tmp_path / "extra-openai-models.yaml")
+    assert (model["model_id"], model["model_name"]) == ("mlx-mtp", MODEL)
 
 
 def test_no_server(connect):

@@ -99,11 +99,11 @@ def test_the_flag(
     for text in ("0", "-4", "99999999999", ""):
         with pytest.raises(argparse.ArgumentTypeError):
             count_or_path(text)
-    assert cli.main(["serve", "--port", "0", "--mtp-draft-vocab", "1000"], {}) == 2
-    assert "MTP is off: add --enable-mtp" in capsys.readouterr().err
+    assert cli.main(["serve", "--no-enable-mtp", "--mtp-draft-vocab", "1000"], {}) == 2
+    assert "MTP is off: leave out --no-enable-mtp" in capsys.readouterr().err
     # A missing file ends every command before the load.
     monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("it was loaded"))
-    serve = ["serve", "--port", "0", "--enable-mtp"]
+    serve = ["serve", "--port", "0"]
     for command in (serve, ["generate", "x"], ["bench", "offline"]):
         assert cli.main([*command, "--mtp-draft-vocab", "none.txt"], {}) == 2
         assert "none.txt can't be read" in capsys.readouterr().err

@@ -25,8 +25,8 @@ def test_generate_prints_the_answer_and_then_its_speed(tokenizer, capsys):
     assert stream_answer(engine, tokenizer, {"top_k": 20}, asked) == 0
     captured = capsys.readouterr()
     assert captured.out == "Hello, 🎉!\n"
-    assert re.search(r"\d+ tokens, [\d.]+ tokens/s", captured.err)
-    assert re.search(r"\d+ of \d+ drafts accepted \(\d+%\), depth 2\]", captured.err)
+    assert re.search(r"\d+ tokens, [\d.]+/s", captured.err)
+    assert re.search(r"\d+% of \d+ drafts accepted\]", captured.err)
     (request,) = engine.submitted
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)

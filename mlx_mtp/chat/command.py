@@ -1,0 +1,151 @@
+"""The commands `generate` and `chat`. Nothing heavy is imported before one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp import backend, factories
+from mlx_mtp.errors import UsageError
+from mlx_mtp.flags import Flag, add_flags, characters, resolve, secret
+from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS, check_generate
+
+if TYPE_CHECKING:
+    from mlx_mtp.server.serve import Server
+
+_OF_ENGINE = ("model", "multi-token prediction")
+_SENT = (
+    *("max_tokens", "stop", "seed", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+def _flags() -> tuple[Flag, ...]:
+    changes: dict[str, dict[str, Any]] = {
+        "model": {
+            "usage": "model: model MODEL|URL",
+            "help": "a directory, a hub id, or the address of a running server; also as --model",
+        },
+        "max_tokens": {"default_text": "what the context has room for"},
+    }
+    key = Flag("--api-key KEY", "the running server's API key, if it has one", secret)
+    return (*(replace(flag, **changes.get(flag.key, {})) for flag in GENERATE_FLAGS), key)
+
+
+CHAT_FLAGS = _flags()
+
+
+def add_terminal(commands: Any) -> None:
+    """Register `generate` and `chat`."""
+    parser = commands.add_parser("generate", help="stream one answer to the terminal")
+    add_flags(parser, *GENERATE_FLAGS, reads_environment=True)
+    asked = "what to ask; - reads it from standard input"
+    parser.add_argument("prompt", help=asked, type=characters)
+    parser.set_defaults(run=_generate, environ=None)
+    parser = commands.add_parser(
+        "chat",
+        help="a conversation in the terminal",
+        description="A conversation in the terminal, with a running server or with a model that "
+        "is loaded for it. /help lists what can be typed.",
+    )
+    add_flags(parser, *CHAT_FLAGS, reads_environment=True)
+    parser.set_defaults(run=_chat, environ=None)
+
+
+def _generate(given: argparse.Namespace) -> int:
+    options = resolve(given, GENERATE_FLAGS, given.environ)
+    check_generate(options)
+    if options.prompt == "-":
+        try:
+            options.prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError:
+            raise UsageError("Standard input is not valid UTF-8.") from None
+    factories.prepare(options, options.log_level)
+    from mlx_mtp.terminal import generate
+
+    return generate(options)
+
+
+def _chat(given: argparse.Namespace) -> int:
+    import httpx
+    from rich.console import Console
+
+    from mlx_mtp.bench.client import base_url
+    from mlx_mtp.chat.session import Session, served_models
+
+    options, console = resolve(given, CHAT_FLAGS, given.environ), Console()
+    with contextlib.ExitStack() as stack:
+        if options.model is not None and options.model.startswith(("http://", "https://")):
+            typed = [flag for flag in CHAT_FLAGS if flag.key in given and flag.group in _OF_ENGINE]
+            if wrong := [flag.name for flag in typed if flag.key != "model"]:
+                raise UsageError(
+                    f"{', '.join(wrong)} is for a model that is loaded here, not for "
+                    "a running server."
+                )
+            url, proxied = base_url(options.model), True
+        else:
+            if console.is_terminal:
+                console.print("Loading the model. /help lists the commands.", style="dim")
+            url, proxied = stack.enter_context(_own_server(given)), False
+        more: dict[str, Any] = {"timeout": None, "trust_env": proxied}
+        if options.api_key:
+            more["headers"] = {b"Authorization": f"Bearer {options.api_key}".encode()}
+        client = stack.enter_context(httpx.Client(base_url=url, **more))
+        sent = {name: value for name in _SENT if (value := getattr(options, name)) is not None}
+        session = Session(client, console, served_models(client)[0], sent, options.system)
+        session.run(_reader())
+    return 0
+
+
+@contextlib.contextmanager
+def _own_server(given: argparse.Namespace) -> Iterator[str]:
+    """Serve the model on a thread of this process, with the flags given."""
+    backend.prepare()
+    from mlx.core import clear_streams
+
+    from mlx_mtp.serving import serve
+
+    wanted = {flag.key for flag in SERVE_FLAGS}
+    flags = {name: value for name, value in vars(given).items() if name in wanted}
+    flags |= {"host": "127.0.0.1", "port": 0, "log_level": flags.get("log_level", "warning")}
+    flags["api_key_file"] = None
+    options = resolve(argparse.Namespace(**flags), SERVE_FLAGS, given.environ)
+    started: Future[tuple[Server, int]] = Future()
+
+    def run() -> None:
+        try:
+            serve(options, on_ready=lambda *server: started.set_result(server))
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+        finally:
+            clear_streams()  # The thread's own, on which it loaded the model.
+
+    thread = threading.Thread(target=run, name="mlx-mtp-serve", daemon=True)
+    thread.start()
+    try:
+        server, port = started.result()
+    except KeyboardInterrupt:
+        os._exit(130)  # A thread that is loading can't be ended.
+    try:
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _reader() -> Callable[[str], str]:
+    """`input`, which with a terminal has editing and a history."""
+    if not sys.stdin.isatty():
+        return lambda _: input()
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    return input

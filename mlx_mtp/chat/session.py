@@ -1,0 +1,189 @@
+"""The conversation: what is typed, what the server is asked, and the commands."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from mlx_mtp.bench.answer import Read, parse_answer
+from mlx_mtp.chat.screen import Screen
+from mlx_mtp.config import SEED
+from mlx_mtp.errors import BenchError, UsageError
+from mlx_mtp.flags import hint
+from mlx_mtp.units import speed_text
+
+_PROMPT, _MORE = "> ", "  "
+
+
+@dataclass
+class Session:
+    """One conversation with a server."""
+
+    client: httpx.Client  # of the address that ends in /v1
+    console: Console
+    model: str
+    fields: dict[str, Any]  # of each request
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self, read: Callable[[str], str]) -> None:
+        """Talk until the input ends; `read` asks for a line."""
+        while True:
+            try:
+                text = read(_PROMPT)
+                while text.endswith("\\"):
+                    text = f"{text[:-1]}\n{read(_MORE)}"
+            except KeyboardInterrupt:
+                self._say("\nCtrl-D or /quit ends the conversation.")
+                continue
+            except EOFError:
+                return
+            if text.startswith("/"):
+                word, _, argument = text[1:].partition(" ")
+                if word in ("quit", "exit"):
+                    return
+                self._command(word, argument.strip())
+            elif text.strip():
+                self.ask(text)
+
+    def ask(self, text: str) -> None:
+        """Send a message and show the answer; a fault is shown, and the message taken back."""
+        self.messages.append({"role": "user", "content": text})
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.model, "messages": system + self.messages, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **self.fields}
+        answer, told = "", ""
+        reads, began = list[Read](), time.perf_counter()
+        try:
+            with Screen(self.console) as screen:
+                for kind, piece in _pieces(self.client, body, reads):
+                    screen.add(piece, reasoning=kind == "reasoning")
+                    answer += piece if kind == "content" else ""
+            found = parse_answer(began, reads)
+            told = speed_text(
+                found.num_tokens,
+                found.decoding_rate or 0.0,
+                found.prompt_tokens,
+                found.ttft or 0.0,
+                found.num_drafts,
+                found.num_accepted,
+            )
+        except KeyboardInterrupt:
+            told = "[stopped]"
+        except (BenchError, UsageError, httpx.HTTPError, ValueError, AttributeError) as error:
+            strange = isinstance(error, (ValueError, AttributeError))
+            told = "What came is no chat completion." if strange else str(error) or repr(error)
+            if not answer:
+                del self.messages[-1]
+        if answer:
+            self.messages.append({"role": "assistant", "content": answer})
+        self._say(told)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False)
+
+    def _command(self, word: str, argument: str) -> None:
+        if word not in COMMANDS:
+            self._say(f"There is no /{word}{hint(word, COMMANDS)} (/help lists all).")
+            return
+        try:
+            self._say(COMMANDS[word][1](self, argument))
+        except (argparse.ArgumentTypeError, UsageError) as error:
+            self._say(str(error))
+
+
+def served_models(client: httpx.Client) -> list[str]:
+    """The names of a server's models; UsageError if there is no such server."""
+    try:
+        response = client.get("/models")
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise UsageError(f"{client.base_url} requires its API key, or refuses it (--api-key).")
+        return [str(each["id"]) for each in response.raise_for_status().json()["data"]]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"No server with the OpenAI API answers at {client.base_url} ({error})."
+        ) from None
+
+
+def _pieces(
+    client: httpx.Client, body: dict[str, Any], reads: list[Read]
+) -> Iterator[tuple[str, str]]:
+    """What comes of an answer, as "content" or "reasoning"; `reads` gets all that was read."""
+    with client.stream("POST", "/chat/completions", json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            response.read()
+            with suppress(ValueError, LookupError, TypeError):
+                raise UsageError(response.json()["error"]["message"])
+            raise UsageError(f"The server answered {response.status_code}.")
+        rest = b""
+        for data in response.iter_bytes():
+            reads.append((time.perf_counter(), data))
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                name, _, value = line.strip().partition(b":")
+                if name == b"data" and value.strip() != b"[DONE]":
+                    yield from _parts(json.loads(value))
+
+
+def _parts(chunk: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        for key in ("reasoning_content", "reasoning", "content"):
+            if text := delta.get(key):
+                yield key.removesuffix("_content"), text
+                if key != "content":
+                    break  # Some servers send it under both names.
+
+
+def _set_system(session: Session, text: str) -> str:
+    session.system = text or None
+    return "The system message is set." if text else "There is no system message now."
+
+
+def _set_seed(session: Session, text: str) -> str:
+    if not text:
+        session.fields.pop("seed", None)
+        return "Each answer is random again."
+    session.fields["seed"] = SEED(text)
+    return f"The seed is {text}: the same conversation gives the same answers."
+
+
+def _set_model(session: Session, text: str) -> str:
+    names = served_models(session.client)
+    if text and text not in names:
+        raise UsageError(f"{text} is not served here; these are: {', '.join(names)}.")
+    session.model = text or session.model
+    others = [name for name in names if name != session.model]
+    return f"The model is {session.model}." + (f" Others: {', '.join(others)}." if others else "")
+
+
+def _clear(session: Session, _: str) -> str:
+    session.messages.clear()
+    return "The conversation begins anew."
+
+
+def _help(_: Session, __: str) -> str:
+    lines = [f"{usage:<16}{what}" for usage, _, what in COMMANDS.values()]
+    return "\n".join(
+        (
+            *lines,
+            "/quit           end; Ctrl-D does the same",
+            "Ctrl-C          stop the answer",
+            "A line that ends with \\ goes on in the next one.",
+        )
+    )
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Session, str], str], str]] = {
+    "system": ("/system TEXT", _set_system, "set the system message; without TEXT, have none"),
+    "seed": ("/seed N", _set_seed, "the same seed gives the same answers; without N, random"),
+    "model": ("/model [NAME]", _set_model, "show the server's models, or take another"),
+    "clear": ("/clear", _clear, "begin anew"),
+    "help": ("/help", _help, "show this"),
+}

@@ -1,0 +1,114 @@
+"""`mlx-mtp models`: which published models fit a machine, and how to get and serve them."""
+
+import argparse
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.engine.memory import MemoryPlan, footprint
+from mlx_mtp.errors import UsageError
+from mlx_mtp.inspect.memory import Demand, plan
+from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import family_of
+from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, Release
+from mlx_mtp.units import size_text
+
+SHORT_ROW = 8192
+_ROW = "{:<27} {:>4} {:>8} {:>8} {:>9} {:>9}"
+_HEADINGS = ("model", "bits", "context", "at once", "download", "head")
+_NOTES = f"""
+context   most tokens of one request; at once: how many of {SHORT_ROW:,} tokens
+download  the language model's weights; a repository with a vision tower is
+          about 1 GB larger, and that part is not loaded
+head      in BF16; whole files of the original are downloaded for it, of up to
+          5 GB each (add-mtp-weights --dry-run says how much)
+Computed from published shapes, in bfloat16, as serve plans its memory; not
+measured. The names were not looked up on the hub: `mlx-mtp inspect NAME` does
+that."""
+
+
+class Published(NamedTuple):
+    """What a release takes."""
+
+    release: Release
+    demand: Demand
+    head_download: int  # bytes
+
+    def plan(self, limit: MemoryLimit) -> MemoryPlan | None:
+        """How a machine's memory would be shared out; None if it doesn't fit."""
+        try:
+            return plan(self.demand, limit)
+        except UsageError:
+            return None
+
+
+def published() -> list[Published]:
+    """All releases, the smallest first."""
+    found = [Published(each, *_sizes(each.name, each.bits)) for each in RELEASES]
+    return sorted(found, key=lambda each: each.demand.footprint.weights)
+
+
+@cache
+def _sizes(name: str, bits: int) -> tuple[Demand, int]:
+    """Demand of a published shape with quantized weights, and bytes of its head in BF16."""
+    config = SHAPES[name]
+    family = family_of(config, name)
+    model_class, args_class = family.classes(config)
+    model = model_class(args_class.from_dict(config))  # type: ignore[attr-defined]
+    args = family.causal_lm(model).args
+    layer = family.head_layer(args, moe=getattr(args, "num_experts", 0) > 0)
+    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+
+    def how(path: str, child: nn.Module) -> bool | dict[str, int]:
+        if not hasattr(child, "to_quantized"):
+            return False
+        router = path.endswith(("mlp.gate", "shared_expert_gate"))  # as mlx-lm converts them
+        return {"group_size": GROUP_SIZE, "bits": 8 if router else bits}
+
+    # mlx makes the arrays when they are looked at, which here they never are.
+    head.set_dtype(mx.bfloat16)
+    in_bf16 = sum(array.nbytes for _, array in tree_flatten(head.parameters()))
+    model.set_dtype(mx.bfloat16)
+    for module in (model, head):
+        nn.quantize(module, class_predicate=how)
+    model.mtp = head
+    loaded = LoadedModel(Path(), config, {}, model, family, "computed", slow_few_rows=False)
+    shape = footprint(loaded, MAX_DRAFT_TOKENS)
+    return Demand(shape, loaded.dtype, "as stored", loaded.max_model_len), in_bf16
+
+
+def run_models(options: argparse.Namespace) -> int:
+    """Print what fits, and its commands; returns the exit status."""
+    limit = machine_memory() if options.memory is None else mac_memory(options.memory)
+    print("\n".join(_lines(published(), limit)))
+    return 0
+
+
+def _lines(models: Iterable[Published], limit: MemoryLimit) -> Iterator[str]:
+    yield f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"
+    yield _ROW.format(*_HEADINGS)
+    too_large = list[str]()
+    for each in models:
+        release, weights = each.release, each.demand.footprint.weights
+        planned = each.plan(limit)
+        if planned is None:
+            too_large.append(f"{release.name} in {release.bits} bits, {size_text(weights)}")
+            continue
+        length = min(SHORT_ROW, planned.max_model_len)
+        at_once = planned.num_rows(length, EngineConfig().max_num_seqs)
+        cells: list[Any] = [release.name, release.bits, f"{planned.max_model_len:,}", at_once]
+        yield _ROW.format(*cells, size_text(weights), size_text(each.head_download))
+        yield f"  mlx-mtp add-mtp-weights {release.repo_id}"
+        yield f"  mlx-mtp serve {release.repo_id}"
+    yield _NOTES
+    if too_large:
+        yield "\n" + textwrap.fill(f"Too large: {'; '.join(too_large)}.", 79)

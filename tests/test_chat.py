@@ -1,0 +1,206 @@
+"""`mlx-mtp chat`: what is asked, shown and remembered, and a real terminal."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from mlx_mtp.chat.screen import Screen, _blocks
+from mlx_mtp.chat.session import Session, served_models
+from mlx_mtp.cli import main
+from tests.process import Server
+
+USAGE = {"usage": {"prompt_tokens": 7, "completion_tokens": 4}}
+USAGE |= {"timings": {"draft_n": 4, "draft_n_accepted": 3}}
+
+
+def events(*deltas, ends=True):
+    """An answer's stream."""
+    chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+    if ends:
+        chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}], **USAGE}]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    return httpx.Response(200, text="".join([*lines, "data: [DONE]\n\n" if ends else ""]))
+
+
+@pytest.fixture
+def talk(capsys):
+    """What a conversation sent, and what it showed; without a terminal."""
+
+    def talk(*typed, answers=(), **more):
+        sent, answers = [], iter(answers)
+
+        def handle(request):
+            if request.url.path == "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "one"}, {"id": "two"}]})
+            sent.append(json.loads(request.content))
+            answer = next(answers)
+            if isinstance(answer, type):
+                raise answer("no")
+            return answer
+
+        lines = iter(typed)
+
+        def read(_):
+            line = next(lines, None)
+            if line is None:
+                raise EOFError
+            if line == "^C":
+                raise KeyboardInterrupt
+            return line
+
+        client = httpx.Client(base_url="http://x/v1", transport=httpx.MockTransport(handle))
+        console = Console(file=sys.stdout, width=80)
+        session = Session(client, console, served_models(client)[0], {"top_k": 3}, **more)
+        session.run(read)
+        shown = capsys.readouterr()
+        return sent, shown.out, shown.err, session
+
+    return talk
+
+
+def test_a_conversation(talk):
+    thinking, hello = {"reasoning_content": "Hm.", "reasoning": "Hm."}, {"content": "Hello."}
+    sent, out, err, session = talk(
+        *("Hi\\", "there", "  ", "/system Be kind", "/seed 5", "/model two", "^C", "And?", "/quit"),
+        answers=(events(thinking, hello), events({"content": "[b]So."})),
+    )
+    first, second = sent
+    stream = {"stream": True, "stream_options": {"include_usage": True}, "top_k": 3}
+    asked = [{"role": "user", "content": "Hi\nthere"}]
+    assert first == {"model": "one", "messages": asked, **stream}
+    asked += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And?"}]
+    asked.insert(0, {"role": "system", "content": "Be kind"})
+    assert second == {"model": "two", "messages": asked, "seed": 5, **stream}
+    assert (err, session.messages[-1]["content"]) == ("Hm.", "[b]So.")
+    assert "Hello.\n[4 tokens, " in out and "75% of 4 drafts accepted]" in out
+    assert "Ctrl-D or /quit ends" in out and "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
+    refused = httpx.Response(400, json={"error": {"message": "too long"}})
+    failed = events({"content": "a"}, ends=False)
+    broken = httpx.Response(200, text='data: {"error": {"message": "it broke"}}\n\n')
+    strange = httpx.Response(200, text="data: [1]\n\n")
+    answers = (
+        refused,
+        strange,
+        failed,
+        broken,
+        httpx.ReadError,
+        KeyboardInterrupt,
+        events({"content": "c"}),
+    )
+    sent, out, _, session = talk(*"1x23456", answers=answers)
+    for words in ("too long", "no chat completion", "cut off", "it broke", "no\n", "[stopped]"):
+        assert words in out
+    asked = [each["content"] for each in sent[-1]["messages"]]
+    assert asked == ["2", "a", "5", "6"]
+    assert session.messages[-1]["content"] == "c"
+
+
+def test_commands(talk):
+    typed = ("/hlep", "/seed x", "/seed 3", "/seed", "/system", "/model none", "/model", "/clear")
+    _, out, _, session = talk(*typed, "/help")
+    words = ("no /hlep; did you mean help?", "'x' is not an integer", "none is not served here")
+    for each in (*words, "The model is one. Others: two.", "/system TEXT", "Ctrl-C"):
+        assert each in out
+    assert session.fields == {"top_k": 3}
+
+
+@given(st.text("ab \n`-", max_size=60))
+def test_blocks_are_all_of_the_text_and_leave_code_whole(text):
+    blocks = _blocks(text)
+    assert "".join(blocks) == text
+    for block in blocks[:-1]:
+        assert block.endswith("\n\n") and block.strip()
+        assert sum(line.lstrip().startswith("```") for line in block.splitlines()) % 2 == 0
+
+
+def test_markdown_and_dimmed_reasoning():
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system="standard")
+    with Screen(console) as screen:
+        for piece in ("Let me", " think.\n\nYes."):
+            screen.add(piece, reasoning=True)
+        for piece in ("A **bo", "ld** word.\n\n```\nx = 1\n\ny = 2\n```\n\n* on", "e\n"):
+            screen.add(piece, reasoning=False)
+    shown = console.file.getvalue()
+    for words in ("\x1b[2mLet me think.", "\x1b[2mYes.", "A \x1b[1mbold\x1b[0m word.", " • "):
+        assert words in shown
+    assert "**" not in shown.replace("A **bo", "")
+
+
+def test_with_a_server_the_flags_of_a_model_are_refused(mtp_server: Server, capsys, monkeypatch):
+    assert main(["chat", mtp_server.url, "--dtype", "float32"], {}) == 2
+    assert "--dtype is for a model that is loaded here" in capsys.readouterr().err
+    assert main(["chat", "http://127.0.0.1:1"], {}) == 2
+    assert "No server with the OpenAI API answers" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\n"))
+    assert main(["chat", "--model", mtp_server.url, "--max-tokens", "9"], {}) == 0
+    assert "[9 tokens, " in capsys.readouterr().out
+
+
+def test_in_a_terminal_with_its_own_engine():
+    """Typed, stopped by Ctrl-C, ended by Ctrl-D; at 80 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    argv = [sys.executable, "-m", "mlx_mtp", "chat", "--temperature", "0", "--seed", "1"]
+    environ = os.environ | {"TERM": "xterm"}
+    environ.pop("COLUMNS", None)
+    shown = ""
+    with subprocess.Popen(
+        argv,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environ,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        os.close(slave)
+
+        def until(words, typed=""):
+            nonlocal shown
+            os.write(master, typed.encode())
+            end, shown = time.monotonic() + 120, ""
+            while words not in shown:
+                assert time.monotonic() < end, shown
+                if select.select([master], [], [], 1)[0]:
+                    shown += os.read(master, 65536).decode(errors="replace")
+            return shown
+
+        try:
+            until("> ")
+            answer = until("accepted]", "Tell me a story.\n")
+            assert " tokens, " in answer
+            until("\x1b", "Write a long story about a brave fox.\n")
+            until("[stopped]", "\x03")
+            os.write(master, b"\x04")
+            while True:
+                try:
+                    if not os.read(master, 65536):
+                        break
+                except OSError:  # Linux's way to say that the other side is closed.
+                    break
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(master)
+    # A line that is drawn again begins with a carriage return.
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", answer)
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= 80
