@@ -200,8 +200,8 @@ class ServerConfig:
         UNKNOWN_PARAMETERS,
         default="warn",
     )
-    allow_request_chat_template: bool = setting(
-        "security: --allow-request-chat-template",
+    request_chat_template: bool = setting(
+        "security: --request-chat-template",
         "let requests bring a chat template of their own, a program that runs in a sandbox; only "
         "for clients that you trust",
         default=False,

@@ -71,9 +71,9 @@ def ask(url: str, api_key: str | None) -> Served:
             f"The server at {base} {fault if api_key is None else 'refuses this API key.'}"
         )
     try:
-        (card,) = response.json()["data"]
+        card = response.json()["data"][0]
         return Served(base, card["id"], card["max_model_len"], wants_key)
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         raise UsageError(
             f"What answers at {base} is not an mlx-mtp server: its /v1/models differs."
         ) from None

@@ -41,7 +41,7 @@ class Context:
             self.output_format,
             config.template_seconds,
             as_standard=standard,
-            request_templates=config.allow_request_chat_template,
+            request_templates=config.request_chat_template,
         )
         eos = engine.info.eos_token_ids
         self.grammars = Grammars(tokenizer, eos, as_standard=standard)

@@ -1,6 +1,6 @@
 """The one place where errors become HTTP responses, in the shape of the API that was called."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_mtp import errors
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
@@ -16,7 +16,6 @@ from mlx_mtp.server.request_log import LEFT, record_of
 from mlx_mtp.server.text import cut
 
 Check = Callable[[Scope], None]
-IGNORED = "x-mlx-mtp-ignored"  # the response header with the names of parameters without effect
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.AuthenticationError: {"WWW-Authenticate": "Bearer"},
@@ -93,25 +92,6 @@ class CheckMiddleware:
             await app(scope, receive, send)
         finally:
             self._at_end(scope)
-
-
-class IgnoredMiddleware:
-    """Names in each response, and to `count`, its request's parameters that had no effect."""
-
-    def __init__(self, app: ASGIApp, count: Callable[[Sequence[str]], None]) -> None:
-        self._app, self._count = app, count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ignored = record_of(scope).ignored
-
-        async def sending(message: Message) -> None:
-            if ignored and message["type"] == "http.response.start":
-                names = (IGNORED.encode(), ", ".join(ignored).encode())
-                message["headers"] = [*message["headers"], names]
-                self._count(ignored)
-            await send(message)
-
-        await self._app(scope, receive, sending)
 
 
 def from_validation(error: ValidationError) -> errors.RequestError:

@@ -97,7 +97,7 @@ class Prompter:
         template = conversation.template
         if template is not None and not self.request_templates:
             raise UnsupportedParameterError(
-                "This server takes no chat templates of requests (--allow-request-chat-template).",
+                "This server takes no chat templates of requests (--request-chat-template).",
                 param="chat_template",
             )
         knows = partial(self.tokenizer.template_knows, template=template)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEFT = 499  # nginx's status for a client that did not wait for the answer
+IGNORED, REQUEST_ID = "x-mlx-mtp-ignored", "x-request-id"  # headers of responses
 _RECORD = "mlx_mtp.record"
 _QUIET = frozenset({"/health", "/metrics"})  # asked every few seconds by programs that watch
 # What a line says of a request, as far as it is known. JSON has the same by name.
@@ -74,7 +75,10 @@ class RequestLog:
         async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+                found = {REQUEST_ID: record.id, IGNORED: ", ".join(record.ignored)}
+                more = [(name.encode(), text.encode()) for name, text in found.items() if text]
+                message["headers"] = [*message["headers"], *more]
+                self._metrics.count_ignored(record.ignored)
             await send(message)
 
         try:

@@ -27,7 +27,7 @@ from mlx_mtp.logs import BackgroundLog
 from mlx_mtp.server import access, http_errors, progress
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
-from mlx_mtp.server.request_log import RequestLog
+from mlx_mtp.server.request_log import IGNORED, REQUEST_ID, RequestLog
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -76,7 +76,6 @@ def create_app(
     limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
     generating = frozenset(path for _, path, _, generates in ROUTES if generates)
     app.add_middleware(check, check=partial(limiter.check, generating), at_end=limiter.release)
-    app.add_middleware(http_errors.IgnoredMiddleware, count=context.metrics.count_ignored)
     if config.api_keys:
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
         app.add_middleware(check, check=partial(access.check_key, digests))
@@ -86,7 +85,7 @@ def create_app(
             allow_origins=list(origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
-            expose_headers=["Retry-After", http_errors.IGNORED],
+            expose_headers=["Retry-After", IGNORED, REQUEST_ID],
         )
     app.add_middleware(check, check=partial(access.check_origin, origins))
     names = access.known_names(config.host, config.allowed_hosts)

@@ -174,7 +174,7 @@ def test_the_flag_makes_it_an_error(strict: httpx.Client) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_make_an_answer_wrong_is_an_error(client: httpx.Client, name: str) -> None:
-    paths = [CHAT] if "." in name else [p for p in GENERATING if name not in WIRE[p].model_fields]
+    paths = [CHAT] if "." in name else [p for p in WIRE if name not in WIRE[p].model_fields]
     assert paths, "all routes have it"
     for path in paths:
         fields = placed(name, ["x"]) if "." in name else {name: ["x"]}
@@ -375,7 +375,7 @@ def test_the_same_tokens_with_mtp_and_without(
         engine: Any = build_engine(
             demo_model, config, tokenizer.vocab_size, tokenizer.eos_token_ids
         )
-        with in_process(engine, allow_request_chat_template=True) as client:
+        with in_process(engine, request_chat_template=True) as client:
             story = {"messages": [{"role": "user", "content": "Tell me about Anna the fox."}]}
             more = {"max_tokens": 40, "seed": 3, "temperature": 0.8}
             bodies = [GOOD[CHAT] | story | more | fields for fields in ASKED]

@@ -19,10 +19,10 @@ def test_templates_of_requests(tokenizer: Tokenizer) -> None:
     given = GOOD[CHAT] | {"chat_template": TEMPLATE}
     with in_process() as closed:
         response = closed.post(CHAT, json=given)
-    assert response.status_code == 400 and "--allow-request-chat-template" in response.text
+    assert response.status_code == 400 and "--request-chat-template" in response.text
     engine = FakeEngine(answer([300]))
     begun = [*HI, {"role": "assistant", "content": "Well,"}]
-    with in_process(engine, allow_request_chat_template=True, template_seconds=0.5) as own:
+    with in_process(engine, request_chat_template=True, template_seconds=0.5) as own:
         for fields, prompt in (
             ({}, "[hi]>"),
             ({"add_generation_prompt": False}, "[hi]"),
@@ -65,7 +65,7 @@ def test_a_template_is_the_requests_own_alone() -> None:
     """It has no effect on what the server reads of answers, nor on other requests."""
     engine = FakeEngine(answer([300]))
     with in_process(
-        engine, tokenizer=tokenizer_with("{{ 1 }}"), allow_request_chat_template=True
+        engine, tokenizer=tokenizer_with("{{ 1 }}"), request_chat_template=True
     ) as client:
         assert client.post(CHAT, json=GOOD[CHAT] | {"chat_template": TEMPLATE}).status_code == 200
         own = engine.submitted[-1].prompt_token_ids
