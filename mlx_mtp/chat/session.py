@@ -39,18 +39,17 @@ class Session:
                 text = read(_PROMPT)
                 while text.endswith("\\"):
                     text = f"{text[:-1]}\n{read(_MORE)}"
+                if text.startswith("/"):
+                    word, _, argument = text[1:].partition(" ")
+                    if word in ("quit", "exit"):
+                        return
+                    self._command(word, argument.strip())
+                elif text.strip():
+                    self.ask(text)
             except KeyboardInterrupt:
                 self._say("\nCtrl-D or /quit ends the conversation.")
-                continue
             except EOFError:
                 return
-            if text.startswith("/"):
-                word, _, argument = text[1:].partition(" ")
-                if word in ("quit", "exit"):
-                    return
-                self._command(word, argument.strip())
-            elif text.strip():
-                self.ask(text)
 
     def ask(self, text: str) -> None:
         """Send a message and show the answer; a fault is shown, and the message taken back."""
