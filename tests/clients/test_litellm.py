@@ -1,9 +1,19 @@
 """LiteLLM, through its OpenAI and its Anthropic provider."""
 
 import asyncio
+import contextlib
 import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
@@ -66,20 +76,43 @@ def test_four_async_calls_of_a_tool_and_its_result_goes_back(target: dict[str, A
     asyncio.run(all_cities(stream=True))
 
 
-def test_what_is_not_offered_takes_no_server_out_of_service(server: Server) -> None:
-    """The proxy's router leaves a server alone for a while that answers with a 404."""
+@pytest.fixture
+def proxy(server: Server, tmp_path: Path) -> Iterator[openai.OpenAI]:
+    """LiteLLM's proxy before two servers of ours, for it never leaves out the only one."""
+    pytest.importorskip("fastapi_sso", reason="what the proxy imports is in the extra `clients`")
     where = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none"}
-    # It never leaves out the only one.
     models = [{"model_name": "m", "litellm_params": where | {"timeout": t}} for t in (60, 61)]
-    router = litellm.Router(model_list=models, num_retries=0, cooldown_time=600)
+    config = {"model_list": models, "router_settings": {"num_retries": 0, "cooldown_time": 600}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config), "utf-8")
+    key = f"sk-{secrets.token_hex(24)}"
+    environment = {"CONFIG_FILE_PATH": str(tmp_path / "config.yaml"), "LITELLM_MASTER_KEY": key}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    command = [sys.executable, "-m", "uvicorn", "litellm.proxy.proxy_server:app", "--port", "0"]
+    log = tmp_path / "log"
+    with log.open("w") as file, contextlib.ExitStack() as stack:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | environment)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        while (running := re.search(r"running on (http://\S+)", log.read_text("utf-8"))) is None:
+            assert process.poll() is None, log.read_text("utf-8")[-4000:]
+            time.sleep(0.1)
+        with openai.OpenAI(base_url=f"{running[1]}/v1", api_key=key, max_retries=0) as client:
+            yield client
+
+
+def test_what_is_not_offered_takes_no_server_out_of_service(proxy: openai.OpenAI) -> None:
+    """The proxy leaves a server alone for a while that answers with a 404."""
     for _ in range(4):
         for ask in (
-            lambda: router.embedding(model="m", input=["hi"]),
-            lambda: router.image_generation(model="m", prompt="a fox"),
-            lambda: router.completion(model="m", messages=[], max_tokens=5),
+            lambda: proxy.embeddings.create(model="m", input=["hi"]),
+            lambda: proxy.images.generate(model="m", prompt="a fox"),
+            lambda: proxy.chat.completions.create(model="m", messages=[]),
         ):
-            with pytest.raises(litellm.BadRequestError):
+            with pytest.raises(openai.BadRequestError):
                 ask()
-    assert router.cooldown_cache.get_active_cooldowns(router.get_model_ids(), None) == []
-    answer = router.completion(model="m", **asked(SENTENCE.question), temperature=0, max_tokens=100)
+    fields = {"model": "m", **asked(SENTENCE.question), "temperature": 0, "max_tokens": 100}
+    answer = proxy.chat.completions.create(**fields)
     assert answer.choices[0].message.content == SENTENCE.answer
+    chunks = proxy.chat.completions.create(**fields, stream=True)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == SENTENCE.answer
