@@ -1,4 +1,4 @@
-"""Frameworks in Python: each asks a question, and lets the model call a tool and read its result."""
+"""Python frameworks: each asks a question, then lets the model call a tool and use its result."""
 
 import asyncio
 import json
