@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
 from tests.process import MODEL, Server
@@ -16,6 +17,13 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 NAME, DESCRIPTION, SCHEMA = FUNCTION["name"], FUNCTION["description"], FUNCTION["parameters"]
 LIMITS: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 100}
 QUESTION = weather_question(CITIES[0])
+
+
+class Reading(BaseModel):
+    """What structured answers look like."""
+
+    city: Literal["Rome", "Oslo"]
+    degrees: Literal[1, 2, 3]
 
 
 class Weather:
@@ -32,7 +40,7 @@ class Weather:
         return self.get_weather(**json.loads(arguments))
 
 
-async def llama_index(url: str, weather: Weather) -> tuple[str, str]:
+async def llama_index(url: str, weather: Weather) -> tuple[str, str, Any]:
     from llama_index.core.agent.workflow import FunctionAgent
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
@@ -43,10 +51,12 @@ async def llama_index(url: str, weather: Weather) -> tuple[str, str]:
     chunks = await llm.astream_chat([ChatMessage(role="user", content=SENTENCE.question)])
     streamed = "".join([chunk.delta or "" async for chunk in chunks])
     tool = FunctionTool.from_defaults(weather.get_weather, description=DESCRIPTION)
-    return streamed, str(await FunctionAgent(tools=[tool], llm=llm).run(QUESTION))
+    told = await FunctionAgent(tools=[tool], llm=llm).run(QUESTION)
+    formed = await llm.as_structured_llm(Reading).acomplete(QUESTION)
+    return streamed, str(told), formed.raw
 
 
-async def pydantic_ai(url: str, weather: Weather) -> tuple[str, str]:
+async def pydantic_ai(url: str, weather: Weather) -> tuple[str, str, Any]:
     from pydantic_ai import Agent, Tool
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -55,10 +65,12 @@ async def pydantic_ai(url: str, weather: Weather) -> tuple[str, str]:
     async with Agent(model, model_settings=LIMITS).run_stream(SENTENCE.question) as result:
         streamed = await result.get_output()
     tool = Tool.from_schema(weather.get_weather, NAME, DESCRIPTION, SCHEMA)
-    return streamed, (await Agent(model, model_settings=LIMITS, tools=[tool]).run(QUESTION)).output
+    told = await Agent(model, model_settings=LIMITS, tools=[tool]).run(QUESTION)
+    formed = await Agent(model, model_settings=LIMITS, output_type=Reading).run(QUESTION)
+    return streamed, told.output, formed.output
 
 
-async def openai_agents(url: str, weather: Weather) -> tuple[str, str]:
+async def openai_agents(url: str, weather: Weather) -> tuple[str, str, Any]:
     import agents
     import openai
 
@@ -71,11 +83,12 @@ async def openai_agents(url: str, weather: Weather) -> tuple[str, str]:
         streamed = agents.Runner.run_streamed(agents.Agent("A", **fields), SENTENCE.question)
         async for _ in streamed.stream_events():
             pass
-        answered = await agents.Runner.run(agents.Agent("A", **fields, tools=[tool]), QUESTION)
-    return streamed.final_output, answered.final_output
+        told = await agents.Runner.run(agents.Agent("A", **fields, tools=[tool]), QUESTION)
+        formed = await agents.Runner.run(agents.Agent("A", **fields, output_type=Reading), QUESTION)
+    return streamed.final_output, told.final_output, formed.final_output
 
 
-async def inspect_ai(url: str, weather: Weather) -> tuple[str, str]:
+async def inspect_ai(url: str, weather: Weather) -> tuple[str, str, Any]:
     from inspect_ai import Task, eval_async
     from inspect_ai.dataset import Sample
     from inspect_ai.scorer import includes
@@ -103,11 +116,11 @@ async def inspect_ai(url: str, weather: Weather) -> tuple[str, str]:
         (sample,) = log.samples
         assert sample.scores["includes"].value == "C"
         texts.append(sample.output.completion)
-    return texts[0], texts[1]
+    return texts[0], texts[1], None
 
 
 # What a framework is imported as, and what it does.
-FRAMEWORKS: Mapping[str, Callable[[str, Weather], Awaitable[tuple[str, str]]]] = {
+FRAMEWORKS: Mapping[str, Callable[[str, Weather], Awaitable[tuple[str, str, Any]]]] = {
     "llama_index.llms.openai_like": llama_index,
     "pydantic_ai": pydantic_ai,
     "agents": openai_agents,
@@ -122,8 +135,9 @@ def test_an_answer_and_a_tool(
     pytest.importorskip(name, reason=f"{name} is in the extra `clients`")
     monkeypatch.chdir(tmp_path)  # where inspect-ai writes its logs
     weather = Weather()
-    answer, told = asyncio.run(FRAMEWORKS[name](server.url, weather))
+    answer, told, formed = asyncio.run(FRAMEWORKS[name](server.url, weather))
     assert answer == SENTENCE.answer
     assert weather.calls == [called(CITIES[0])]
     assert "21" in told
+    assert formed is None or isinstance(formed, Reading)
     server.wait_until_empty()
