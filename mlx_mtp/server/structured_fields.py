@@ -47,9 +47,9 @@ def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
 
 
 class JsonSchema(WireModel):
-    """OpenAI's: a schema with a name."""
+    """OpenAI's: a schema with a name, which llama.cpp's clients leave out."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
     schema_: Schema = Field(alias="schema")
     description: str | None = None
     strict: bool = False  # here a schema always holds

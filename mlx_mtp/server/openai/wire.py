@@ -121,13 +121,8 @@ class _AllowedToolsChoice(WireModel):
 
 class _UsageOptions(WireModel):
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: the counts so far are in every chunk
-
-    @model_validator(mode="after")
-    def _continuous_needs_usage(self) -> Self:
-        if self.continuous_usage_stats and not self.include_usage:
-            raise refusal("needs include_usage: true", field="continuous_usage_stats")
-        return self
+    # vLLM's: with include_usage the counts so far are in every chunk.
+    continuous_usage_stats: bool = False
 
 
 class _MtpOptions(WireModel):
