@@ -78,7 +78,7 @@ def test_four_async_calls_of_a_tool_and_its_result_goes_back(target: dict[str, A
 
 @pytest.fixture
 def proxy(server: Server, tmp_path: Path) -> Iterator[openai.OpenAI]:
-    """LiteLLM's proxy before two servers of ours, for it never leaves out the only one."""
+    """LiteLLM's proxy with two entries for the server, for it never leaves out the only one."""
     pytest.importorskip("fastapi_sso", reason="what the proxy imports is in the extra `clients`")
     where = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none"}
     models = [{"model_name": "m", "litellm_params": where | {"timeout": t}} for t in (60, 61)]

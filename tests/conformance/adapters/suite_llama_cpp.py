@@ -17,7 +17,8 @@ import utils  # noqa: E402
 
 def _start(self: Any, timeout_seconds: int = 0) -> None:
     flags = ["--served-model-name", self.model_alias, "--any-model-name"]
-    flags += ["--max-num-seqs", str(self.n_slots or 4)]
+    # Theirs never thinks; whether ours does depends on the seed.
+    flags += ["--max-num-seqs", str(self.n_slots or 4), "--reasoning-parser", "none"]
     if self.n_ctx:
         flags += ["--max-model-len", str(self.n_ctx // (self.n_slots or 1))]
     if self.api_key:
