@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,14 @@ from tests.process import MODEL, Server
 litellm = pytest.importorskip("litellm", reason="litellm is in the extra `clients`")
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_open() -> Iterator[None]:
+    """LiteLLM leaves an event loop open, of which pytest would complain at the end of the run."""
+    yield
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()
 
 
 @pytest.fixture(params=["openai", "anthropic"])
