@@ -8,7 +8,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 
@@ -100,9 +100,13 @@ class TerminalHandler(logging.Handler):
 
 
 class BackgroundLog:
-    """Writes log records on a thread of its own: a pipe that is not read blocks its writer."""
+    """Writes log records on a thread of its own: a pipe that is not read blocks its writer.
 
-    def __init__(self, capacity: int = 10_000) -> None:
+    What doesn't fit is dropped; behind `texts` lines also a `Later`, which may hold a long prompt.
+    """
+
+    def __init__(self, capacity: int = 10_000, texts: int = 256) -> None:
+        self._texts = texts
         self._waiting: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._write, name="mlx-mtp-log", daemon=True)
         self._thread.start()
@@ -132,6 +136,9 @@ class BackgroundLog:
 
     def _queued(self, handler: logging.Handler) -> logging.Handler:
         def emit(record: logging.LogRecord) -> None:
+            values = record.args.values() if isinstance(record.args, Mapping) else ()
+            if self._waiting.qsize() >= self._texts and any(isinstance(v, Later) for v in values):
+                return
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(partial(handler.handle, record))
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from mlx_mtp.chat.screen import Screen, _blocks
 from mlx_mtp.chat.session import Session, served_models
 from mlx_mtp.cli import main
+from mlx_mtp.errors import UsageError
 from tests.process import Server
 
 USAGE = {"usage": {"prompt_tokens": 7, "completion_tokens": 4}}
@@ -61,7 +62,7 @@ def talk(capsys):
                 raise EOFError
             if line == "^C":
                 raise KeyboardInterrupt
-            return line
+            return line.decode() if isinstance(line, bytes) else line
 
         client = httpx.Client(base_url="http://x/v1", transport=httpx.MockTransport(handle))
         console = Console(file=sys.stdout, width=80)
@@ -106,12 +107,16 @@ def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
         KeyboardInterrupt,
         events({"content": "c"}),
     )
-    sent, out, _, session = talk(*"1x23456", answers=answers)
+    sent, out, _, session = talk(b"\xff", "\udcff", *"1x23456", answers=answers)
+    assert out.count("not valid UTF-8") == 2
     for words in ("too long", "no chat completion", "cut off", "it broke", "no\n", "[stopped]"):
         assert words in out
     asked = [each["content"] for each in sent[-1]["messages"]]
     assert asked == ["2", "a", "5", "6"]
     assert session.messages[-1]["content"] == "c"
+    empty = httpx.MockTransport(lambda _: httpx.Response(200, json={"data": []}))
+    with pytest.raises(UsageError, match="has no model"):
+        served_models(httpx.Client(base_url="http://x/v1", transport=empty))
 
 
 def test_commands(talk):

@@ -39,6 +39,7 @@ class Session:
                 text = read(_PROMPT)
                 while text.endswith("\\"):
                     text = f"{text[:-1]}\n{read(_MORE)}"
+                text.encode()  # In some locales other bytes come as halves of surrogate pairs.
                 if text.startswith("/"):
                     word, _, argument = text[1:].partition(" ")
                     if word in ("quit", "exit"):
@@ -48,6 +49,8 @@ class Session:
                     self.ask(text)
             except KeyboardInterrupt:
                 self._say("\nCtrl-D or /quit ends the conversation.")
+            except UnicodeError:
+                self._say("What was typed is not valid UTF-8.")
             except EOFError:
                 return
 
@@ -103,11 +106,14 @@ def served_models(client: httpx.Client) -> list[str]:
         response = client.get("/models")
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise UsageError(f"{client.base_url} requires its API key, or refuses it (--api-key).")
-        return [str(each["id"]) for each in response.raise_for_status().json()["data"]]
+        names = [str(each["id"]) for each in response.raise_for_status().json()["data"]]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"No server with the OpenAI API answers at {client.base_url} ({error})."
         ) from None
+    if not names:
+        raise UsageError(f"The server at {client.base_url} has no model; load one there.")
+    return names
 
 
 def _pieces(

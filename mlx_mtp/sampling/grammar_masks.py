@@ -96,7 +96,8 @@ class Constraint:
         self._tokens += tokens
         # One by one: `consume_tokens` refuses the end-of-sequence token of a grammar that is over.
         if matcher is not None and not all(map(matcher.consume_token, tokens)):
-            self.error = _failure(matcher)
+            alone = self._allowed is None and self._bad_words is None
+            self.error = _failure(matcher) if alone else GrammarError(_NOTHING_LEFT)
 
     def draft_mask(self, mask: np.ndarray) -> bool:
         """Write the mask of the next draft, int32 [words]; False if it allows everything."""

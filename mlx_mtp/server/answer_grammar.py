@@ -131,10 +131,9 @@ def _rule(response: GrammarSpec, rules: "_Rules") -> str:
         return rules.json(json.loads(response.value or '{"type": "object"}'), strict=True)
     if response.kind == "choice":
         return " | ".join(json.dumps(choice) for choice in json.loads(response.value))
-    raise UnsupportedParameterError(
-        f"An answer in the form of a {response.kind} can't be combined with tools.",
-        param="tools",
-    )
+    kind = "grammar" if response.kind == "lark" else response.kind
+    message = f"A {kind} can't be combined with tools here; a JSON schema or a choice can."
+    raise UnsupportedParameterError(message, param="tools")
 
 
 class _Rules(dict[str, str]):

@@ -221,7 +221,7 @@ def is_neutral(name: str, value: object) -> bool:
 
 def note(ignored: list[str], name: str) -> None:
     """Add a name that clients chose to those that are reported: bounded, and safe in a header."""
-    name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1])
+    name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
     name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
     if name not in ignored and len(ignored) < MAX_IGNORED:
         ignored.append(name)

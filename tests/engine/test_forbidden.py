@@ -144,6 +144,7 @@ def test_a_dead_end_is_an_error_of_its_row_alone(tiny_models, depth):
     driver = Driver(tiny_models["qwen3_5"], vocab_size=VOCAB, config=config)
     got = driver.run_arrivals({0: list(rows.values())})
     for name, tokens in (("grammar", [one, a]), ("allowed", []), ("both", [])):
-        assert isinstance(driver.outputs[name][-1].error, GrammarError)
+        error = driver.outputs[name][-1].error
+        assert isinstance(error, GrammarError) and "allowed_token_ids" in str(error)
         assert got[name] == tokens[: len(got[name])]
     assert len(got["free"]) == 9

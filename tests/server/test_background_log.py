@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from mlx_mtp.logs import BackgroundLog
+from mlx_mtp.logs import BackgroundLog, Later
 
 PATIENCE = 30.0
 logger = logging.getLogger("tests.background_log")
@@ -27,18 +27,20 @@ def test_nothing_waits_for_a_reader_that_stopped_and_lines_stay_in_order() -> No
     kept = Kept()
     logger.handlers, logger.level = [kept], logging.INFO
     try:
-        log = BackgroundLog(capacity=3)
+        log = BackgroundLog(capacity=3, texts=1)
         with log.attached([logger.name]):
             assert logger.handlers != [kept]
             logger.info("line %d", 0)
             assert kept.writing.wait(PATIENCE)
+            for text in ("one", "two"):
+                logger.info("%(text)s", {"text": Later(text.upper)})
             for number in range(1, 10):
                 logger.info("line %d", number)
         assert logger.handlers == [kept]
         assert not log.close(0.01)
         kept.go_on.set()
         assert log.close(PATIENCE)
-        # One is being written, and three can wait.
-        assert kept.messages == [f"line {number}" for number in range(4)]
+        # One is being written, and three can wait; of the texts that are made later, one.
+        assert kept.messages == ["line 0", "ONE", "line 1", "line 2"]
     finally:
         logger.handlers = []

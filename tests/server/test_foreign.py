@@ -117,7 +117,7 @@ def test_what_is_unknown_is_named_and_answered(client: httpx.Client, engine: Fak
         (CHAT, nested, names | {"content[].lang"}),
         (CHAT, nested | {"stream": True}, names | {"content[].lang"}),
         (TEXT, {"top_speed": 1, "typical_p": 0.9}, {"top_speed", "typical_p"}),
-        (TOKENIZE, {"top_speed": 1}, {"top_speed"}),
+        (TOKENIZE, {"top_speed": 1, "": 2}, {"top_speed", "?"}),
         (
             RESPONSES,
             {"text": {"verbosity": "low"}, "truncation": "auto"},

@@ -123,6 +123,8 @@ REFUSED: list[tuple[str, Fields, str]] = [
     (OLLAMA_TEXT, {"template": "{{ .Prompt }}"}, "template: "),
     (OLLAMA_TEXT, {"context": [1]}, "context: "),
     (OLLAMA_TEXT, {"suffix": "x"}, "suffix: "),
+    (OLLAMA_TEXT, {"raw": True, "system": "x"}, "system: "),
+    (OLLAMA_TEXT, {"max_tokens": 3, "options": {"num_predict": 5}}, "max_tokens: differs"),
     (OLLAMA_TEXT, {"prompt": "hello " * 2000}, "too long"),
 ]
 

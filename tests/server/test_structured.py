@@ -99,9 +99,11 @@ REFUSED: list[tuple[str, object, str, str]] = [
     ("structured_outputs", {"json_object": False}, "structured_outputs.json_object", "true"),
     ("structured_outputs", {"choice": ["a"], "x": 1}, "structured_outputs.x", "not a parameter"),
 ]
+A_TOOL = {"type": "function", "function": {"name": "f"}}
 TOGETHER: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", FORM: {"type": "text"}}, "guided_regex", FORM),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+    ({"tools": [A_TOOL], "ebnf": 'start: "a"'}, "tools", "A grammar can't be combined"),
     ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "structured_outputs", "guided_j"),
 ]
 

@@ -84,14 +84,14 @@ class _Tool(openai.Tool):
     type: Literal["function"] = "function"
 
 
-@fields.sampled()
+@fields.sampled(*(name for name in fields.SAMPLING if name != "max_tokens"))
 class _Request(fields.GenerateRequest):
     stream: bool = True
     format: _Format = ""
     think: _Think | None = None
     logprobs: bool = False
     top_logprobs: fields.Int | None = None
-    # Of `options`, beside those that have the names of all APIs.
+    # Of `options`, beside those that have the names of all APIs; `max_tokens` is a synonym.
     num_predict: fields.Int = -1
     stop: fields.Stops = Field([])
 
@@ -149,6 +149,12 @@ class TextRequest(_Request):
     template: Annotated[str, fields.only("")] = ""
     suffix: Annotated[str, fields.only("")] = ""
     context: Annotated[list[Any], fields.only([])] = Field([])
+
+    @model_validator(mode="after")
+    def _raw_has_no_system(self) -> Self:
+        if self.raw and self.system:
+            raise refusal("can't be combined with raw: true; put it into prompt", field="system")
+        return self
 
     def chat(self) -> Conversation:
         messages = [conversation.Message("user", self.prompt)]
