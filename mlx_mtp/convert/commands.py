@@ -49,8 +49,8 @@ def add_subcommands(subparsers: Any) -> None:
     checkpoint = "the Hugging Face checkpoint, a directory or a hub id"
     add_flags(converting, replace(_MODEL, help=checkpoint))
     add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
-    add("-q", "--quantize", action="store_true", help="quantize trunk and head")
-    _add_shared(converting, "4, 64, affine, as mlx-lm")
+    add("-q", "--quantize", action="store_true", help="quantize the model and its head")
+    _add_shared(converting, "4")
     dtype_help = "type of what isn't quantized (default: the source's)"
     add("--dtype", choices=DTYPE_NAMES, help=dtype_help)
 
