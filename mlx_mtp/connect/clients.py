@@ -228,8 +228,8 @@ def _open_webui(served: Served) -> str:
         f"OPENAI_API_BASE_URL={served.openai_url} OPENAI_API_KEY={_key(served)} \\\n"
         "  ENABLE_OLLAMA_API=False open-webui serve\n\n"
         "# Or in a running one: Admin Panel > Settings > Connections > OpenAI API > +,\n"
-        f"# with the URL {served.openai_url}. In a container its host is\n"
-        "# host.docker.internal; start the server with --allowed-host host.docker.internal.\n"
+        f"# with the URL {served.openai_url}. In a container the host is\n"
+        "# host.docker.internal: start the server with --allowed-host of that name.\n"
     )
 
 
