@@ -93,7 +93,8 @@ class EngineConfig:
     # Of stored KV alone: what runs is never quantized.
     kv_cache_quantization: int | None = setting(
         "memory and prefix cache: --kv-cache-quantization {none,8,4}",
-        "bits to store them in; with 8 or 4, answers may differ slightly",
+        "bits in which the prefix cache stores keys and values; with 8 or 4, answers that reuse "
+        "them may differ slightly",
         _bits,
         default_text="none",
     )

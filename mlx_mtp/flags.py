@@ -229,7 +229,10 @@ def size(text: str) -> int:
 
 def gigabytes(text: str) -> int:
     """A Mac's memory, as Apple writes it: 64GB, or 64."""
-    return int(whole(4, 4096)(text.upper().removesuffix("GB").strip()))
+    number = text.upper().removesuffix("GB").strip()
+    if not _NUMBER.fullmatch(number):
+        raise ArgumentTypeError(f"{text!r} is not a Mac's memory such as 64GB")
+    return int(whole(4, 4096)(number))
 
 
 def at_least(low: float) -> Parse:

@@ -48,7 +48,7 @@ def mac_memory(gigabytes: int) -> MemoryLimit:
     """What Metal recommends to use at most of a Mac's memory, by what users report."""
     # github.com/ggml-org/llama.cpp: issue 1870, pull request 2011. Newer versions of macOS: more.
     share = 2 / 3 if gigabytes <= _SMALL_MAC else 3 / 4
-    source = f"what Metal recommends of a Mac's {gigabytes} GB"
+    source = f"assumed to be usable of a Mac's {gigabytes} GB"
     return MemoryLimit(int(gigabytes * 2**30 * share), source)
 
 

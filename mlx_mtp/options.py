@@ -80,14 +80,14 @@ SERVE_FLAGS = _in_order(
     _CACHE_DIR,
     Flag(
         "memory and prefix cache: --prefix-cache-dir DIR",
-        "directory that keeps them across restarts; prompts and answers are stored there "
-        "unencrypted",
+        "directory that keeps the prefix cache across restarts; prompts and answers are stored "
+        "there unencrypted",
         text,
         default_text="none",
     ),
     Flag(
         "memory and prefix cache: --prefix-cache-dir-size SIZE",
-        "most disk space to use there",
+        "most disk space to use in --prefix-cache-dir",
         size,
         default_text="16GB",
     ),
@@ -100,7 +100,7 @@ SERVE_FLAGS = _in_order(
     ),
     Flag(
         "security: --api-key-file FILE",
-        "file with one such key per line",
+        "file with API keys, one per line",
         text,
         default_text="none",
     ),
@@ -124,7 +124,7 @@ _SAMPLING = (
 )
 _PENALTIES = (
     ("--presence-penalty X", "lower the score of every token that the answer has already"),
-    ("--frequency-penalty X", "the same, once for each time that it occurs"),
+    ("--frequency-penalty X", "the same, once for each time that the token occurs"),
 )
 GENERATE_FLAGS = _in_order(
     MODEL_FLAG,

@@ -124,8 +124,11 @@ def banner(
     """Addresses, model, backend, memory plan (its lines), a curl command to try, how to stop."""
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     depth = engine.num_draft_tokens
-    how = " (follows measured cost and acceptance)" if depth == "auto" else " tokens per step"
-    drafts = f"{depth}{how}, head from {loaded.head_source}"
+    drafts = (
+        "drafts follow measured cost and acceptance"
+        if depth == "auto"
+        else f"{depth} drafts per step"
+    )
     others = (
         {} if local == config.host else {"network": _url(own_address(config.host), config.port)}
     )
@@ -133,11 +136,11 @@ def banner(
         "address": _url(local, config.port),
         **others,
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
+        "MTP": f"on, {drafts}; head from {loaded.head_source}"
+        if engine.mtp_enabled
+        else "off: turned off, or the model has no head",
         "backend": str(info),
         "prefixes": _prefixes(engine),
-        "drafts": drafts
-        if engine.mtp_enabled
-        else "none: MTP is turned off, or the model has no head",
         "memory": "\n".join(memory),
     }
     curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]

@@ -86,7 +86,7 @@ def test_a_wrong_variable_is_named(variable, value, capsys):
         ("generate", ["hi", "--temperature", "nan"], "'nan' is not finite"),
         ("generate", ["\udcff\udcfe"], "is not valid UTF-8"),
         ("convert", ["a", "--bits", "x"], "argument --bits: invalid int value: 'x'"),
-        ("models", ["--memory", "64TB"], "'64TB' is not an integer"),
+        ("models", ["--memory", "64TB"], "'64TB' is not a Mac's memory such as 64GB"),
         ("connect", ["dance"], "dance"),
         ("selftest", ["--seconds", "0"], "0 is below 1"),
         ("bench latency", [], "required: URL"),
@@ -177,8 +177,8 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
         ({"host": "0.0.0.0"}, {}, "curl http://127.0.0.1:81/"),
         ({"host": "0.0.0.0"}, {}, f"  network  http://{own_address('0.0.0.0')}:81\n"),
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
-        ({}, {}, "drafts   2 tokens per step, head from /m/mtp.safetensors"),
-        ({}, {"mtp_enabled": False}, "drafts   none: MTP is turned off, or the model"),
+        ({}, {}, "MTP      on, 2 drafts per step; head from /m/mtp.safetensors\n"),
+        ({}, {"mtp_enabled": False}, "MTP      off: turned off, or the model has no head\n"),
         ({}, {}, "prefixes up to 8.00 GB of earlier prompts and answers are kept\n"),
         ({}, {"kv_cache_quantization": 4}, "in 4 bits: answers that reuse them may differ slight"),
         ({}, {"prefix_cache_size": 0}, "prefixes not kept (--prefix-cache-size is 0)"),
@@ -299,7 +299,7 @@ def test_serve_for_real():
         printed = ""
         while "\nReady" not in printed:
             printed += server.process.stdout.readline()
-        assert "mlx-mtp-demo" in printed and "2 tokens per step" in printed
+        assert "mlx-mtp-demo" in printed and "on, 2 drafts per step" in printed
         command = printed[printed.index("curl ") : printed.index("\nReady")]
         command = command.replace("\\\n", " ")
         _, url, *flags = shlex.split(command)

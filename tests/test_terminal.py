@@ -98,11 +98,11 @@ curl http://127.0.0.1:PORT/v1/chat/completions \\
 Ready. Ctrl-C stops the server.
 
 HH:MM:SS INFO 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (0 cached), 40 out, \
-first after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID
+first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID
 HH:MM:SS INFO Stopping: up to 30 s for 1 unfinished; Ctrl-C again ends it now.
 HH:MM:SS INFO Ending what is unfinished: 1.
 HH:MM:SS WARNING 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (12 cached), N out, \
-first after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID: The server is shutting down.
+first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID: The server is shutting down.
 HH:MM:SS INFO Stopped.
 """
 

@@ -14,6 +14,7 @@ from mlx_mtp.bench import report
 from mlx_mtp.bench.arguments import API_KEY, CALIBRATION_SECONDS
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, Subject, measure, summarize
+from mlx_mtp.console import hanging, width_of
 from mlx_mtp.errors import UsageError
 
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
@@ -100,11 +101,12 @@ def measure_and_report(
     notes = report.footnotes(summaries)
     table = report.table(summaries, options.what, contenders)
     heading = [*labels.values(), ""] if labels else []
-    print("\n".join([*heading, table + caption, *(f"Note: {note}" for note in notes)]))
-    print(
-        f"\n{options.rounds} rounds after {options.warmups} of warm-up, answers of at most "
-        f"{options.max_tokens} tokens, temperature {options.temperature:g}, --seed {options.seed}."
+    how = (
+        f"\nRounds: {options.rounds}, after {options.warmups} of warm-up; answers of at most "
+        f"{options.max_tokens} tokens; temperature {options.temperature:g}; --seed {options.seed}."
     )
+    lines = [*heading, table + caption, *(f"Note: {note}" for note in notes), how]
+    print(hanging("", "\n".join(lines), width_of()))
     if options.csv is not None:
         report.write_csv(options.csv, summaries)
     if options.json is not None:

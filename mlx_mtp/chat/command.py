@@ -135,6 +135,9 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
         server, port = started.result()
     except KeyboardInterrupt:
         os._exit(130)  # A thread that is loading can't be ended.
+    except BaseException:
+        thread.join()  # mlx aborts the process if it ends while the thread clears up.
+        raise
     try:
         yield f"http://127.0.0.1:{port}/v1"
     finally:

@@ -184,7 +184,7 @@ CLIENTS = {
     "claude": Client(
         ("CLAUDE_CONFIG_DIR", ".claude", "settings.json"),
         _claude,
-        "Every Claude Code session then uses this server, also if you pay for Anthropic's.",
+        "Every Claude Code session then uses this server, also if you pay Anthropic.",
         once=_claude_once,
     ),
     "codex": Client(
@@ -228,8 +228,8 @@ def _open_webui(served: Served) -> str:
         f"OPENAI_API_BASE_URL={served.openai_url} OPENAI_API_KEY={_key(served)} \\\n"
         "  ENABLE_OLLAMA_API=False open-webui serve\n\n"
         "# Or in a running one: Admin Panel > Settings > Connections > OpenAI API > +,\n"
-        f"# with the URL {served.openai_url} (from a container: host.docker.internal for the\n"
-        "# host's name, and start the server with --allowed-host host.docker.internal).\n"
+        f"# with the URL {served.openai_url}. In a container the host is\n"
+        "# host.docker.internal: start the server with --allowed-host of that name.\n"
     )
 
 
@@ -237,8 +237,8 @@ def _cline(served: Served) -> str:
     return (
         f"cline auth --provider openai --apikey {_key(served)} \\\n"
         f"  --baseurl {served.openai_url} --modelid {shlex.quote(served.model)}\n\n"
-        "# Or in the editor: Cline's settings > API Provider > OpenAI Compatible, with the\n"
-        f"# URL {served.openai_url}, the model {served.model}\n"
+        "# Or in the editor: Cline's settings > API Provider > OpenAI Compatible, with\n"
+        f"# the URL {served.openai_url}, the model {served.model}\n"
         f"# and a context window of {served.context}.\n"
     )
 

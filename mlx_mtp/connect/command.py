@@ -70,7 +70,7 @@ def run_connect(given: argparse.Namespace) -> int:
     if client.once is not None:
         print(
             f"# For one session, without changing any file:\n{client.once(served)}\n\n"
-            f"# For every session (--write puts it there): {client.changes}"
+            f"# For every session; --write does this.\n# {client.changes}"
         )
     new = config if path.exists() else {**client.needed, **config}
     print(f"# {path}\n{files.shown(path, new)}{key}")

@@ -36,7 +36,7 @@ def add_subcommands(subparsers: Any) -> None:
     add_flags(adding, replace(_MODEL, help="the MLX model, a directory or a hub id"))
     add("--mlx-model-path", action=Once, dest="model", help=argparse.SUPPRESS)
     add("--source-model", metavar="DIR_OR_HUB_ID", help=_SOURCE)
-    _add_shared(adding, "the model's own")
+    _add_shared(adding, *["the model's own"] * 3)
     add("--output", type=Path, metavar="DIR", help=_OUTPUT + "as it is")
     add("--dry-run", action="store_true", help="check and report; write nothing")
     add("--force", action="store_true", help="replace an existing head")
@@ -49,18 +49,19 @@ def add_subcommands(subparsers: Any) -> None:
     checkpoint = "the Hugging Face checkpoint, a directory or a hub id"
     add_flags(converting, replace(_MODEL, help=checkpoint))
     add("--output", type=Path, required=True, metavar="DIR", help="a new directory")
-    add("-q", "--quantize", action="store_true", help="quantize trunk and head")
-    _add_shared(converting, "4, 64, affine, as mlx-lm")
+    add("-q", "--quantize", action="store_true", help="quantize the model and its head")
+    _add_shared(converting, "4", "64", "affine")
     dtype_help = "type of what isn't quantized (default: the source's)"
     add("--dtype", choices=DTYPE_NAMES, help=dtype_help)
 
 
-def _add_shared(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_shared(parser: argparse.ArgumentParser, bits: str, group_size: str, mode: str) -> None:
     add = parser.add_argument
-    bits_help = f"bits per weight; 16: unquantized (default: {default})"
+    bits_help = f"bits per weight; 16: unquantized (default: {bits})"
+    group_help = f"weights that share one scale (default: {group_size})"
     add("--bits", type=int, metavar="N", help=bits_help)
-    add("--group-size", type=int, metavar="N", help="weights that share one scale")
-    add("--mode", choices=MODE_NAMES, help="quantization mode")
+    add("--group-size", type=int, metavar="N", help=group_help)
+    add("--mode", choices=MODE_NAMES, help=f"quantization mode (default: {mode})")
     add("--revision", help="branch, tag or commit of the source on the hub")
     verify_help = "measure the head's drafts before putting it in place"
     add("--verify", action="store_true", help=verify_help)

@@ -116,19 +116,21 @@ class MemoryPlan:
 
     def shares(self) -> str:
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
-        parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk, "rows": self.rows}
+        parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
+        parts |= {"requests": self.rows}
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
-        counts = dict.fromkeys((self.max_model_len, min(_SHORT_ROW, self.max_model_len)))
-        return " or ".join(f"{self.num_rows(n, max_num_seqs)} of {n:,} tokens" for n in counts)
+        lengths = min(_SHORT_ROW, self.max_model_len), self.max_model_len
+        longest = {self.num_rows(length, max_num_seqs): length for length in lengths}
+        return " or ".join(f"{count} of {length:,} tokens" for count, length in longest.items())
 
     def lines(self, max_num_seqs: int) -> list[str]:
         less = ", less than the model allows: there is no memory for more" if self.reduced else ""
         context = f"context {self.max_model_len:,} tokens{less}"
         return [
             f"{size_text(self.limit.nbytes)} ({self.limit.source}): {self.shares()}",
-            f"rows at once: {self.rows_at_once(max_num_seqs)}; {context}",
+            f"{context}; requests at once: {self.rows_at_once(max_num_seqs)}",
         ]
 
 

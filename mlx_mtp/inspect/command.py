@@ -33,7 +33,7 @@ def add_inspect(subparsers: Any) -> None:
         "context, sizes of the downloads, and the two commands for each. Nothing is downloaded.",
     )
     of_mac = "list what fits a Mac with this much memory, such as 64GB"
-    add_flags(parser, Flag("--memory GB", of_mac, gigabytes, default_text="this machine's"))
+    add_flags(parser, Flag("--memory SIZE", of_mac, gigabytes, default_text="this machine's"))
     parser.set_defaults(run=_run_models)
 
 

@@ -96,12 +96,13 @@ def run_models(options: argparse.Namespace) -> int:
 def _lines(models: Iterable[Published], limit: MemoryLimit) -> Iterator[str]:
     yield f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"
     yield _ROW.format(*_HEADINGS)
-    too_large = list[str]()
+    too_large = dict[str, list[str]]()
     for each in models:
         release, weights = each.release, each.demand.footprint.weights
         planned = each.plan(limit)
         if planned is None:
-            too_large.append(f"{release.name} in {release.bits} bits, {size_text(weights)}")
+            what = f"{release.bits} bits, {size_text(weights)}"
+            too_large.setdefault(what, []).append(release.name)
             continue
         length = min(SHORT_ROW, planned.max_model_len)
         at_once = planned.num_rows(length, EngineConfig().max_num_seqs)
@@ -111,4 +112,5 @@ def _lines(models: Iterable[Published], limit: MemoryLimit) -> Iterator[str]:
         yield f"  mlx-mtp serve {release.repo_id}"
     yield _NOTES
     if too_large:
-        yield "\n" + textwrap.fill(f"Too large: {'; '.join(too_large)}.", 79)
+        told = "; ".join(f"{', '.join(names)} ({what})" for what, names in too_large.items())
+        yield "\n" + textwrap.fill(f"Too large: {told}.", 79, break_on_hyphens=False)

@@ -33,7 +33,7 @@ _PARTS = {
     "prompt_tokens": ", %(prompt_tokens)d tokens in",
     "cached_tokens": " (%(cached_tokens)d cached)",
     "completion_tokens": ", %(completion_tokens)d out",
-    "first_token_seconds": ", first after %(first_token_seconds).2f s",
+    "first_token_seconds": ", first token after %(first_token_seconds).2f s",
     "tokens_per_second": ", %(tokens_per_second).1f tokens/s",
     "draft_tokens": ", %(accepted_tokens)d of %(draft_tokens)d drafts accepted",
     "ignored": ", ignored: %(ignored)s",

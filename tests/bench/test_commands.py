@@ -49,7 +49,8 @@ def test_latency(serve, bench):
         assert (row[1], row[2], row[8], row[10]) == ("9", "2", "1.00", "-")
         assert all(re.fullmatch(r"\d+(\.\d)? ms", cell) for cell in row[3:8])
     assert out.endswith(
-        "\n\n2 rounds after 1 of warm-up, answers of at most 4 tokens, temperature 0, --seed 11.\n"
+        "\n\nRounds: 2, after 1 of warm-up; answers of at most 4 tokens; temperature 0; "
+        "--seed 11.\n"
     )
     assert len(server.questions) == 1 + 3 * 3
 
