@@ -1,17 +1,9 @@
 """`mlx-mtp chat`: what is asked, shown and remembered, and a real terminal."""
 
-import fcntl
 import io
 import json
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
 import sys
-import termios
-import time
 
 import httpx
 import pytest
@@ -24,6 +16,7 @@ from mlx_mtp.chat.session import Session, served_models
 from mlx_mtp.cli import main
 from mlx_mtp.errors import UsageError
 from tests.process import Server
+from tests.test_terminal import COLUMNS, terminal
 
 USAGE = {"usage": {"prompt_tokens": 7, "completion_tokens": 4}}
 USAGE |= {"timings": {"draft_n": 4, "draft_n_accepted": 3}}
@@ -168,50 +161,14 @@ def test_a_model_that_cannot_be_loaded_is_one_line():
 
 def test_in_a_terminal_with_its_own_engine():
     """Typed, stopped by Ctrl-C, ended by Ctrl-D; at 80 columns."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    argv = [sys.executable, "-m", "mlx_mtp", "chat", "--temperature", "0", "--seed", "1"]
-    environ = os.environ | {"TERM": "xterm"}
-    environ.pop("COLUMNS", None)
-    shown = ""
-    with subprocess.Popen(
-        argv,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=environ,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    ) as process:
-        os.close(slave)
-
-        def until(words, typed=""):
-            nonlocal shown
-            os.write(master, typed.encode())
-            end, shown = time.monotonic() + 60, ""
-            while words not in shown:
-                assert time.monotonic() < end, shown
-                if select.select([master], [], [], 1)[0]:
-                    shown += os.read(master, 65536).decode(errors="replace")
-            return shown
-
-        try:
-            until("> ")
-            answer = until("> ", "Tell me a story.\n")
-            assert " tokens, " in answer and " accepted]" in answer
-            until("\x1b[2K", "Write a long story about a brave fox.\n")  # Text is drawn again.
-            assert "[stopped]" in until("> ", "\x03")
-            os.write(master, b"\x04")
-            while True:
-                try:
-                    if not os.read(master, 65536):
-                        break
-                except OSError:  # Linux's way to say that the other side is closed.
-                    break
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-            os.close(master)
+    with terminal("chat", "--temperature", "0", "--seed", "1") as shown:
+        shown.wait_for("> ")
+        answer = shown.type("Tell me a story.\n", "accepted\\]\n> ")
+        assert " tokens, " in answer
+        shown.type("Write a long story about a brave fox.\n", r"fox\.\s+\w")  # It answers.
+        assert "[stopped]" in shown.type("\x03", "\n> ")
+        shown.type("\x04", "")
+        shown.read_all()
+        assert shown.process.returncode == 0
     # A line that is drawn again begins with a carriage return.
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", answer)
-    assert max(map(len, re.split(r"[\r\n]+", plain))) <= 80
+    assert max(map(len, re.split(r"[\r\n]+", answer))) <= COLUMNS

@@ -1,5 +1,6 @@
 """`serve` in a terminal of 80 columns, recorded as text: banner, a request's line, Ctrl-C."""
 
+import fcntl
 import os
 import pty
 import re
@@ -45,6 +46,7 @@ class Terminal:
             **streams,
             env=environment,
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # A typed Ctrl-C is a signal.
         )
         os.close(other)
         self.raw = ""
@@ -59,6 +61,13 @@ class Terminal:
             assert time.monotonic() < deadline, self.text
             self._read()
         return found
+
+    def type(self, text: str, pattern: str) -> str:
+        """What it writes from then on, until this is there; `text` begins there, too."""
+        self.raw = ""
+        os.write(self._own, text.encode())
+        self.wait_for(pattern)
+        return self.text
 
     def read_all(self) -> str:
         while self._read():

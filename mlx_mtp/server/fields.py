@@ -81,6 +81,7 @@ class WireModel(BaseModel):
         for name, field in cls.model_fields.items():
             for inner, mark in _models_in(field.annotation):
                 _PLACES.setdefault(inner, (cls, f"{field.alias or name}{mark}."))
+        _place.cache_clear()  # A model may be made, as a default, before the one that it is in.
 
     @model_validator(mode="before")
     @classmethod
@@ -94,7 +95,10 @@ class WireModel(BaseModel):
         for key, value in data.items():
             if value is None or (not place and is_neutral(key, value)):
                 continue
-            name = key if key in known or place else _synonym(key, known)
+            if key in known:
+                given[key] = value
+                continue
+            name = key if place else _synonym(key, known)
             said = (data.get(name), given.get(name)) if name != key else ()
             if any(other not in (None, value) for other in said):
                 raise refusal(f"differs from {name}; give one of them", field=key)
@@ -124,6 +128,7 @@ def _names(kind: type[WireModel]) -> frozenset[str]:
     return frozenset(names)
 
 
+@cache
 def _place(kind: type) -> str:
     """The fields that lead to a model; where several do, the first."""
     outer, name = _PLACES.get(kind, (None, ""))

@@ -213,9 +213,9 @@ SYNONYMS = {name: names for names in _SAME for name in names}
 
 def is_neutral(name: str, value: object) -> bool:
     """Whether a parameter with this value changes nothing."""
-    return any(
+    return name in NEUTRAL and any(
         each is ANY or (each == value and isinstance(each, bool) == isinstance(value, bool))
-        for each in NEUTRAL.get(name, ((), ""))[0]
+        for each in NEUTRAL[name][0]
     )
 
 

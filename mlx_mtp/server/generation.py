@@ -210,8 +210,8 @@ class Generation:
             admitted = max(output.admitted_at, self._began)
             times = self._times[output.request_id] = _Times(admitted, at, at)
         else:
+            between = (at - times.last) / count
             for _ in range(count):
-                between = (at - times.last) / count
                 self._metrics.observe("inter_token_latency_seconds", between)
         times.last = at
         self._first = at if self._first is None else self._first

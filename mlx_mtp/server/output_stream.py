@@ -46,13 +46,15 @@ class OutputStream:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):
             raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
-        _check_logprobs((*output.prompt_logprobs, *output.logprobs))
-        before = self.num_tokens
+        for entries in (output.prompt_logprobs, output.logprobs):
+            _check_logprobs(entries)
+        before = len(self.token_ids)
         events = [] if self._has_begun else self._begin(output.prompt_logprobs)
+        shows_all = output.finish_reason != "stop" or self._detokenizer.include_stop
+        hidden = None if shows_all else len(output.token_ids) - 1
         for position, token in enumerate(output.token_ids):
-            is_stop = output.finish_reason == "stop" and position == len(output.token_ids) - 1
             self.token_ids.append(token)
-            if is_stop and not self._detokenizer.include_stop:
+            if position == hidden:
                 # It counts, but isn't shown. (lm-eval takes the last logprobs for those of the one
                 # token that it asks for after a prompt, whatever that is.)
                 if self._echo is not None and output.logprobs:
@@ -65,7 +67,7 @@ class OutputStream:
         self.num_reused_tokens += output.num_reused_tokens
         self.num_drafts += output.num_draft_tokens
         # Drafts come first in a step, of which a stop string may have cut some.
-        self.num_accepted += min(output.num_accepted_tokens, self.num_tokens - before)
+        self.num_accepted += min(output.num_accepted_tokens, len(self.token_ids) - before)
         reason = "stop" if self._ended_early else output.finish_reason
         if reason is None:
             return Delta(self.index, self._with_tokens(events))

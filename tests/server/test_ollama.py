@@ -14,7 +14,7 @@ from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import CHAT, HI, OLLAMA_CHAT, OLLAMA_TEXT, TEXT, in_process
 from tests.server.raw_http import error_of
-from tests.server.wire_help import CALL, WEATHER, saying
+from tests.server.wire_help import CALL, WEATHER, prompt_of, saying
 
 TOLD = f"<think>\nI need Rome.\n</think>\n\nSee.\n{CALL}"
 Fields = dict[str, Any]
@@ -61,7 +61,7 @@ def test_what_it_said_and_called_goes_back(
     answer = package.chat(MODEL, HI, tools=[WEATHER]).message
     result = {"role": "tool", "tool_name": "get_weather", "content": "Sunny."}
     package.chat(MODEL, [*HI, answer, result], tools=[WEATHER])
-    prompt = b"".join(map(tokenizer.token_bytes, engine.submitted[-1].prompt_token_ids)).decode()
+    prompt = prompt_of(engine, tokenizer)
     assert CALL in prompt and "Sunny." in prompt
 
 

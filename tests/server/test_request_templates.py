@@ -6,13 +6,9 @@ from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import CHAT, GOOD, HI, TEXT, TOKENIZE, in_process
+from tests.server.wire_help import prompt_of
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"
-
-
-def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
-    ids = engine.submitted[-1].prompt_token_ids
-    return b"".join(map(tokenizer.token_bytes, ids)).decode()
 
 
 def test_templates_of_requests(tokenizer: Tokenizer) -> None:

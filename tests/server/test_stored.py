@@ -14,7 +14,17 @@ from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
 from tests.server.in_process import RESPONSES, in_process
-from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, events, joined, saying
+from tests.server.wire_help import (
+    CALL,
+    CHAT,
+    WEATHER,
+    ask,
+    chat_body,
+    events,
+    joined,
+    prompt_of,
+    saying,
+)
 
 SAID = "Hello."
 
@@ -162,11 +172,6 @@ TOLD = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
 
 def respond(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     return ask(client, RESPONSES, **{"input": "hi", "tools": [FUNCTION], **fields})
-
-
-def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
-    ids = engine.submitted[-1].prompt_token_ids
-    return b"".join(map(tokenizer.token_bytes, ids)).decode()
 
 
 @pytest.mark.parametrize("fields", [{}, {"reasoning": {"summary": "auto"}}, {"stream": True}])

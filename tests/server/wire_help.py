@@ -81,3 +81,8 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
                 assert delta == {}
                 message["finish_reason"] = choice["finish_reason"]
     return message
+
+
+def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
+    """The latest request's prompt as text, with special tokens."""
+    return tokenizer.text_of(engine.submitted[-1].prompt_token_ids)
