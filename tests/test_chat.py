@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 
 import httpx
