@@ -104,7 +104,7 @@ class FakeEngine:
         self._running: dict[str, Iterator[Output]] = {}
         self._stopping = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._main, daemon=True, name="engine")
+        self._thread = threading.Thread(target=self._main, daemon=True)
 
     @property
     def healthy(self) -> bool:

@@ -72,6 +72,7 @@ def read(response: httpx.Response) -> Any:
         return {**status, **masked(json.loads(text))}
     found: list[Any] = []
     shared: dict[str, Any] = {}
+    counts = [0]
     for block in text.removesuffix("\n\n").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines())
         event = masked(json.loads(lines["data"])) if lines["data"] != "[DONE]" else {}
@@ -81,8 +82,12 @@ def read(response: httpx.Response) -> Any:
             head = {key: event.pop(key) for key in [*event][: [*event].index("choices")]}
             assert shared in ({}, head)
             event, shared = (event if shared else {**head, **event}), head
-        if "message" in event:
-            event["message"]["usage"] = "*"  # So far, when the event was made.
+        so_far = event.get("message") or (event if event.get("choices") else {})
+        if usage := so_far.get("usage"):
+            counted = usage.get("completion_tokens", usage.get("output_tokens", 0))
+            assert counts[-1] <= counted, "the usage so far, when the event was made"
+            counts.append(counted)
+            so_far["usage"] = "*"
         found.append(event or "[DONE]")
     return found
 
