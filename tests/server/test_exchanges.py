@@ -72,7 +72,7 @@ def read(response: httpx.Response) -> Any:
         return {**status, **masked(json.loads(text))}
     found: list[Any] = []
     shared: dict[str, Any] = {}
-    counts = [0]
+    so_far = 0
     for block in text.removesuffix("\n\n").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines())
         event = masked(json.loads(lines["data"])) if lines["data"] != "[DONE]" else {}
@@ -82,12 +82,15 @@ def read(response: httpx.Response) -> Any:
             head = {key: event.pop(key) for key in [*event][: [*event].index("choices")]}
             assert shared in ({}, head)
             event, shared = (event if shared else {**head, **event}), head
-        so_far = event.get("message") or (event if event.get("choices") else {})
-        if usage := so_far.get("usage"):
-            counted = usage.get("completion_tokens", usage.get("output_tokens", 0))
-            assert counts[-1] <= counted, "the usage so far, when the event was made"
-            counts.append(counted)
-            so_far["usage"] = "*"
+        if "message" in event:
+            event["message"]["usage"] = "*"  # So far, when the event was made.
+        choices = event.get("choices")
+        if choices and event.get("usage") and choices[0]["finish_reason"] is None:
+            # So far, too; the last chunk's count is certain.
+            usage, count = event["usage"], event["usage"]["completion_tokens"]
+            assert so_far <= count == usage["total_tokens"] - usage["prompt_tokens"]
+            so_far = count
+            usage |= {"completion_tokens": "*", "total_tokens": "*"}
         found.append(event or "[DONE]")
     return found
 
