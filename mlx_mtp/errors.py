@@ -149,5 +149,9 @@ class EngineHungError(EngineStoppedError, code="engine_hung"):
     """The engine takes no new requests while a step doesn't end."""
 
 
+class BytesLimitError(EngineError, status=503, code="too_many_bytes"):
+    """Other requests' bodies and unread answers take the memory that there is for them."""
+
+
 class ConnectionLimitError(EngineStoppedError, code="too_many_connections"):
     """As many clients are connected, and busy, as may."""

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
 UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
-REASONS = ("queue_full", "draining", "engine", "connections")  # labels of the metric
+REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # labels of the metric
 # What a client can't choose freely (API key and address), and what it says of itself (its agent).
 # Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
 # so agents on one machine are distinguished, and inventing names gains nothing.
 Client = tuple[str, str]
 
-_MONITORING = frozenset({"/health", "/metrics"})
+MONITORING = frozenset({"/health", "/metrics"})
 _SLOTS = "mlx_mtp.slots"
 
 
@@ -71,7 +71,7 @@ class RequestLimiter:
 
     def check(self, generating: Container[str], scope: Scope) -> None:
         path = scope["path"].rstrip("/")
-        if self.draining and path not in _MONITORING:
+        if self.draining and path not in MONITORING:
             self.rejected["draining"] += 1
             left = _retry(self.drain_seconds)
             raise errors.DrainingError("The server is shutting down.", retry_after=left)

@@ -10,6 +10,7 @@ import json
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from email.message import Message
 from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
@@ -47,10 +48,11 @@ async def read_body(
     model: type[Model],
     max_bytes: int,
     max_seconds: float,
+    take: Callable[[bytes], None] = lambda _: None,
     *,
     lenient: bool = False,
 ) -> Model:
-    """Read, parse and validate the body; raises RequestError.
+    """Read, parse and validate the body; raises RequestError. `take` is called with what has come.
 
     If `lenient`, unknown parameters are no error, but noted in the request's record.
     """
@@ -62,6 +64,7 @@ async def read_body(
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
+                take(body)
     except TimeoutError:
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
@@ -93,9 +96,6 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
         if str(charset).lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
-    if length and "transfer-encoding" in headers:
-        message = "Content-Length and Transfer-Encoding exclude each other; send one of them."
-        raise InvalidRequestError(message)
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.admission import RequestLimiter
 from mlx_mtp.server.body import Model, read_body
 from mlx_mtp.server.generation import Dispatcher
+from mlx_mtp.server.held import HeldBytes
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.params import model_defaults
 from mlx_mtp.server.parsing.formats import OutputFormat
@@ -46,6 +48,7 @@ class Context:
         eos = engine.info.eos_token_ids
         self.grammars = Grammars(tokenizer, eos, as_standard=standard)
         self.limiter = RequestLimiter(engine, config.max_queue)
+        self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)
         self.metrics = Metrics(engine, self.limiter, config)
         self.dispatcher = Dispatcher(engine)
         self.seeds = random.Random(config.seed)
@@ -106,7 +109,8 @@ async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     asks = "model" in model.model_fields  # the model something, that is
     lenient = asks and config.unknown_parameters == "warn"
     limits = config.max_body_bytes, config.body_timeout
-    body = await read_body(request, model, *limits, lenient=lenient)
+    take = partial(context.held.take_body, request.scope)
+    body = await read_body(request, model, *limits, take, lenient=lenient)
     if asks:
         name = getattr(body, "model", "")
         served = context.served_name(name)

@@ -18,6 +18,7 @@ from mlx_mtp.server.text import cut
 Check = Callable[[Scope], None]
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {
+    errors.BytesLimitError: _CLOSE,
     errors.AuthenticationError: {"WWW-Authenticate": "Bearer"},
     errors.BodyTimeoutError: _CLOSE,
     errors.ConnectionLimitError: _CLOSE,

@@ -4,8 +4,9 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -13,9 +14,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
+from mlx_mtp.server.admission import MONITORING, UNKNOWN_RETRY_SECONDS, RequestLimiter
 from mlx_mtp.server.http_errors import error_response
-from mlx_mtp.server.request_log import log_request, record_of
+from mlx_mtp.server.request_log import REQUEST_ID, log_request, record_of
 
 MAX_HEADER_BYTES = 16 << 10  # Request line and headers; node.js and h11 have the same bound.
 MAX_HEADERS = 100
@@ -28,6 +29,9 @@ LINGER_SECONDS = 2.0
 LINGER_BYTES = 16 << 20
 _PIECE = 16 << 10
 _BLANK_LINE = re.compile(rb"\n\r?\n")
+_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]*)([/?].*)?")
+# Seconds after a client has said that it sends no more: see `_probe`.
+_FIRST_PROBE, _LAST_PROBE = 0.02, 10.0
 
 
 class BoundedConnection(h11.Connection):
@@ -42,6 +46,8 @@ class BoundedConnection(h11.Connection):
             self._chunks = self._bytes = 0
             self._check_head()
         event = super().next_event()
+        if isinstance(event, h11.Request):
+            return _one_meaning(event)
         if isinstance(event, h11.Data):
             self._chunks += event.chunk_end
             self._bytes += len(event.data)
@@ -57,6 +63,31 @@ class BoundedConnection(h11.Connection):
             raise h11.RemoteProtocolError("too many or too long headers", 431)
 
 
+def _one_meaning(request: h11.Request) -> h11.Request:
+    """The request, if no proxy can take it for another one; its target begins with the path."""
+    names = [name for name, _ in request.headers]
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise h11.RemoteProtocolError("its version is neither HTTP/1.0 nor HTTP/1.1", 400)
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
+            message = "Content-Length and Transfer-Encoding exclude each other; send one of them"
+            raise h11.RemoteProtocolError(message, 400)
+        if request.http_version == b"1.0":
+            raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding", 400)
+    absolute = _ABSOLUTE.fullmatch(request.target)
+    if absolute is None:
+        return request
+    # RFC 9112, 3.2.2: the target's host counts, not the header's.
+    host, target = absolute[1], absolute[2] or b"/"
+    headers = [(name, host if name == b"host" else value) for name, value in request.headers]
+    return h11.Request(
+        method=request.method,
+        target=target if target.startswith(b"/") else b"/" + target,
+        headers=headers,
+        http_version=request.http_version,
+    )
+
+
 class LimitedProtocol(H11Protocol):
     """One connection; of too many, the longest idle is closed, or the new one gets a 503."""
 
@@ -68,12 +99,13 @@ class LimitedProtocol(H11Protocol):
         self._settings, self._limiter, self._max_connections = settings, limiter, most
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._dropped: int | None = None  # bytes that were read after the last response
+        self._ended = False  # the client sends no more
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._close_idle_one():
-            self.app = self._reject
+            self._app, self.app = self.app, self._reject
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
@@ -91,15 +123,25 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data[start : start + _PIECE])
         self._update_busy()
 
-    def eof_received(self) -> None:
-        if self._dropped is None and (self._head_begun or self.conn.their_state is h11.SEND_BODY):
-            error = errors.InvalidRequestError("The request ended before it was complete.")
-            self._answer_and_close(error)
+    def eof_received(self) -> bool:
+        """Whether the connection stays open: the client may have left, or wait for its answer."""
+        self._ended = True
+        if self._dropped is not None:
+            return False
+        # What is incomplete behind a request is seen when that has been answered.
+        if self._busy and self.conn.their_state is not h11.SEND_BODY:
+            self._probe(_FIRST_PROBE)
+            return True
+        self._answer_half_a_request()
+        return False
 
     def on_response_complete(self) -> None:
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         super().on_response_complete()
         self._update_busy()  # The next request may have arrived already.
+        if self._ended and not self._busy and self._dropped is None:
+            self._answer_half_a_request()
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -121,6 +163,24 @@ class LimitedProtocol(H11Protocol):
                 message = f"The request line and headers are too large: {most}."
                 error = errors.HeadersTooLargeError(message)
         self._answer_and_close(error)
+
+    def _answer_half_a_request(self) -> None:
+        if self._head_begun or self.conn.their_state is h11.SEND_BODY:
+            error = errors.InvalidRequestError("The request ended before it was complete.")
+            self._answer_and_close(error)
+
+    def _probe(self, after: float) -> None:
+        """Write something that clients skip: the system of one that has left hangs up on it."""
+        # That it has hung up is known at the next write.
+        cycle = self.cycle
+        if not self._busy or cycle.response_started or after > _LAST_PROBE:
+            return
+        if cycle.scope["http_version"] == "1.0":  # which knows nothing of the kind
+            self.transport.abort()
+            return
+        going_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        self.transport.write(self.conn.send(going_on) or b"")
+        self._start_timer("probe", after, partial(self._probe, 4 * after))
 
     def _should_upgrade(self) -> bool:
         return False  # There are no web sockets here; the request is answered as what it is.
@@ -155,20 +215,24 @@ class LimitedProtocol(H11Protocol):
         return bool(idle)
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].rstrip("/") in MONITORING:
+            await self._app(scope, receive, send)
+            return
         self._limiter.rejected["connections"] += 1
         most = self._max_connections
         message = f"{most} clients are connected and busy; there is no room for more."
         error = errors.ConnectionLimitError(message, retry_after=UNKNOWN_RETRY_SECONDS)
-        self._note(scope, error)
-        await error_response(error, scope["path"])(scope, receive, send)
-
-    def _note(self, scope: Scope, error: errors.MlxMtpError) -> None:
         record = record_of(scope)
         record.status, record.reason = error.status, str(error)
         log_request(scope)
+        headers = {REQUEST_ID: record.id}
+        await error_response(error, scope["path"], headers)(scope, receive, send)
 
     def _answer_and_close(self, error: errors.RequestError) -> None:
-        answer = error_response(error, "", {"Connection": "close"})
+        cycle = self.cycle if self._busy else None
+        scope: Any = {"client": self.client, "method": "-", "path": "-"}
+        record = record_of(scope if cycle is None else cycle.scope)
+        answer = error_response(error, "", {"Connection": "close", REQUEST_ID: record.id})
         reason = HTTPStatus(error.status).phrase.encode()
         head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
         try:
@@ -177,14 +241,12 @@ class LimitedProtocol(H11Protocol):
         except h11.LocalProtocolError:
             self.transport.close()  # A response had begun: what follows would be a part of it.
             return
-        if not self._busy:
-            self._note({"client": self.client, "method": "-", "path": "-"}, error)
-        if self.cycle is not None:
-            # If the application reads the body, it writes the line when it gives up.
-            record = record_of(cast(Scope, self.cycle.scope))
-            record.status, record.reason = error.status, str(error)
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        record.status, record.reason = error.status, str(error)
+        if cycle is None:
+            log_request(scope)
+        else:  # If the application reads the body, it writes the line when it gives up.
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._dropped = 0
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -26,7 +26,8 @@ from mlx_mtp.server.sse import Keep
 from mlx_mtp.server.text import cut
 from mlx_mtp.server.writer import packed_json
 
-MAX_STORED_BYTES = 64 << 20  # of JSON that are kept for a key; only the newest may be larger
+# Of JSON that are kept for all keys together, in equal parts; only the newest may be larger.
+MAX_STORED_BYTES = 64 << 20
 _LABEL = re.compile(r"metadata\[(.*)\]")
 Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
 
@@ -58,7 +59,7 @@ def _packed(items: Iterable[dict[str, Any]]) -> Inputs:
 class Store:
     """The latest stored answers, oldest first; the oldest are evicted for new ones."""
 
-    def __init__(self, max_count: int, max_bytes: int = MAX_STORED_BYTES) -> None:
+    def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count, self._max_bytes, self._size = max_count, max_bytes, 0
         self._answers: dict[str, Stored] = {}
         self.all = self._answers.values
@@ -79,7 +80,9 @@ class Store:
 
 def _store(request: Request) -> Store:
     context = context_of(request)
-    empty = Store(context.config.max_stored_completions)
+    config = context.config
+    share = MAX_STORED_BYTES // max(1, len(config.api_keys))
+    empty = Store(config.max_stored_completions, share)
     found: Store = context.stored.setdefault(key_of(request.scope), empty)
     return found
 
@@ -198,7 +201,9 @@ async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
     _, body = await read(request, _Labels)
     old = CHATS.named(request)
-    chat = _stored(json.loads(old.answer), body.metadata, old.inputs)
+    chat = await asyncio.to_thread(
+        lambda: _stored(json.loads(old.answer), body.metadata, old.inputs)
+    )
     _store(request).keep(chat)
     return _json(chat.answer)
 

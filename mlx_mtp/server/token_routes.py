@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.context import read
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.fields import (
@@ -23,6 +23,7 @@ from mlx_mtp.server.fields import (
     refusal,
 )
 from mlx_mtp.server.openai.wire import Message, TemplateFields, Tool
+from mlx_mtp.server.writer import packed_json, packed_slowly
 
 
 class TokenizeRequest(TemplateFields):
@@ -94,8 +95,7 @@ async def tokenize(request: Request) -> Response:
             "tokens": ids,
             "token_strs": list(map(tokenizer.token_text, ids)) if body.return_token_strs else None,
         }
-        # Unlike `json.dumps` this lets other threads run meanwhile.
-        return "".join(json.JSONEncoder().iterencode(found))
+        return packed_slowly(found)
 
     return Response(await asyncio.to_thread(content), media_type="application/json")
 
@@ -103,10 +103,16 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize; the text goes by vLLM's name and by llama.cpp's."""
     context, body = await read(request, DetokenizeRequest)
+    most = context.config.max_body_bytes
 
-    def text() -> str:
-        ids = context.checked_ids(body.tokens, "tokens")
-        return b"".join(map(context.tokenizer.token_bytes, ids)).decode(errors="replace")
+    def content() -> str:
+        raw = bytearray()
+        for token in context.checked_ids(body.tokens, "tokens"):
+            raw += context.tokenizer.token_bytes(token)
+            if len(raw) > most:
+                message = f"The text is longer than {most} bytes (--max-body-size allows more)."
+                raise InvalidRequestError(message, param="tokens")
+        text = packed_json(raw.decode(errors="replace"))
+        return f'{{"prompt":{text},"content":{text}}}'
 
-    found = await asyncio.to_thread(text)
-    return JSONResponse({"prompt": found, "content": found})
+    return Response(await asyncio.to_thread(content), media_type="application/json")

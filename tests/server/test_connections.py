@@ -16,7 +16,7 @@ from mlx_mtp.server import http_protocol
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, Output, answer, out
 from tests.server.in_process import CHAT, GOOD
-from tests.server.raw_http import request_bytes
+from tests.server.raw_http import Answer, incoming, request_bytes
 from tests.server.test_metrics import samples
 from tests.server.test_reliability import HELD, Valve, post, small, wait_until
 
@@ -69,15 +69,13 @@ def flood(_: Request) -> Iterator[Output]:
 
 
 @contextlib.contextmanager
-def stream_to(client: Served) -> Iterator[Any]:
-    """A stream's socket, and the server's side of the connection.
+def narrow(client: Served) -> Iterator[Any]:
+    """A socket, and the server's side of its connection.
 
     The system keeps little for it: by itself it takes megabytes, which a busy machine needs half a
     minute to write.
     """
     with connect(client, 4096) as raw:
-        body = json.dumps(GOOD[CHAT] | {"stream": True}).encode()
-        raw.sendall(request_bytes("POST", CHAT, body=body))
 
         def found() -> list[Any]:
             known = list(client.server.server_state.connections)
@@ -87,6 +85,15 @@ def stream_to(client: Served) -> Iterator[Any]:
         (connection,) = found()
         own_end = connection.transport.get_extra_info("socket")
         own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        yield raw, connection
+
+
+@contextlib.contextmanager
+def stream_to(client: Served) -> Iterator[Any]:
+    """A stream's socket, and the server's side of its connection."""
+    with narrow(client) as (raw, connection):
+        body = json.dumps(GOOD[CHAT] | {"stream": True}).encode()
+        raw.sendall(request_bytes("POST", CHAT, body=body))
         yield raw, connection
 
 
@@ -210,6 +217,63 @@ def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:
     patiently(attempt)
 
 
+def test_who_only_sends_no_more_is_answered_and_who_left_is_not(serve: Serve) -> None:
+    """Both look alike until something is written."""
+    valve = Valve()
+    engine = FakeEngine(valve)
+    body = request_bytes("POST", CHAT, body=json.dumps(GOOD[CHAT]).encode())
+    with serve(engine) as client, connect(client) as waiting, connect(client) as left:
+        left.sendall(body)
+        wait_until(lambda: len(engine.submitted) == 1)
+        waiting.sendall(body + GET)
+        wait_until(lambda: len(engine.submitted) == 2)
+        waiting.shutdown(socket.SHUT_WR)
+        left.close()
+        wait_until(lambda: engine.cancelled == {engine.submitted[0].request_id})
+        valve.is_open = True
+        answers = incoming(waiting)
+        assert [Answer(answers).status for _ in range(2)] == [200, 200]
+        assert answers.read(1) == b""
+
+
+def test_bodies_that_do_not_end_are_bounded_in_all(serve: Serve) -> None:
+    begun = request_bytes("POST", CHAT, {"Content-Length": str(4 << 20)}) + b" " * (1 << 20)
+    settings = {"max_held_bytes": 8 << 20, "max_connections": 100}
+    with serve(FakeEngine(answer([300])), **settings) as client:
+        held = client.server._context.held
+        with contextlib.ExitStack() as stack:
+            crowd = [stack.enter_context(connect(client)) for _ in range(5)]
+            for raw in crowd:
+                raw.sendall(begun)
+            refused = select.select(crowd, [], [], 30)[0][0]
+            assert b'"code":"too_many_bytes"' in rest_of(refused)
+            # What one client may have; others have the rest, and small requests need nothing.
+            assert held.total <= held.most * 3 // 4
+            assert post(client).status_code == 200
+        wait_until(lambda: held.total == 0)
+        assert post(client, user="x" * (2 << 20)).status_code == 200  # Alone any body fits.
+        assert "reason=bytes" in str(samples(client))
+
+
+def test_answers_that_nobody_reads_are_bounded_in_all(serve: Serve) -> None:
+    body = json.dumps({"tokens": [300] * (1 << 16)}).encode()
+    with serve(FakeEngine(answer([300])), max_held_bytes=8 << 20) as client:
+        held = client.server._context.held
+        with contextlib.ExitStack() as stack:
+            statuses = []
+            for _ in range(12):
+                raw, _ = stack.enter_context(narrow(client))
+                raw.sendall(request_bytes("POST", "/detokenize", body=body))
+                statuses.append(raw.recv(12, socket.MSG_PEEK)[-3:])
+            assert statuses[0] == b"200"
+            assert statuses[-1] == b"503"
+            assert held.total <= held.most * 3 // 4
+            for each in list(client.server.server_state.connections):
+                assert each.transport.get_write_buffer_size() < (64 << 10) + (96 << 10)
+        wait_until(lambda: held.total == 0)
+        assert client.post("/detokenize", content=body).status_code == 200
+
+
 # As many as can be held and some for monitoring: 1 + 64.
 FEW = {"max_queue": 0, "max_connections": 1}
 
@@ -238,7 +302,9 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
             return sum(each._busy for each in list(client.server.server_state.connections))
 
         wait_until(lambda: busy() == len(client.server.server_state.connections) == 65)
-        refused = httpx.get(f"{client.base_url}/health", timeout=30)
+        for path in ("/health", "/metrics"):
+            assert httpx.get(f"{client.base_url}{path}", timeout=30).status_code == 200
+        refused = httpx.get(f"{client.base_url}/v1/models", timeout=30)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "too_many_connections"
         assert refused.headers["connection"] == "close"

@@ -38,7 +38,7 @@ STATS = json.loads("""{
     "generation_tokens": 4, "num_drafts": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
     "num_accepted_tokens_per_pos": [8, 9], "depths": [[1, 3], [16, 0]], "parked": true
 }""")
-REASONS = ("queue_full", "draining", "engine", "connections")
+REASONS = ("queue_full", "draining", "engine", "connections", "bytes")
 PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASONS} | {
     "num_requests_running": 1,
     "num_requests_waiting": 2,

@@ -39,6 +39,7 @@ def head(*lines: str, path: str = "/v1/models", method: str = "GET") -> bytes:
 
 
 LONG = str(MAX_HEADER_BYTES)
+OLD = f"POST {TEXT} HTTP/1.0\r\n".encode()
 CASES = [
     Case("no host", 400, "Host", raw=b"GET /v1/models HTTP/1.1\r\n\r\n"),
     Case("two hosts", 400, "Host", raw=head("Host: localhost")),
@@ -54,7 +55,8 @@ CASES = [
     Case("a length too short", 400, "not valid JSON", b"{}  ", {"Content-Length": "1"}),
     Case("a length too long", 400, "ended", b"{}", {"Content-Length": "9"}, end=True),
     Case("no length", 400, "empty", raw=request_bytes("POST", TEXT) + b"{}", end=True),
-    Case("length and chunks", 400, "exclude", chunks(b""), CHUNKED | {"Content-Length": "5"}),
+    Case("chunks in HTTP/1.0", 400, "HTTP/1.0", raw=OLD + b"Transfer-Encoding: chunked\r\n\r\n"),
+    Case("a version of the future", 400, "version", raw=b"GET / HTTP/9.9\r\nHost: a\r\n\r\n"),
     Case("a chunk without a size", 400, "chunk", b"zz\r\n", CHUNKED),
     Case("a chunk cut off", 400, "ended", b"ff\r\n{}", CHUNKED, end=True),
     Case("small chunks", 400, "too small", chunks(*[b" "] * (FREE_CHUNKS + 100), b""), CHUNKED),
@@ -65,7 +67,8 @@ CASES = [
     Case("a target with a space", 400, "request line", raw=head(path="/a b")),
     Case("a very long method", 405, "Not Allowed", raw=head(method="A" * 5000)),
     Case("CONNECT", 404, "no route", raw=head(path="evil.example:443", method="CONNECT")),
-    Case("an absolute target", 404, "no route", raw=head(path="http://localhost/health")),
+    # The host of an absolute target is the one that counts.
+    Case("a foreign target", 403, "evil.example", raw=head(path="http://evil.example/v1/models")),
 ]
 
 
@@ -97,8 +100,26 @@ def test_what_careful_clients_send_passes(client: Served) -> None:
     assert exchange(client, request_bytes("POST", TEXT, CHUNKED, halves)).status == 200
     large = chunks(*[b" " * 256] * (FREE_CHUNKS + 100), BODY, b"")
     assert exchange(client, request_bytes("POST", TEXT, CHUNKED, large)).status == 200
-    old = f"POST {TEXT} HTTP/1.0\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY
+    old = OLD + f"Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
     assert exchange(client, old).headers["connection"] == "close"
+    for target in ("http://localhost", "HTTP://[::1]:8000/?a=b", f"http://localhost{TEXT}"):
+        sent = request_bytes("POST" if target.endswith(TEXT) else "GET", target, body=BODY)
+        assert exchange(client, sent.replace(b"Host: localhost", b"Host: evil")).status == 200
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/no/such/route", "/health"])
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_what_has_two_lengths_is_answered_once(client: Served, path: str, method: str) -> None:
+    """A proxy that goes by the length takes the rest for the body, others for a request."""
+    smuggled = chunks(b"") + request_bytes("DELETE", "/v1/chat/completions/chatcmpl-1")
+    both = CHUNKED | {"Content-Length": str(len(smuggled))}
+    with socket.create_connection(client.address, timeout=30) as sock:
+        sock.sendall(request_bytes(method, path, both, smuggled))
+        source = incoming(sock)
+        refused = Answer(source)
+        assert "exclude" in error_of(refused, "/")
+        assert (refused.status, source.read(1)) == (400, b"")
+        assert refused.headers["x-request-id"].startswith("req-")
 
 
 SEQUENCES = {
