@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text, whole, word_or
@@ -11,6 +12,7 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 JSON_SCHEMAS = ("closed", "standard")
 UNKNOWN_PARAMETERS = ("warn", "error")
+SPECIAL_TOKENS = ("control", "text")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 
 DraftTokens = int | Literal["auto"]
@@ -207,6 +209,21 @@ class ServerConfig:
         "for clients that you trust",
         default=False,
     )
+    special_tokens_in_messages: str = setting(
+        "security: --special-tokens-in-messages",
+        "what names of special tokens, such as <|im_end|>, become in the messages, names, "
+        "arguments and tools of a chat: control: these tokens; text: text",
+        SPECIAL_TOKENS,
+        default="control",
+    )
+    share_prefixes: bool = setting(
+        "security: --share-prefixes",
+        "let the clients of different API keys reuse each other's prompts in the prefix cache; "
+        "cached_tokens and the time to the first token tell them what others have asked",
+        default=False,
+    )
+    # The directory of a model whose template and tokenizer run in processes of their own.
+    text_workers: Path | None = None
     max_queue: int = setting(
         "limits: --max-queue N",
         "most sequences that may wait for their turn; further requests get 429",

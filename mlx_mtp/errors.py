@@ -4,6 +4,11 @@
 """
 
 
+def is_fault(error: BaseException) -> bool:
+    """Whether a library failed, by an exception or a panic of Rust's, which is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 class MlxMtpError(Exception):
     """An error raised on purpose; `param` is the field at fault, `retry_after` are seconds."""
 

@@ -74,6 +74,8 @@ def serve(
             other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
+            # The bundled model's own files are a part of this program.
+            text_workers=loaded.path if options.model or options.request_chat_template else None,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         # What is loaded stays: garbage collections, which stop every thread, need not visit it.

@@ -29,6 +29,13 @@ Client = tuple[str, str]
 
 MONITORING = frozenset({"/health", "/metrics"})
 _SLOTS = "mlx_mtp.slots"
+PIECE = 64 << 10
+"""Bytes of an answer that are written at once; as many of each body and answer are not counted:
+they are bounded by the number of connections."""
+# Bytes that a body takes until its request ends, for each of its own: text with one character
+# beyond U+FFFF takes four; and for each of its objects, which become Python's.
+BODY_BYTES, OBJECT_BYTES = 4, 512
+_HELD = "mlx_mtp.held"
 
 
 def client_of(scope: Scope, user: str | None) -> Client:
@@ -36,6 +43,11 @@ def client_of(scope: Scope, user: str | None) -> Client:
     address = scope["client"][0] if scope.get("client") else ""
     agent = _digest(Headers(scope=scope).get("user-agent", ""))
     return f"{key_of(scope)[:16]}@{address}", f"user {_digest(user)}" if user else agent
+
+
+def salt_of(scope: Scope, salt: str | None) -> str:
+    """A request's `cache_salt`, such that the requests of different keys share no prefixes."""
+    return f"{key_of(scope)} {salt or ''}"
 
 
 def _digest(text: str) -> str:
@@ -115,6 +127,52 @@ class RequestLimiter:
         message = f"The server is busy: {self.held} answers are running or waiting, and no more"
         message += f" than {self._max_queue} may wait (--max-queue). Try again later."
         return errors.QueueFullError(message, retry_after=retry_after)
+
+
+class HeldBytes:
+    """What requests' bodies and unread answers take in memory: bounded in all, and for a client.
+
+    It is held until the request's end. BytesLimitError: others leave too little for it.
+    """
+
+    def __init__(self, most: int, rejected: Counter[str]) -> None:
+        self.most, self.total = most, 0
+        self._of: Counter[str] = Counter()
+        self._rejected = rejected
+
+    def take_body(self, scope: Scope, begun: bytearray) -> None:
+        """Count a body as far as it has come."""
+        self._take(scope, BODY_BYTES * len(begun) + OBJECT_BYTES * begun.count(b"{"))
+
+    def take_more(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
+        """Count an answer, beside the body; `always`: whatever others hold."""
+        self._take(scope, scope.get(_HELD, 0) + nbytes, always=always)
+
+    def _take(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
+        # What the request holds in all.
+        client, own = client_of(scope, None)[0], scope.get(_HELD, 0)
+        more = max(0, nbytes - PIECE) - own
+        if more <= 0:
+            return
+        for held, most in ((self.total, self.most), (self._of[client], self.most * 3 // 4)):
+            # A request alone is bounded by the longest body.
+            if held > own and held + more > most and not always:
+                self._rejected["bytes"] += 1
+                raise errors.BytesLimitError(
+                    "The bodies and unread answers of other requests take all memory that there "
+                    "is for them. Try again later.",
+                    retry_after=UNKNOWN_RETRY_SECONDS,
+                )
+        scope[_HELD] = own + more
+        self.total += more
+        self._of[client] += more
+
+    def give_back(self, scope: Scope) -> None:
+        client, own = client_of(scope, None)[0], scope.pop(_HELD, 0)
+        self.total -= own
+        self._of[client] -= own
+        if not self._of[client]:
+            del self._of[client]
 
 
 def _retry(seconds: float) -> int:

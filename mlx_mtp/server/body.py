@@ -48,7 +48,7 @@ async def read_body(
     model: type[Model],
     max_bytes: int,
     max_seconds: float,
-    take: Callable[[bytes], None] = lambda _: None,
+    take: Callable[[bytearray], None] = lambda _: None,
     *,
     lenient: bool = False,
 ) -> Model:
@@ -167,11 +167,12 @@ def _check_count(count: int, limit: int, what: str) -> None:
         raise InvalidRequestError(message)
 
 
-def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's value; InvalidRequestError: a name is twice in it."""
     value = dict(pairs)
     if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        message = f"The body's JSON has the name {cut(twice)!r} twice in one object."
+        message = f"The JSON has the name {cut(twice)!r} twice in one object."
         raise InvalidRequestError(message)
     return value
 
@@ -188,5 +189,5 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_each_name_once
+    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=each_name_once
 )

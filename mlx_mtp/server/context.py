@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
-from mlx_mtp.server.admission import RequestLimiter
+from mlx_mtp.server.admission import HeldBytes, RequestLimiter
 from mlx_mtp.server.body import Model, read_body
-from mlx_mtp.server.generation import Dispatcher
-from mlx_mtp.server.held import HeldBytes
+from mlx_mtp.server.generation import Dispatcher, timeout_error
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.params import model_defaults
-from mlx_mtp.server.parsing.formats import OutputFormat
-from mlx_mtp.server.prompting import Prompter
+from mlx_mtp.server.prompting import make_prompter
+from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.structured import Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -35,16 +38,9 @@ class Context:
     ) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.defaults = model_defaults(given)
-        parsers = config.reasoning_parser, config.tool_call_parser
-        self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
         standard = config.json_schemas == "standard"
-        self.prompter = Prompter(
-            tokenizer,
-            self.output_format,
-            config.template_seconds,
-            as_standard=standard,
-            request_templates=config.request_chat_template,
-        )
+        self.prompter = make_prompter(tokenizer, config)
+        self.output_format = self.prompter.output_format
         eos = engine.info.eos_token_ids
         self.grammars = Grammars(tokenizer, eos, as_standard=standard)
         self.limiter = RequestLimiter(engine, config.max_queue)
@@ -54,6 +50,27 @@ class Context:
         self.seeds = random.Random(config.seed)
         self.stored: dict[str, Any] = {}  # a `Store` for each API key
         self.created = datetime.now(UTC).replace(microsecond=0)
+
+    def arrived(self, scope: Scope) -> float:
+        """When a request came, by `perf_counter`."""
+        return record_of(scope).began
+
+    @contextlib.asynccontextmanager
+    async def in_time(self, scope: Scope) -> AsyncIterator[None]:
+        """Do what comes before the engine within the time of a request; RequestTimeoutError."""
+        seconds = self.config.request_timeout
+        left = self.arrived(scope) + seconds - time.perf_counter() if seconds else None
+        try:
+            async with asyncio.timeout(left):
+                yield
+        except TimeoutError:
+            self.metrics.count("request_timeouts")
+            raise timeout_error(seconds) from None
+
+    def close(self) -> None:
+        self.grammars.close()
+        if self.prompter.workers is not None:
+            self.prompter.workers.close()
 
     @property
     def model_names(self) -> tuple[str, ...]:

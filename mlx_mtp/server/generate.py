@@ -1,13 +1,16 @@
 """What every route that generates does: check what is asked, and make the generation."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.server.admission import client_of
+from mlx_mtp.server.admission import Client, client_of, salt_of
 from mlx_mtp.server.answer_grammar import check_tools, max_calls
 from mlx_mtp.server.context import Context, read
 from mlx_mtp.server.conversation import Conversation
@@ -29,15 +32,19 @@ class Admitted(Generic[Body]):
     context: Context
     body: Body
     answer_id: str
-    client: tuple[str, ...]
+    client: Client
     options: RequestOptions
     params: SamplingParams
+    scope: Scope
 
     async def chat(self, conversation: Conversation) -> Generation:
         context = self.context
         check_tools(conversation, context.output_format)
         limit = context.engine.info.max_model_len
-        prompt = await context.prompter.prompt(conversation, limit, with_grammar=True)
+        async with context.in_time(self.scope):
+            prompt = await context.prompter.prompt(
+                conversation, limit, self.client, with_grammar=True
+            )
         schemas = {tool.name: tool.parameters or {} for tool in conversation.offered_tools}
 
         def parser() -> AnswerParser:
@@ -60,12 +67,13 @@ class Admitted(Generic[Body]):
         with_tokens = self.params.top_logprobs is not None
 
         def encode(prompt: str | list[int]) -> tuple[tuple[int, ...], Echo | None]:
+            text = partial(context.prompter.encode, limit=limit)
             if isinstance(prompt, str):
-                token_ids = context.tokenizer.encode(prompt, limit=limit)
+                token_ids = text(prompt, "prompt")
             else:
                 token_ids = context.checked_ids(prompt, "prompt")
             if suffix:
-                return context.tokenizer.fill_in(token_ids, suffix, limit), None
+                return context.tokenizer.fill_in(token_ids, text(suffix, "suffix")), None
             if not self.options.echo or not 0 < len(token_ids) < limit:
                 return token_ids, None
             name = context.tokenizer.token_bytes
@@ -73,7 +81,10 @@ class Admitted(Generic[Body]):
 
         texts = [suffix, *(prompt for prompt in prompts if isinstance(prompt, str))]
         size = sum(map(len, texts))
-        encoded = await context.prompter.in_thread(size, lambda: list(map(encode, prompts)))
+        async with context.in_time(self.scope):
+            encoded = await context.prompter.in_turn(
+                size, self.client, lambda: list(map(encode, prompts))
+            )
         token_ids, echoes = zip(*encoded)
         field, spec = guided or ("", None)
         return await self._generation(token_ids, PlainParser, field, spec, echoes)
@@ -88,13 +99,16 @@ class Admitted(Generic[Body]):
     ) -> Generation:
         context, options = self.context, self.options
         params, limit = replace(self.params, grammar=spec), context.engine.info.max_model_len
-        grammar = None if spec is None else await context.grammars.compile(spec, field)
+        grammar = None
+        if spec is not None:
+            async with context.in_time(self.scope):
+                grammar = await context.grammars.compile(spec, field, self.client)
         tokenizer, words = context.tokenizer, options.bad_words
         visible = tokenizer.text_bytes_with(context.output_format.markers)
         shown = visible if options.skip_special_tokens else tokenizer.token_bytes
-        in_thread, bad_words = context.prompter.in_thread, None
+        bad_words = None
         if words:
-            bad_words = await in_thread(0, lambda: tokenizer.bad_words(words, shown))
+            bad_words = await asyncio.to_thread(tokenizer.bad_words, words, shown)
         requests = engine_requests(
             *(self.answer_id, prompts, params, options, limit),
             grammar=grammar,
@@ -108,7 +122,8 @@ class Admitted(Generic[Body]):
             for i, text in enumerate(texts)
         ]
         parts = context.dispatcher, context.metrics, requests, streams
-        return Generation(*parts, options.n, context.config.request_timeout)
+        arrived = context.arrived(self.scope)
+        return Generation(*parts, options.n, context.config.request_timeout, arrived)
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Body]:
@@ -118,5 +133,8 @@ async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Bo
     options.check(context.config.max_choices, mtp_enabled=info.mtp_enabled)
     params = sampling_params(options, context.defaults, context.seeds, info.vocab_size)
     context.limiter.reserve(request.scope, options.n * options.num_prompts)
+    config = context.config
+    if len(config.api_keys) > 1 and not config.share_prefixes:
+        options = replace(options, cache_salt=salt_of(request.scope, options.cache_salt))
     client = client_of(request.scope, options.user)
-    return Admitted(context, body, new_id(prefix), client, options, params)
+    return Admitted(context, body, new_id(prefix), client, options, params, request.scope)

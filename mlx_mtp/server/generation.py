@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
 
+def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
+    """The error of a request that took too long."""
+    return RequestTimeoutError(
+        f"The request has waited and run for more than the {seconds:g} seconds that this server "
+        f"allows (--request-timeout); {num_tokens} tokens had been generated."
+    )
+
+
 class Dispatcher:
     """Starts and stops the engine, and passes its outputs to generations, one call a step."""
 
@@ -93,6 +101,7 @@ class Generation:
         streams: Sequence[OutputStream],
         num_choices: int = 1,  # of each prompt
         timeout: float = 0.0,  # in seconds; 0: none
+        arrived: float | None = None,  # by `perf_counter`; by default it arrives now
     ) -> None:
         self.streams = streams
         self.prompts = [request.prompt_token_ids for request in requests[::num_choices]]
@@ -104,6 +113,7 @@ class Generation:
         self._arrived: list[tuple[float, RequestOutput]] = []
         self.error: Exception | None = None  # that ended it
         self._wakeup = asyncio.Event()
+        self._arrived_at = time.perf_counter() if arrived is None else arrived
         self._began = self._last = 0.0
         self._times: dict[str, _Times] = {}
         self._first: float | None = None
@@ -179,14 +189,10 @@ class Generation:
     def _seconds_left(self) -> float:
         if not self._timeout:
             return math.inf
-        left = self._began + self._timeout - time.perf_counter()
+        left = self._arrived_at + self._timeout - time.perf_counter()
         if left <= 0:
             self._metrics.count("request_timeouts")
-            self.error = RequestTimeoutError(
-                f"The request has waited and run for more than the {self._timeout:g} seconds that "
-                f"this server allows (--request-timeout); {self.completion_tokens} tokens had been "
-                "generated."
-            )
+            self.error = timeout_error(self._timeout, self.completion_tokens)
             raise self.error
         return left
 

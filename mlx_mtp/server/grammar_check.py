@@ -2,8 +2,8 @@
 
 llguidance bounds neither its time nor the depth of its stack: some grammars of a few hundred
 characters take minutes, and others crash the process. Here each is tried in a fork of its own,
-which a timer kills when it takes too long; a crash ends only the fork. Run as a module it reads a
-tokenizer and then specs from standard input, one JSON text a line, and answers with errors or null.
+which a timer kills when it takes too long; a crash ends only the fork. Its questions are specs, and
+the answers errors or null.
 """
 
 import contextlib
@@ -13,18 +13,17 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_mtp.errors import EngineError, GrammarError
+from mlx_mtp.errors import EngineError, GrammarError, is_fault
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.helper import Helper, HelperError, answer_questions
 
 MAX_COMPILE_SECONDS = 0.5
 """Processor time that a grammar may take; of 2,500 real schemas the slowest takes some 0.1 s."""
@@ -34,6 +33,7 @@ STACK_BYTES = 2 << 20
 """Stack that a grammar may take here. The server's threads have several times as much, and 8,800
 real schemas need less than half."""
 _TRIAL_TOKENS = 32
+_SPARE_SECONDS = 2.0
 _DEATHS: dict[int, str] = {
     signal.SIGPROF: f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile.",
     signal.SIGALRM: f"It takes more than {MAX_WAIT_SECONDS:g} s to compile.",
@@ -44,61 +44,33 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
     """Compile a grammar; whatever llguidance raises on a client's text is a GrammarError."""
     try:
         return compiler.compile(spec)
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise error if isinstance(error, GrammarError) else GrammarError(f"{error}.") from None
 
 
-class GrammarChecker:
-    """The process, from the server's side: for one thread, started when it is first needed."""
-
-    def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
-        self._header = json.dumps([tokenizer_json, list(eos_token_ids)])
-        self._process: subprocess.Popen[str] | None = None
-
-    def check(self, spec: GrammarSpec) -> None:
-        """Try a grammar out; EngineError: the process has ended, the next call starts another."""
-        answer = ""
-        with contextlib.suppress(OSError):
-            process = self._process or self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            print(json.dumps(dataclasses.asdict(spec)), file=process.stdin, flush=True)
-            answer = process.stdout.readline()
-        if not answer:
-            self.close()
-            raise EngineError("The process that checks grammars has ended; try again.")
-        error = json.loads(answer)
-        if error is not None:
-            raise GrammarError(error)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(OSError):
-                self._process.communicate()
-            self._process = None
-
-    def _start(self) -> subprocess.Popen[str]:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            # ctrl-C is for the server: this one ends when its input does.
-            start_new_session=True,
-        )
-        print(self._header, file=self._process.stdin, flush=True)
-        return self._process
+def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
+    """The process, from the server's side."""
+    return Helper(__name__, [tokenizer_json, list(eos_token_ids)])
 
 
-def serve(source: IO[str], answers: IO[str]) -> None:
-    """The process's side: until `source` ends."""
+def check(helper: Helper, spec: GrammarSpec) -> None:
+    """Try a grammar out; GrammarError: it is wrong, or takes too much."""
+    for _ in range(2):
+        with contextlib.suppress(HelperError):
+            # What the fork's own timers don't end stops the process: not the grammar's fault.
+            error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
+            if error is not None:
+                raise GrammarError(error)
+            return
+    raise EngineError("The process that checks grammars has ended; try again.")
+
+
+def _answers(header: tuple[str, list[int]]) -> Callable[[Any], str | None]:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    compiler = GrammarCompiler(*json.loads(source.readline()))
-    while line := source.readline():
-        error = _in_a_fork(compiler, GrammarSpec(**json.loads(line)))
-        print(json.dumps(error), file=answers, flush=True)
+    compiler = GrammarCompiler(*header)
+    return lambda spec: _in_a_fork(compiler, GrammarSpec(**spec))
 
 
 def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
@@ -150,4 +122,4 @@ def _walk(grammar: Grammar) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    answer_questions(_answers)

@@ -1,5 +1,6 @@
 """The one place where errors become HTTP responses, in the shape of the API that was called."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -8,9 +9,10 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_mtp import errors
+from mlx_mtp.server.admission import PIECE, HeldBytes
 from mlx_mtp.server.fields import FORM, UNSUPPORTED
 from mlx_mtp.server.request_log import LEFT, record_of
 from mlx_mtp.server.text import cut
@@ -93,6 +95,48 @@ class CheckMiddleware:
             await app(scope, receive, send)
         finally:
             self._at_end(scope)
+
+
+class WriteInPieces:
+    """Writes answers as their clients read them, and counts those that wait."""
+
+    def __init__(self, app: ASGIApp, held: HeldBytes) -> None:
+        self._app, self._held = app, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+        refusal: Response | None = None
+
+        async def write(message: Message) -> None:
+            nonlocal start, refusal
+            if message["type"] != "http.response.body":
+                start = message  # It waits for the body's size.
+                return
+            body, more = memoryview(message.get("body", b"")), message.get("more_body", False)
+            if start is not None:
+                begin, start = start, None
+                try:
+                    # What was generated for an answer is not thrown away.
+                    always = record_of(scope).generation is not None
+                    self._held.take_more(scope, len(body), always=always)
+                except errors.BytesLimitError as error:
+                    record_of(scope).reason = str(error)
+                    refusal = error_response(error, scope["path"])
+                    await refusal(scope, receive, send)
+                else:
+                    await send(begin)
+            if refusal is None:
+                for at in range(0, max(len(body), 1), PIECE):
+                    rest = more or at + PIECE < len(body)
+                    piece = bytes(body[at : at + PIECE])
+                    await send({"type": message["type"], "body": piece, "more_body": rest})
+                    if at + PIECE < len(body):
+                        await asyncio.sleep(0)  # That a client has left is known after a while.
+
+        try:
+            await self._app(scope, receive, write if scope["type"] == "http" else send)
+        finally:
+            self._held.give_back(scope)
 
 
 def from_validation(error: ValidationError) -> errors.RequestError:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -123,7 +123,7 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data[start : start + _PIECE])
         self._update_busy()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open: the client may have left, or wait for its answer."""
         self._ended = True
         if self._dropped is not None:
@@ -231,7 +231,7 @@ class LimitedProtocol(H11Protocol):
     def _answer_and_close(self, error: errors.RequestError) -> None:
         cycle = self.cycle if self._busy else None
         scope: Any = {"client": self.client, "method": "-", "path": "-"}
-        record = record_of(scope if cycle is None else cycle.scope)
+        record = record_of(scope if cycle is None else cast(Scope, cycle.scope))
         answer = error_response(error, "", {"Connection": "close", REQUEST_ID: record.id})
         reason = HTTPStatus(error.status).phrase.encode()
         head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)

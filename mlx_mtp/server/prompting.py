@@ -1,34 +1,30 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
 import asyncio
-import contextlib
-import ctypes
-import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.admission import Client
 from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, folded
+from mlx_mtp.server.helper import HelperError
 from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
+from mlx_mtp.server.plain_text import marked
+from mlx_mtp.server.text_worker import MAX_ENCODE_SECONDS, NUM_WORKERS, TextWorkers
 from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.turns import Turns
 
-logger = logging.getLogger(__name__)
-
-First = TypeVar("First")
 Result = TypeVar("Result")
 
 LARGE_TEXT = 1 << 18
 """Of longer prompts, in characters, `LARGE_AT_ONCE` are encoded at once: each may take hundreds of
 megabytes, and a core for seconds."""
 LARGE_AT_ONCE = 1
-_PAUSE, _TRIES = 0.05, 20  # between two interruptions of a template, and how many there are
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
@@ -44,22 +40,30 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompter:
-    """Renders and encodes chats; the template may take so many `seconds`."""
+    """Renders and encodes chats; the template may take so many `seconds`.
+
+    With `workers` their processes do it: a model's files are its author's, a template a client's.
+    """
 
     tokenizer: Tokenizer
     output_format: OutputFormat
     seconds: float
     as_standard: bool = False  # JSON schemas mean what their standard says, and no less
     request_templates: bool = False  # requests may bring their own
-    _large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_AT_ONCE))
+    special_as_text: bool = False  # special tokens' names in a chat
+    workers: TextWorkers | None = None
+    _large: Turns = field(default_factory=lambda: Turns(LARGE_AT_ONCE))
+    _working: Turns = field(default_factory=lambda: Turns(NUM_WORKERS))
 
     async def prompt(
-        self, conversation: Conversation, limit: int, *, with_grammar: bool = False
+        self, conversation: Conversation, limit: int, client: Client, *, with_grammar: bool = False
     ) -> Prompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
 
-        def encode(text: str) -> Prompt:
-            token_ids = self.tokenizer.encode(text, limit=limit, add_special_tokens=False)
+        def work() -> Prompt:
+            text, mark = self._rendered(conversation)
+            options: dict[str, Any] = {"limit": limit, "add_special_tokens": False}
+            token_ids = self.encode(text, "messages", mark=mark, **options)
             form, added = self.output_format, self.tokenizer.added_tokens
             thinking, spec = form.opens_thinking(text), None
             if with_grammar:
@@ -69,26 +73,38 @@ class Prompter:
                 )
             return Prompt(token_ids, thinking, spec)
 
-        async with self._turn(sum(len(message.content) for message in conversation.messages)):
-            try:
-                return await run_in_thread(lambda: self.render(conversation), encode, self.seconds)
-            except TimeoutError:
-                raise InvalidRequestError(
-                    f"The model's chat template took more than {self.seconds:g} s on these "
-                    "messages.",
-                    param="messages",
-                ) from None
+        size = sum(len(message.content) for message in conversation.messages)
+        return await self.in_turn(size, client, work)
 
-    async def in_thread(self, size: int, work: Callable[[], Result]) -> Result:
-        """Do some work on a text of so many characters off the event loop."""
-        async with self._turn(size):
+    async def in_turn(self, size: int, client: Client, work: Callable[[], Result]) -> Result:
+        """Do some work on a text of so many characters off the event loop, in its client's turn."""
+        if self.workers is None and size <= LARGE_TEXT:
             return await asyncio.to_thread(work)
+        turns = self._large if self.workers is None else self._working
+        return await turns.run(client, work)
 
-    def _turn(self, size: int) -> AbstractAsyncContextManager[None]:
-        return self._large if size > LARGE_TEXT else contextlib.nullcontext()
+    def encode(self, text: str, param: str, **options: Any) -> tuple[int, ...]:
+        """Token ids of a text, as `Tokenizer.encode` gives them; to be called in a turn."""
+        if self.workers is None:
+            return self.tokenizer.encode(text, **options)
+        return tuple(self._ask(param, "encode", MAX_ENCODE_SECONDS, text, **options))
+
+    def _ask(self, param: str, name: str, seconds: float, *args: Any, **more: Any) -> Any:
+        assert self.workers is not None
+        what = "tokenizer" if name == "encode" else "chat template"
+        try:
+            return self.workers.call(name, seconds, *args, **more)
+        except TimeoutError:
+            fault = f"took more than {seconds:g} s on this"
+        except HelperError:
+            fault = "took too much memory on this, or broke"
+        raise InvalidRequestError(f"The model's {what} {fault}.", param=param)
 
     def render(self, conversation: Conversation) -> str:
         """The chat as the template writes it; RequestError: it lacks what is asked of it."""
+        return self._rendered(conversation)[0]
+
+    def _rendered(self, conversation: Conversation) -> tuple[str, str | None]:
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
         chat = folded(conversation.messages)
@@ -124,67 +140,30 @@ class Prompter:
                 "continue_final_message needs a last message of role assistant.",
                 param="continue_final_message",
             )
-        return self.tokenizer.render_chat(
-            messages,
-            tools,
-            kwargs,
-            template=template,
-            generation_prompt=conversation.generation_prompt,
-            continue_final=conversation.continue_final,
-        )
+        chat_of = (messages, tools, kwargs)
+        mark = None
+        if self.special_as_text:
+            chat_of, mark = marked(chat_of, self.tokenizer.added_tokens)
+        options: dict[str, Any] = {
+            "template": template,
+            "generation_prompt": conversation.generation_prompt,
+            "continue_final": conversation.continue_final,
+        }
+        if self.workers is None:
+            return self.tokenizer.render_chat(*chat_of, **options), mark
+        render = partial(self._ask, "messages", "render_chat", self.seconds)
+        return render(*chat_of, **options), mark
 
 
-class _TimeIsUp(BaseException):
-    """Raised within the first part of a job; no `except Exception` there stops it."""
-
-
-async def run_in_thread(
-    first: Callable[[], First], rest: Callable[[First], Result], seconds: float
-) -> Result:
-    """`rest(first())` on another thread; `first` is Python code that may never end.
-
-    When its `seconds` are up an exception is raised in it, at its next bytecode, and here a
-    TimeoutError. A single call into C is not interrupted, but left behind.
-    """
-    job: Future[Result] = Future()
-    lock = threading.Lock()
-    in_first = True
-
-    def work() -> None:
-        nonlocal in_first
-        # An interruption may come late: while the one before is dealt with.
-        with contextlib.suppress(_TimeIsUp):
-            if not job.set_running_or_notify_cancel():
-                return
-            try:
-                try:
-                    found = first()
-                finally:
-                    with lock:
-                        in_first = False
-                result = rest(found)
-            except BaseException as raised:
-                job.set_exception(TimeoutError() if isinstance(raised, _TimeIsUp) else raised)
-            else:
-                job.set_result(result)
-
-    thread = threading.Thread(target=work, daemon=True, name="limited")
-    thread.start()
-    ended = asyncio.wrap_future(job)
-    try:
-        await asyncio.wait([ended], timeout=seconds)
-        for _ in range(_TRIES):
-            with lock:
-                if job.cancel():
-                    raise TimeoutError  # It would begin too late.
-                has_time = ended.done() or not in_first
-                if not has_time:
-                    ident = ctypes.c_ulong(thread.ident or 0)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_TimeIsUp))
-            if has_time:
-                return await ended
-            await asyncio.wait([ended], timeout=_PAUSE)
-        logger.error("A thread does not end; it is abandoned.")
-        raise TimeoutError
-    finally:
-        ended.cancel()
+def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:
+    """The prompter of a server with these settings."""
+    parsers, path = (config.reasoning_parser, config.tool_call_parser), config.text_workers
+    return Prompter(
+        tokenizer,
+        OutputFormat.choose(tokenizer.template, *parsers),
+        config.template_seconds,
+        as_standard=config.json_schemas == "standard",
+        request_templates=config.request_chat_template,
+        special_as_text=config.special_tokens_in_messages == "text",
+        workers=None if path is None else TextWorkers(path),
+    )

@@ -51,6 +51,7 @@ class RequestRecord:
     generation: Generation | None = None
     reason: str | None = None  # why it failed
     status: int = 0  # of the response, once there is one
+    began: float = field(default_factory=time.perf_counter)
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -70,7 +71,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        record, began = record_of(scope), time.perf_counter()
+        record = record_of(scope)
 
         async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -94,7 +95,7 @@ class RequestLog:
             route = route if route in self._paths else "other"
             self._metrics.count("http_requests", route, str(record.status or LEFT))
             if scope["path"].rstrip("/") not in _QUIET:
-                log_request(scope, time.perf_counter() - began)
+                log_request(scope, time.perf_counter() - record.began)
 
 
 def log_request(scope: Scope, seconds: float | None = None) -> None:

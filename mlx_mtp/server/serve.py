@@ -26,7 +26,6 @@ from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.logs import BackgroundLog
 from mlx_mtp.server import access, http_errors, progress
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.held import WriteInPieces
 from mlx_mtp.server.http_protocol import LimitedProtocol
 from mlx_mtp.server.request_log import IGNORED, REQUEST_ID, RequestLog
 from mlx_mtp.server.routes import ROUTES
@@ -61,7 +60,7 @@ def create_app(
         finally:
             reporting.cancel()
             await context.dispatcher.stop(STOP_SECONDS)
-            context.grammars.close()
+            context.close()
 
     # The bodies are read by hand, so FastAPI could not describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
@@ -91,7 +90,7 @@ def create_app(
     app.add_middleware(check, check=partial(access.check_origin, origins))
     names = access.known_names(config.host, config.allowed_hosts)
     app.add_middleware(check, check=partial(access.check_host, names))
-    app.add_middleware(WriteInPieces, held=context.held)
+    app.add_middleware(http_errors.WriteInPieces, held=context.held)
     paths = frozenset(path for _, path, _, _ in ROUTES)
     app.add_middleware(RequestLog, metrics=context.metrics, paths=paths)
     return app

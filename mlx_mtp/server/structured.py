@@ -1,19 +1,21 @@
 """Grammars for requests: compiled off the event loop and off the engine's thread, and kept."""
 
-import asyncio
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.grammar_check import STACK_BYTES, GrammarChecker, compile_grammar
+from mlx_mtp.server.admission import Client
+from mlx_mtp.server.grammar_check import STACK_BYTES, check, checker, compile_grammar
 from mlx_mtp.server.json_schemas import styled
 from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.turns import Turns
 
 MAX_CACHED = 64  # grammars, those that are wrong among them
 
@@ -32,8 +34,8 @@ class Grammars:
         known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
         tokenizer_json = tokenizer.to_json()
         self._compiler: GrammarCompiler | None = None
-        self._checker = GrammarChecker(tokenizer_json, known)
-        self._kept: OrderedDict[GrammarSpec, asyncio.Future[Grammar | str]] = OrderedDict()
+        self._checker = checker(tokenizer_json, known)
+        self._kept: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
         self._missing = "this model names no token that ends an answer"
         if known:
             try:
@@ -45,26 +47,23 @@ class Grammars:
         before = threading.stack_size(8 * STACK_BYTES)
         self._pool.submit(int).result()
         threading.stack_size(before)
+        self._turns = Turns(1, self._pool)
 
-    async def compile(self, spec: GrammarSpec, field: str) -> Grammar:
+    async def compile(self, spec: GrammarSpec, field: str, client: Client) -> Grammar:
         """Compile a grammar, or find it; GrammarError: that of `field` is wrong or expensive."""
         if self._compiler is None:
             raise UnsupportedParameterError(
                 f"{field} needs a grammar, but {self._missing}.", param=field
             )
-        if spec not in self._kept:
-            loop = asyncio.get_running_loop()
-            job = loop.run_in_executor(self._pool, self._compile, self._compiler, spec)
-            self._kept[spec] = job
-            if len(self._kept) > MAX_CACHED:
-                self._kept.popitem(last=False)
+        found = self._kept.get(spec)
+        if found is None:
+            # Another client may have asked for the same one meanwhile.
+            compiled = partial(self._compile, self._compiler, spec)
+            found = await self._turns.run(client, lambda: self._kept.get(spec) or compiled())
+        self._kept[spec] = found
         self._kept.move_to_end(spec)
-        try:
-            # Others may ask for the same one: it is compiled whether this client stays or not.
-            found = await asyncio.shield(self._kept[spec])
-        except Exception:
-            self._kept.pop(spec, None)
-            raise
+        if len(self._kept) > MAX_CACHED:
+            self._kept.popitem(last=False)
         if isinstance(found, str):
             raise GrammarError(f"{field} can't be enforced: {found}", param=field)
         return found
@@ -79,7 +78,7 @@ class Grammars:
             text = json.dumps(styled(schema, as_standard=self._as_standard))
             spec = replace(spec, kind="json_schema", value=text)
         try:
-            self._checker.check(spec)
+            check(self._checker, spec)
             return compile_grammar(compiler, spec)
         except GrammarError as error:
             return str(error)

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.body import each_name_once
 from mlx_mtp.server.fields import WireModel, at_most, few_values, refusal
 from mlx_mtp.server.json_schemas import styled
 from mlx_mtp.server.parsing.json_reader import loads
@@ -19,8 +21,9 @@ def _as_schema(value: object) -> object:
         return value
     _check_size(value)
     try:
-        return loads(value)
-    except ValueError as error:
+        loads(value)
+        return json.loads(value, object_pairs_hook=each_name_once)
+    except (ValueError, InvalidRequestError) as error:
         raise refusal(f"is not the JSON text of a schema: {error}") from None
 
 

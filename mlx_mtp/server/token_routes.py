@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.server.admission import client_of
 from mlx_mtp.server.context import read
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.fields import (
@@ -78,15 +80,16 @@ async def tokenize(request: Request) -> Response:
     context, body = await read(request, TokenizeRequest)
     tokenizer = context.tokenizer
     text = body.content if body.prompt is None else body.prompt
-    if text is None:
-        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
-        ids = prompt.token_ids
-    else:
-        special = body.add_special_tokens
-        ids = await context.prompter.in_thread(
-            len(text),
-            lambda: tokenizer.encode(text, limit=MAX_PROMPT_IDS, add_special_tokens=special),
-        )
+    client = client_of(request.scope, None)
+    async with context.in_time(request.scope):
+        if text is None:
+            prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+            ids = prompt.token_ids
+        else:
+            param = "content" if body.prompt is None else "prompt"
+            options: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
+            work = partial(context.prompter.encode, text, param, limit=MAX_PROMPT_IDS, **options)
+            ids = await context.prompter.in_turn(len(text), client, work)
 
     def content() -> str:
         found = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,10 @@ from mlx_mtp.errors import (
     InvalidRequestError,
     ModelError,
     UnsupportedParameterError,
+    is_fault,
 )
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
+from mlx_mtp.server.template_variables import variables
 from mlx_mtp.server.text import cut
 
 Message = dict[str, Any]
@@ -88,21 +89,33 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def encode(
-        self, text: str, *, limit: int | None = None, add_special_tokens: bool = True
+        self,
+        text: str,
+        *,
+        limit: int | None = None,
+        add_special_tokens: bool = True,
+        mark: str | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early."""
+        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early.
+
+        Parts that a `mark` divides are encoded each by itself.
+        """
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
             try:
                 # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
-                (found,) = self._backend.encode_batch_fast(
-                    [text[:size]], add_special_tokens=add_special_tokens
+                parts = self._backend.encode_batch_fast(
+                    text[:size].split(mark) if mark else [text[:size]],
+                    add_special_tokens=add_special_tokens,
                 )
-            except TypeError as error:
-                raise InvalidRequestError(
-                    "The prompt can't be encoded: it has half of a surrogate pair."
-                ) from error
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                half = isinstance(error, TypeError)
+                why = "it has half of a surrogate pair." if half else _one_line(error)
+                raise InvalidRequestError(f"The prompt can't be encoded: {why}") from error
             whole = size >= len(text)
+            found = [token for part in parts for token in part.ids]
             # What follows may make fewer tokens of a part's end, but never half of all.
             if limit is not None and len(found) > (limit if whole else 2 * limit):
                 count = len(found) if whole else f"more than {2 * limit}"
@@ -112,18 +125,18 @@ class Tokenizer:
                     f"maximum context length is {limit} tokens."
                 )
             if whole:
-                return tuple(found.ids)
+                return tuple(found)
             size *= 2
 
-    def fill_in(self, before: Sequence[int], after: str, limit: int) -> tuple[int, ...]:
-        """The prompt for what is missing between two texts, of which the first is encoded."""
+    def fill_in(self, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+        """The prompt for what is missing between two texts."""
         ids = [self.added_tokens.get(name) for name in _FILL_IN]
         if None in ids:
             raise UnsupportedParameterError(
                 f"suffix: this model has no token {_FILL_IN[ids.index(None)]}.", param="suffix"
             )
         begin, end, middle = (index for index in ids if index is not None)
-        return (begin, *before, end, *self.encode(after, limit=limit), middle)
+        return (begin, *before, end, *after, middle)
 
     def encode_chat(
         self,
@@ -196,7 +209,7 @@ class Tokenizer:
 
     def template_knows(self, name: str, template: str | None = None) -> bool:
         """Whether the chat template, or that of a client, has such a variable."""
-        return re.search(rf"\b{re.escape(name)}\b", template or self.template) is not None
+        return name in variables(template or self.template)
 
     @cached_property
     def closed_kwargs(self) -> frozenset[str]:
@@ -252,7 +265,7 @@ def _is_byte_level(backend: Any) -> bool:
     return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return cut(" ".join(str(error).split()), _MAX_TEMPLATE_WORDS)
 
 

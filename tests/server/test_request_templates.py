@@ -2,6 +2,7 @@
 
 import copy
 
+from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
@@ -18,7 +19,8 @@ def test_templates_of_requests(tokenizer: Tokenizer) -> None:
     assert response.status_code == 400 and "--request-chat-template" in response.text
     engine = FakeEngine(answer([300]))
     begun = [*HI, {"role": "assistant", "content": "Well,"}]
-    with in_process(engine, request_chat_template=True, template_seconds=0.5) as own:
+    settings = {"request_chat_template": True, "text_workers": BUNDLED_MODEL}
+    with in_process(engine, **settings, template_seconds=1.5) as own:
         for fields, prompt in (
             ({}, "[hi]>"),
             ({"add_generation_prompt": False}, "[hi]"),
@@ -32,7 +34,7 @@ def test_templates_of_requests(tokenizer: Tokenizer) -> None:
             ("{% if %}", "chat_template is wrong"),
             ("{{ raise_exception('no') }}", "The request's chat template refuses"),
             ("{{ messages.__class__.__mro__ }}", "refuses"),
-            ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "0.5"),
+            ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "1.5"),
         ):
             response = own.post(CHAT, json=given | {"chat_template": template})
             assert response.status_code == 400 and word in response.text, response.text

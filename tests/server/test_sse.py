@@ -41,7 +41,7 @@ class Stream:
     async def open(self) -> None:
         body = chat_body(stream=True, stream_options={"include_usage": True})
         asked = ChatRequest.model_validate(body)
-        admitted = Admitted(self._context, asked, self.name, (), asked.options(), PARAMS)
+        admitted = Admitted(self._context, asked, self.name, ("", ""), asked.options(), PARAMS, {})
         generation = await admitted.chat(asked.conversation())
         generation.__enter__()
         writer = ChatWriter(admitted, generation)

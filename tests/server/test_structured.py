@@ -19,11 +19,11 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.errors import EngineError, GrammarError
+from mlx_mtp.errors import GrammarError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.grammar_check import GrammarChecker
+from mlx_mtp.server.helper import Helper
 from mlx_mtp.server.structured import MAX_CACHED, Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
@@ -51,6 +51,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "wide": {"guided_json": {"type": "object", "properties": {key: {} for key in WIDE}}},
 }
 LONG = MAX_GRAMMAR_CHARACTERS + 1
+ME, YOU = ("me", ""), ("you", "")
 
 
 def form(schema: object, **more: Any) -> dict[str, Any]:
@@ -90,6 +91,9 @@ REFUSED: list[tuple[str, object, str, str]] = [
     ("guided_json", " " * LONG, "", "characters"),
     ("guided_json", '{"const": 1e999}', "", "JSON"),
     ("guided_json", '{"const": "\\ud800"}', "", "JSON"),
+    ("guided_json", '{"const": NaN}', "", "JSON"),
+    ("guided_json", '{"type": "object", "type": "array"}', "", "'type' twice"),
+    (FORM, form(nested(127)), f"{SCHEMA}.schema", "128 levels"),
     ("guided_regex", "(a", "", "unclosed group"),
     ("guided_choice", [], "", ""),
     ("guided_choice", ["a"] * (MAX_CHOICES + 1), "", str(MAX_CHOICES)),
@@ -132,16 +136,17 @@ def test_others_are_answered_while_a_grammar_takes_its_time(
 ) -> None:
     """Whole streams, one after the other: what had been buffered before would not be enough."""
     began = threading.Event()
-    check, paused = GrammarChecker.check, []
+    ask, paused = Helper.ask, []
 
-    def stopped(self: GrammarChecker, spec: GrammarSpec) -> None:
+    def stopped(self: Helper, question: Any, seconds: float) -> Any:
         # The process that tries it out works on it for as long as the test likes.
-        paused.append(self._process or self._start())
+        self.start()
+        paused.append(self._process)
         paused[0].send_signal(signal.SIGSTOP)
         began.set()
-        check(self, spec)
+        return ask(self, question, seconds)
 
-    monkeypatch.setattr(GrammarChecker, "check", stopped)
+    monkeypatch.setattr(Helper, "ask", stopped)
     with (
         serve(FakeEngine(answer([300] * 5))) as client,
         httpx.Client(timeout=120) as other,
@@ -162,27 +167,25 @@ def test_others_are_answered_while_a_grammar_takes_its_time(
 def test_grammars_are_kept_and_the_oldest_forgotten(tokenizer: Tokenizer) -> None:
     async def script(grammars: Grammars) -> None:
         first = GrammarSpec("regex", "first")
-        kept = await grammars.compile(first, "x")
-        assert await grammars.compile(first, "y") is kept
+        kept = await grammars.compile(first, "x", ME)
+        assert await grammars.compile(first, "y", YOU) is kept
         one, other = await asyncio.gather(
-            *(grammars.compile(GrammarSpec("regex", "b"), "x") for _ in "ab")
+            *(grammars.compile(GrammarSpec("regex", "b"), "x", client) for client in (ME, YOU))
         )
         assert one is other
         wrong = GrammarSpec("regex", "(")
         for field in ("one", "two"):
             with pytest.raises(GrammarError, match=field) as caught:
-                await grammars.compile(wrong, field)
+                await grammars.compile(wrong, field, ME)
             assert caught.value.param == field
         for number in range(MAX_CACHED):
-            await grammars.compile(GrammarSpec("regex", str(number)), "x")
-        assert await grammars.compile(first, "x") is not kept
+            await grammars.compile(GrammarSpec("regex", str(number)), "x", ME)
+        assert await grammars.compile(first, "x", ME) is not kept
         # A checking process that is gone is replaced.
         process = grammars._checker._process
         assert process is not None
         process.kill()
-        with pytest.raises(EngineError, match="try again"):
-            await grammars.compile(GrammarSpec("regex", "c"), "x")
-        await grammars.compile(GrammarSpec("regex", "c"), "x")
+        await grammars.compile(GrammarSpec("regex", "c"), "x", ME)
 
     with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
         asyncio.run(script(made))

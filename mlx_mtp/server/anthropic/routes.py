@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_mtp.server.admission import client_of
 from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
 from mlx_mtp.server.context import read
 from mlx_mtp.server.fields import MAX_PROMPT_IDS
@@ -134,5 +135,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     context, body = await read(request, CountRequest)
-    prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS)
+    client = client_of(request.scope, None)
+    async with context.in_time(request.scope):
+        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

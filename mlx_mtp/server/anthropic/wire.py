@@ -247,12 +247,11 @@ class CountRequest(WireModel):
         )
 
 
-@fields.sampled("top_p", "top_k", "seed")
+@fields.sampled("temperature", "top_p", "top_k", "seed")
 class MessagesRequest(CountRequest, fields.GenerateRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
-    temperature: Annotated[fields.Float, Field(le=1.0)] | None = None
     stop_sequences: fields.Stops = Field([])
     metadata: _Metadata = Field(default_factory=_Metadata)
     diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None

@@ -226,7 +226,7 @@ class _StreamOptions(WireModel):
     """Nothing that a stream carries beside the answer."""
 
 
-@fields.sampled("temperature", "top_p", "seed")
+@fields.sampled("temperature", "top_p", "top_k", "seed")
 class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 

@@ -1,0 +1,101 @@
+"""A process that renders chats and encodes texts with a model's own template and tokenizer.
+
+They are its author's programs: a template may take Python's lock for minutes in one call, and a
+tokenizer all memory. What takes too much of either ends its process, and no other request.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp import errors
+from mlx_mtp.server.helper import Helper, HelperError, answer_questions
+from mlx_mtp.server.tokenizer import Tokenizer
+
+NUM_WORKERS = 2
+MAX_WORKER_BYTES = 4 << 30  # beside what a worker takes at its start
+MAX_ENCODE_SECONDS = 60.0
+_SPARE_SECONDS = 2.0  # By then a worker has ended itself, if it is not stopped.
+_WATCH_SECONDS = 0.05
+
+
+class TextWorkers:
+    """The processes, from the server's side; as many threads as `NUM_WORKERS` may use them."""
+
+    def __init__(self, path: Path) -> None:
+        header = [str(path), MAX_WORKER_BYTES]
+        self._idle = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
+        for helper in self._idle:
+            helper.start()
+
+    def call(self, name: str, seconds: float, *args: Any, **more: Any) -> Any:
+        """What the tokenizer's method gives, or its RequestError; TimeoutError, HelperError."""
+        helper, began = self._idle.pop(), time.monotonic()
+        try:
+            answer = helper.ask([name, seconds, args, more], seconds + _SPARE_SECONDS)
+        except HelperError:
+            if time.monotonic() - began >= seconds:
+                raise TimeoutError from None
+            raise
+        finally:
+            helper.start()
+            self._idle.append(helper)
+        if "error" in answer:
+            kind, message, param = answer["error"]
+            raise getattr(errors, kind)(message, param=param)
+        return answer["found"]
+
+    def close(self) -> None:
+        for helper in self._idle:
+            helper.close()
+
+
+def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
+    path, most_bytes = header
+    tokenizer = Tokenizer.load(Path(path))
+    tokenizer.encode("a")
+    _bound_memory(most_bytes)
+
+    def answer(question: Sequence[Any]) -> dict[str, Any]:
+        name, seconds, args, more = question
+        # Its signal ends the process, whatever it does.
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            return {"found": getattr(tokenizer, name)(*args, **more)}
+        except errors.MlxMtpError as error:
+            return {"error": [type(error).__name__, str(error), error.param]}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    return answer
+
+
+def _bound_memory(most_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # Elsewhere the system takes no notice of this limit.
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + most_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    unit = 1 if sys.platform == "darwin" else 1024
+
+    def used() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    most_used = used() + most_bytes
+
+    def watch() -> None:
+        while used() < most_used:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    answer_questions(_answers)

@@ -1,0 +1,189 @@
+"""Templates and tokenizers that never end, take all memory or break: only their request fails."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.server import text_worker
+from mlx_mtp.server.serve import create_app
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.turns import Turns
+from tests.server.conftest import MODEL, library_tokenizer
+from tests.server.fake_engine import FakeEngine, answer
+from tests.server.in_process import CHAT, COUNT, GOOD, TEXT, TOKENIZE, in_process
+from tests.server.raw_http import error_of
+from tests.server.wire_help import chat_body
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# What the first message says, and what the template does then. Constants would be computed before.
+TRAPS = {
+    "loop": LOOP,
+    "power": "{{ 7 ** (10 ** (7 + messages | length)) }}",
+    "memory": "{{ 'x' * (10 ** (10 + messages | length)) }}",
+}
+SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled tokenizer with traps: each z becomes a thousand, and they a thousand each."""
+    path = tmp_path_factory.mktemp("model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, path)
+    file = path / "tokenizer.json"
+    read = json.loads(file.read_text("utf-8"))
+    grow = {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 1000}
+    read["normalizer"] = {"type": "Sequence", "normalizers": [grow] * 4}
+    file.write_text(json.dumps(read), "utf-8")
+    traps = "".join(
+        f"{{% if messages[0].content == '{word}' %}}{does}{{% endif %}}"
+        for word, does in TRAPS.items()
+    )
+    template = library_tokenizer().chat_template
+    (path / "chat_template.jinja").write_text(traps + template, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def client(hostile: Path) -> Iterator[httpx.Client]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_worker, "MAX_WORKER_BYTES", 1 << 28)
+        settings = {"text_workers": hostile, "template_seconds": SECONDS}
+        with in_process(tokenizer=Tokenizer.load(hostile), **settings) as client:
+            yield client
+
+
+def saying(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, saying("power"), "messages", f"more than {SECONDS:g} s"),
+    (CHAT, saying("memory"), "messages", "refuses these messages"),
+    (CHAT, saying("zz"), "messages", "tokenizer took too much memory"),
+]
+MORE: list[tuple[str, dict[str, Any], str, str]] = [
+    (TOKENIZE, saying("loop"), "messages", f"more than {SECONDS:g} s"),
+    (TEXT, {"prompt": "zz"}, "prompt", "tokenizer took too much memory"),
+    (TOKENIZE, {"content": "zz"}, "content", "tokenizer took too much memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "word"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
+)
+def test_what_a_models_files_do_costs_its_request_alone(
+    client: httpx.Client, path: str, fields: dict[str, Any], param: str, word: str
+) -> None:
+    body = (GOOD[path] if path != TOKENIZE else {}) | fields
+    refused = client.post(path, json=body)
+    assert word in error_of(refused, path, 400)
+    assert refused.json()["error"]["param"] == param
+    assert client.post(CHAT, json=GOOD[CHAT]).status_code == 200
+
+
+def test_prompts_are_those_of_this_process(tokenizer: Tokenizer) -> None:
+    chats = [
+        saying("hi"),
+        saying("é🎉 <|im_end|>" * 20),
+        {**saying("a"), "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ]
+    found = []
+    for path in (None, BUNDLED_MODEL):
+        engine = FakeEngine(answer([300]))
+        with in_process(engine, tokenizer=tokenizer, text_workers=path) as client:
+            for chat in chats:
+                assert client.post(CHAT, json=GOOD[CHAT] | chat).status_code == 200
+            assert client.post(TEXT, json=GOOD[TEXT] | {"prompt": ["a b", "<think>"]}).is_success
+            assert client.post(COUNT, json=GOOD[COUNT]).json() == {"input_tokens": 11}
+        found.append([request.prompt_token_ids for request in engine.submitted])
+    assert found[0] == found[1]
+
+
+def test_a_tokenizer_that_breaks_is_a_400(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in this process, and as Rust does, by what is no `Exception`."""
+    panic = type("PanicException", (BaseException,), {})
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer._backend, name)
+
+        def encode_batch_fast(self, *_: Any, **__: Any) -> None:
+            raise panic("index out of range")
+
+    with in_process(tokenizer=Tokenizer(library_tokenizer(), "a test's")) as client:
+        monkeypatch.setattr(
+            client._transport._inner.app.state.context.tokenizer, "_backend", Broken()
+        )
+        for path in (CHAT, TEXT, TOKENIZE):
+            refused = client.post(path, json=GOOD[path])
+            assert "can't be encoded: index out of range" in error_of(refused, path, 400)
+
+
+def test_clients_take_turns_and_those_who_left_are_skipped() -> None:
+    async def script() -> None:
+        turns, order = Turns(1), []
+        gate = asyncio.Event()
+
+        def work(name: str) -> str:
+            while not gate.is_set():
+                time.sleep(0.001)
+            order.append(name)
+            return name
+
+        async def ask(client: str, name: str) -> str:
+            return await turns.run((client, ""), lambda: work(name))
+
+        jobs = [asyncio.ensure_future(ask("a", f"a{n}")) for n in range(5)]
+        jobs += [asyncio.ensure_future(ask("b", "b0"))]
+        await asyncio.sleep(0.05)
+        jobs[1].cancel()  # It waits,
+        jobs[0].cancel()  # and this one runs on without anybody.
+        gate.set()
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in found[:2]] == [True, True]
+        assert order.index("b0") <= 2
+        assert order[0] == "a0" and sorted(order[1:]) == ["a2", "a3", "a4", "b0"]
+
+    asyncio.run(script())
+
+
+def test_the_first_token_takes_four_thread_switches(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/architecture.md counts them, for a chat without a grammar."""
+    switches: list[str] = []
+
+    def noted(owner: Any, name: str, what: str) -> None:
+        call = getattr(owner, name)
+
+        def noting(*args: Any, **more: Any) -> Any:
+            switches.append(what)
+            return call(*args, **more)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    async def chat() -> None:
+        engine = FakeEngine(answer([300], sizes=[2]))
+        app = create_app(engine, tokenizer, ServerConfig(model_name=MODEL), {})
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), client:
+            noted(asyncio.get_running_loop(), "run_in_executor", "to worker")
+            noted(engine, "submit", "to engine")
+            noted(asyncio.get_running_loop(), "call_soon_threadsafe", "back")
+            assert (await client.post(CHAT, json=chat_body())).status_code == 200
+            assert switches == ["to worker", "back", "to engine", "back"]
+
+    asyncio.run(chat())
