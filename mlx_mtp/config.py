@@ -250,6 +250,7 @@ class ServerConfig:
     )
     head_timeout: float = 20.0  # Seconds from a connection's begin, or its last answer's end.
     stall_timeout: float = 60.0  # In which a client must read what waits for it, 64 KiB at most.
-    # Most that bodies, unread answers and stored answers of all requests take (`machine`).
+    # Most that the bodies and unread answers of all requests take; stored answers take an eighth
+    # more. `serve` takes it from the memory plan.
     max_held_bytes: int = 512 << 20
     max_connections: int = 512

@@ -22,6 +22,14 @@ _WIRED_SINCE = 15
 _SMALL_MAC = 32  # GiB
 
 
+MOST_TEXT_BYTES = 576 << 20
+
+
+def text_bytes(nbytes: int) -> int:
+    """What requests' bodies and answers may take of a server's memory, beside the model."""
+    return min(MOST_TEXT_BYTES, nbytes // 32)
+
+
 class MemoryLimit(NamedTuple):
     """What may be used."""
 

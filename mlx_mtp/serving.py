@@ -43,6 +43,7 @@ def serve(
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
+    from mlx_mtp.machine import text_bytes
     from mlx_mtp.server.access import read_keys, warn_if_open
     from mlx_mtp.server.serve import bind, create_app, give_up, make_server, run
 
@@ -74,6 +75,7 @@ def serve(
             other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
+            max_held_bytes=text_bytes(memory.limit.nbytes) * 8 // 9,
             # The bundled model's own files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, LayerSpec
 from mlx_mtp.errors import UsageError
-from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.machine import MemoryLimit, text_bytes
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.units import size_text
 
@@ -117,7 +117,7 @@ class MemoryPlan:
     def shares(self) -> str:
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
-        parts |= {"requests": self.rows}
+        parts |= {"texts": text_bytes(self.limit.nbytes), "requests": self.rows}
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
@@ -148,7 +148,7 @@ def plan_memory(
     Without `wanted` the context is cut to what one row has memory for.
     """
     fixed = footprint.weights + footprint.head
-    left = limit.nbytes - fixed
+    left = limit.nbytes - text_bytes(limit.nbytes) - fixed
     own = prefix_cache is None
     if prefix_cache is None:
         prefix_cache = min(max(left, 0) // 4, MOST_PREFIX_CACHE)
@@ -167,7 +167,9 @@ def plan_memory(
         asked = tokens if found else least
         needed = need(asked)
         kept = min(needed // 3 + 1, MOST_PREFIX_CACHE) if own else prefix_cache
-        more = f"--memory-limit {_as_flag(fixed + needed + kept)} if the machine has that"
+        total = fixed + needed + kept
+        total += text_bytes(total + total // 31 + 1)
+        more = f"--memory-limit {_as_flag(total)} if the machine has that"
         told = f"Of {size_text(limit.nbytes)} ({limit.source}) the weights take {size_text(fixed)}"
         if left <= 0:
             raise UsageError(

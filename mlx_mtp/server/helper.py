@@ -39,25 +39,26 @@ class Helper:
                 start_new_session=True,
             )
             self._ready = False
+            # A long header fills the pipe before the process reads it.
+            threading.Thread(target=_write, args=(self._process, self._header)).start()
 
     def ask(self, question: Any, seconds: float) -> Any:
         """The answer to a question; HelperError: there is none within so many seconds."""
         self.start()
         if not self._ready:
-            self._exchange(self._header, START_SECONDS)
+            self._read(START_SECONDS)
             self._ready = True
-        return self._exchange(question, seconds)
+        return self._read(seconds, question)
 
-    def _exchange(self, said: Any, seconds: float) -> Any:
+    def _read(self, seconds: float, *questions: Any) -> Any:
         process, answer = self._process, ""
         assert process is not None
-        assert process.stdin is not None
         assert process.stdout is not None
         late = threading.Timer(seconds, self.kill)
         late.start()
         try:
+            _write(process, *questions)
             with contextlib.suppress(OSError):
-                print(json.dumps(said), file=process.stdin, flush=True)
                 answer = process.stdout.readline()
         finally:
             late.cancel()
@@ -78,6 +79,13 @@ class Helper:
             with contextlib.suppress(OSError):
                 self._process.communicate()
             self._process = None
+
+
+def _write(process: "subprocess.Popen[str]", *lines: Any) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):  # It has ended, or was closed.
+        for line in lines:
+            print(json.dumps(line), file=process.stdin, flush=True)
 
 
 def answer_questions(answers: Callable[[Any], Callable[[Any], Any]]) -> None:

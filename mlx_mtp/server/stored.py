@@ -81,7 +81,8 @@ class Store:
 def _store(request: Request) -> Store:
     context = context_of(request)
     config = context.config
-    share = MAX_STORED_BYTES // max(1, len(config.api_keys))
+    most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
+    share = most // max(1, len(config.api_keys))
     empty = Store(config.max_stored_completions, share)
     found: Store = context.stored.setdefault(key_of(request.scope), empty)
     return found

@@ -24,6 +24,7 @@ from tests.server.in_process import (
     GOOD,
     HI,
     MESSAGES,
+    RESPONSES,
     TEXT,
     in_process,
 )
@@ -53,6 +54,7 @@ def calls(*given: Any) -> Fields:
 LARGE = {"x": [[]] * (1 << 16)}
 DEEP = json.loads('{"a":' * 200 + "1" + "}" * 200)
 KWARGS = {"chat_template_kwargs": {str(i): [] for i in range(65)}}
+HUGE = {"format": {"type": "json_schema", "name": "x", "schema": {"minimum": 10**400}}}
 # Fields over the route's good body, the param that is named, and a part of the message. Those of
 # common sizes are among the recorded exchanges, in the group that says "(refused)".
 FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
@@ -84,6 +86,7 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (TEXT, CONTEXT, {"prompt": [5] * 1000, "max_tokens": 30}, "max_tokens", "tokens, but 1030"),
     (TEXT, CONTEXT, {"prompt": "hello " * 400_000}, None, "more than 2048 tokens > 1023 maximum"),
     (COUNT, INVALID, {"messages": HI * 4097}, None, "at most 4096"),
+    (RESPONSES, "invalid_grammar", {"text": HUGE}, "text.format", "out of range"),
 ]
 
 

@@ -3,14 +3,17 @@
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
 from mlx_mtp.engine.request import Request
+from mlx_mtp.server.structured import Grammars
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, Output, Script, answer, endless, out
 from tests.server.in_process import (
@@ -58,6 +61,26 @@ def small(script: Script) -> FakeEngine:
 
 def post(client: httpx.Client, path: str = CHAT, **fields: object) -> httpx.Response:
     return client.post(path, json=GOOD[path] | fields)
+
+
+def test_the_time_before_the_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars that wait for others, and templates, and bodies that came slowly."""
+    went_on = threading.Event()
+    compile_one = Grammars._compile
+
+    def slow(*args: Any) -> Any:
+        went_on.wait(30)
+        return compile_one(*args)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    engine = FakeEngine(answer([300]))
+    with in_process(engine, request_timeout=0.3) as client:
+        for path in (CHAT, TEXT):
+            late = post(client, path, guided_regex="a")
+            assert "--request-timeout" in error_of(late, path, 504)
+        went_on.set()
+        assert not engine.submitted
+        assert 'request_timeouts_total{model_name="test/model"} 2.0' in client.get("/metrics").text
 
 
 @pytest.mark.parametrize("path", GENERATING)

@@ -23,6 +23,7 @@ from mlx_mtp.errors import GrammarError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server import grammar_check
 from mlx_mtp.server.helper import Helper
 from mlx_mtp.server.structured import MAX_CACHED, Grammars
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -86,14 +87,13 @@ REFUSED: list[tuple[str, object, str, str]] = [
     (FORM, form({"not": {}}), FORM, "not"),
     (FORM, form({"title": "x" * LONG}), f"{SCHEMA}.schema", str(MAX_GRAMMAR_CHARACTERS)),
     (FORM, form({"minimum": 10**400}), FORM, "out of range"),
-    (FORM, form(nested(126)), FORM, "recursion limit"),
+    (FORM, form(nested(127)), FORM, "recursion limit"),
     ("guided_json", "{", "", "JSON"),
     ("guided_json", " " * LONG, "", "characters"),
     ("guided_json", '{"const": 1e999}', "", "JSON"),
     ("guided_json", '{"const": "\\ud800"}', "", "JSON"),
     ("guided_json", '{"const": NaN}', "", "JSON"),
     ("guided_json", '{"type": "object", "type": "array"}', "", "'type' twice"),
-    (FORM, form(nested(127)), f"{SCHEMA}.schema", "128 levels"),
     ("guided_regex", "(a", "", "unclosed group"),
     ("guided_choice", [], "", ""),
     ("guided_choice", ["a"] * (MAX_CHOICES + 1), "", str(MAX_CHOICES)),
@@ -189,6 +189,47 @@ def test_grammars_are_kept_and_the_oldest_forgotten(tokenizer: Tokenizer) -> Non
 
     with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
         asyncio.run(script(made))
+
+
+def test_a_checker_that_is_stopped_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "MAX_WAIT_SECONDS", 2.0)
+
+    async def script(grammars: Grammars) -> None:
+        await grammars.compile(GrammarSpec("regex", "a"), "x", ME)
+        process = grammars._checker._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        await grammars.compile(GrammarSpec("regex", "b"), "x", ME)
+        assert process.poll() == -signal.SIGKILL
+
+    with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
+        asyncio.run(script(made))
+
+
+def test_one_clients_grammars_do_not_hold_up_anothers(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    compile_one = Grammars._compile
+
+    def noting(self: Grammars, compiler: Any, spec: GrammarSpec) -> Any:
+        order.append(spec.value)
+        return compile_one(self, compiler, spec)
+
+    monkeypatch.setattr(Grammars, "_compile", noting)
+
+    async def script(grammars: Grammars) -> None:
+        wanted = [(str(number), ME) for number in range(12)] + [("yours", YOU)]
+        await asyncio.gather(
+            *(grammars.compile(GrammarSpec("regex", text), "x", who) for text, who in wanted)
+        )
+
+    with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
+        asyncio.run(script(made))
+    assert order.index("yours") <= 2
+    assert len(order) == 13
 
 
 def test_a_fork_that_dies_without_an_answer_is_an_error() -> None:
