@@ -137,21 +137,22 @@ def body(chance: random.Random) -> tuple[str, Any]:
     path, good = chance.choice(GOOD)
     made: Any = copy.deepcopy(good) | {"model": MODEL}
     if chance.random() < 0.3:
-        made |= grammar(chance)
+        made |= copy.deepcopy(grammar(chance))
     for _ in range(chance.choice([0, 1, 1, 2, 4])):
         where = list(places(made))
         if not where:
             break
         holder, key = chance.choice(where)
         graft, place = chance.choice(list(places(chance.choice(GOOD)[1])))
-        holder[key] = chance.choice(
+        new = chance.choice(
             [
                 value(chance),
                 schema(chance),
-                copy.deepcopy(graft[place]),
-                [copy.deepcopy(holder[key]) for _ in range(3)],
+                graft[place],
+                [holder[key]] * 3,
             ]
         )
+        holder[key] = copy.deepcopy(new)
     if isinstance(made, dict) and chance.random() < 0.95:
         limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
         if path.startswith("/api/"):
