@@ -1,6 +1,7 @@
 """Who may call the server: keys, host names, web pages."""
 
 import argparse
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import host_name, origin, secret
 from mlx_mtp.server import access
 from mlx_mtp.server.access import known_names, read_keys, warn_if_open
+from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import GOOD, TEXT, in_process
 from tests.server.raw_http import error_of
 
@@ -226,3 +228,17 @@ def test_an_open_server_is_warned_about(caplog: pytest.LogCaptureFixture) -> Non
         warn_if_open(host, origins, has_key=has_key)
         assert bool(caplog.records) == bool(word)
         assert word in caplog.text
+
+
+def test_keys_share_no_prefixes_unless_they_may() -> None:
+    def salts(*keys: str, **settings: Any) -> list[str]:
+        engine = FakeEngine(answer([300]))
+        with in_process(engine, api_keys=keys, **settings) as client:
+            for key, fields in itertools.product(keys, ({}, {"cache_salt": "x"})):
+                asked = GOOD[TEXT] | fields
+                client.post(TEXT, json=asked, headers={"x-api-key": key}).raise_for_status()
+        return [request.cache_salt for request in engine.submitted]
+
+    assert len(set(salts("one", OTHER))) == 4
+    assert salts(OTHER) == ["", "x"]
+    assert salts("one", OTHER, share_prefixes=True) == ["", "x"] * 2
