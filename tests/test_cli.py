@@ -160,7 +160,7 @@ def test_the_models_name():
     [
         ("/no/such/model", r"mlx-mtp: '/no/such/model' is neither .*\n"),
         ("--memory-limit 40MB", "40.0 MB .--memory-limit. the weights take 50.5 MB.*mtp models"),
-        ("--memory-limit 70MB", "weights take 50.5 MB and the prefix cache 4.9 MB"),
+        ("--memory-limit 70MB", "weights take 50.5 MB and the prefix cache 4.3 MB"),
         ("--memory-limit 200MB --max-model-len 65536", "65,536 tokens needs .*--max-model-len "),
     ],
 )
