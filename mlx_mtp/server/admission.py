@@ -140,39 +140,39 @@ class HeldBytes:
         self._of: Counter[str] = Counter()
         self._rejected = rejected
 
-    def take_body(self, scope: Scope, begun: bytearray) -> None:
-        """Count a body as far as it has come."""
-        self._take(scope, BODY_BYTES * len(begun) + OBJECT_BYTES * begun.count(b"{"))
+    def take_body(self, scope: Scope, piece: bytes) -> None:
+        """Count a piece of a body."""
+        self.take(scope, BODY_BYTES * len(piece) + OBJECT_BYTES * piece.count(b"{"))
 
-    def take_more(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
-        """Count an answer, beside the body; `always`: whatever others hold."""
-        self._take(scope, scope.get(_HELD, 0) + nbytes, always=always)
-
-    def _take(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
-        # What the request holds in all.
-        client, own = client_of(scope, None)[0], scope.get(_HELD, 0)
-        more = max(0, nbytes - PIECE) - own
-        if more <= 0:
-            return
+    def take(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
+        """Count more bytes of a request; `always`: whatever others hold."""
+        client, own = client_of(scope, None)[0], _counted(scope)
+        scope[_HELD] = scope.get(_HELD, 0) + nbytes
+        more = _counted(scope) - own
         for held, most in ((self.total, self.most), (self._of[client], self.most * 3 // 4)):
             # A request alone is bounded by the longest body.
-            if held > own and held + more > most and not always:
+            if more and held > own and held + more > most and not always:
+                scope[_HELD] -= nbytes
                 self._rejected["bytes"] += 1
                 raise errors.BytesLimitError(
                     "The bodies and unread answers of other requests take all memory that there "
                     "is for them. Try again later.",
                     retry_after=UNKNOWN_RETRY_SECONDS,
                 )
-        scope[_HELD] = own + more
         self.total += more
         self._of[client] += more
 
     def give_back(self, scope: Scope) -> None:
-        client, own = client_of(scope, None)[0], scope.pop(_HELD, 0)
+        client, own = client_of(scope, None)[0], _counted(scope)
+        scope.pop(_HELD, None)
         self.total -= own
         self._of[client] -= own
         if not self._of[client]:
             del self._of[client]
+
+
+def _counted(scope: Scope) -> int:
+    return max(0, int(scope.get(_HELD, 0)) - PIECE)
 
 
 def _retry(seconds: float) -> int:

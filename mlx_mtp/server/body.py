@@ -49,11 +49,11 @@ async def read_body(
     model: type[Model],
     max_bytes: int,
     max_seconds: float,
-    take: Callable[[bytearray], None] = lambda _: None,
+    take: Callable[[bytes], None] = lambda _: None,
     *,
     lenient: bool = False,
 ) -> Model:
-    """Read, parse and validate the body; raises RequestError. `take` is called with what has come.
+    """Read, parse and validate the body; raises RequestError. `take` is called with each piece.
 
     If `lenient`, unknown parameters are no error, but noted in the request's record.
     """
@@ -65,7 +65,7 @@ async def read_body(
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
-                take(body)
+                take(chunk)
     except TimeoutError:
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None

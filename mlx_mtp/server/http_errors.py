@@ -118,7 +118,7 @@ class WriteInPieces:
                 try:
                     # What was generated for an answer is not thrown away.
                     always = record_of(scope).generation is not None
-                    self._held.take_more(scope, len(body), always=always)
+                    self._held.take(scope, len(body), always=always)
                 except errors.BytesLimitError as error:
                     record_of(scope).reason = str(error)
                     refusal = error_response(error, scope["path"])
