@@ -1,6 +1,7 @@
 """A self-test as one table, and as JSON."""
 
 import dataclasses
+import json
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from mlx_mtp.kernels import gpu
 from mlx_mtp.machine import physical_memory
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import KernelCheck, name_of
+from mlx_mtp.selftest.products import ROWS, Product
 
 _SHOWN_PARTINGS = 3
 _VERDICTS = {True: "ok", False: "FAILED"}
@@ -53,6 +55,7 @@ class Report:
     model: dict[str, Any]
     kernels: list[KernelCheck]
     strict: bool  # Differences between tokens are failures, but for ties.
+    products: list[Product] = field(default_factory=list)
     equality: list[Equality] = field(default_factory=list)
     speed: dict[str, Any] | None = None  # None if the engine failed before, or no time was left.
     skipped: list[str] = field(default_factory=list)
@@ -71,6 +74,11 @@ class Report:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
+    def text(self) -> str:
+        """All of it for an issue: the table, and what was measured as JSON."""
+        found = json.dumps(self.content(), indent=1, default=str)
+        return f"{self.table()}\n\n```json\n{found}\n```\n"
+
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model
         yield "versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), ""
@@ -88,6 +96,14 @@ class Report:
                 yield name, check.problem or f"off by {check.difference:.1e} at most", verdict
             else:
                 yield name, "not for these sizes: portable code in use", ""
+        if self.products:
+            counts = ", ".join(map(str, ROWS))
+            yield "products of a layer", f"microseconds (over reading once) at {counts} rows", ""
+        for product in self.products:
+            pairs = zip(product.microseconds, product.reading, strict=True)
+            text = ", ".join(f"{took:.0f} ({took / once:.1f})" for took, once in pairs)
+            same = "" if product.independent else "; a row's bits depend on the others"
+            yield f"{product.name}, {product.layers} layers", text + same, ""
         for found in self.equality:
             # Where differences are no failure there is nothing to judge, only a rate.
             see = found.ok and found.partings and not self.strict
