@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
@@ -66,7 +65,7 @@ def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
     """Measure each kind of product, that with the most weights first, until the deadline."""
     kinds: dict[str, list[_Experts | _Plain]] = {}
     for module in model.model.modules():
-        if isinstance(module, Qwen3NextSparseMoeBlock):
+        if "switch_mlp" in module:  # a mixture of experts
             inner = _name(module.switch_mlp.gate_proj)
             name = f"{module.top_k} of {module.num_experts} experts, {inner}"
             kinds.setdefault(name, []).append(_Experts(module))
