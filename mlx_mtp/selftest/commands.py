@@ -11,7 +11,6 @@ from typing import NamedTuple
 from mlx_mtp.bench.measure import Asking, measure, showing, summarize
 from mlx_mtp.bench.offline import OFF, EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import PromptSource
-from mlx_mtp.bench.report import write_json
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import EngineError
@@ -58,10 +57,7 @@ def run_selftest(
     check_engines(report, model, tokenizer, options.seconds, began)
     report.seconds = perf_counter() - began
     print(report.table())
-    if options.json is not None:
-        write_json(options.json, report.content())
-    if options.report is not None:
-        options.report.write_text(report.text())
+    report.write(options.json, options.report)
     for failure in report.failures:
         print(f"mlx-mtp: failed: {failure}", file=sys.stderr)
     return 1 if report.failures else 0

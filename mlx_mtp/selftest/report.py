@@ -7,12 +7,13 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp import __version__
-from mlx_mtp.bench.report import rate_and_ratio, render
+from mlx_mtp.bench.report import rate_and_ratio, render, write_json
 from mlx_mtp.inspect.found import quantization
 from mlx_mtp.kernels import gpu
 from mlx_mtp.machine import physical_memory
@@ -74,10 +75,13 @@ class Report:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
-    def text(self) -> str:
-        """All of it for an issue: the table, and what was measured as JSON."""
-        found = json.dumps(self.content(), indent=1, default=str)
-        return f"{self.table()}\n\n```json\n{found}\n```\n"
+    def write(self, figures: Path | None, whole: Path | None) -> None:
+        """What was measured as JSON, and the table with it in a file to paste into an issue."""
+        if figures is not None:
+            write_json(figures, self.content())
+        if whole is not None:
+            found = json.dumps(self.content(), indent=1, default=str)
+            whole.write_text(f"{self.table()}\n\n```json\n{found}\n```\n")
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model
