@@ -79,6 +79,7 @@ def serve(
         # What is loaded stays: garbage collections, which stop every thread, need not visit it.
         gc.collect()
         gc.freeze()
+        engine.launch()  # Where it can't answer there is nothing to serve.
         plan = memory.lines(options.max_num_seqs)
         text = banner(config, loaded, engine.info, info, plan, width_of(sys.stdout))
 

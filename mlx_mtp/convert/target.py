@@ -12,9 +12,11 @@ import mlx.nn as nn
 from mlx_mtp.cache.specs import AttentionSpec
 from mlx_mtp.errors import ConvertError, ModelError, UsageError
 from mlx_mtp.models.family import text_config
+from mlx_mtp.models.files import read_json
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import head_name
-from mlx_mtp.models.loader import family_of, read_json
+from mlx_mtp.models.loader import family_of
+from mlx_mtp.models.sizes import check_sizes
 
 UNQUANTIZED = 16
 # Fields of config.json that shape a head. A source that differs in one belongs to another model.
@@ -51,13 +53,14 @@ class Target:
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / "config.json")
         self.family = family_of(self.config, str(path))
+        check_sizes(self.config, path)
         model_class, args_class = self.family.classes(self.config)
         try:
             # Nothing is allocated: mlx makes the random weights only when they are looked at.
             model = model_class(args_class.from_dict(self.config))  # type: ignore[attr-defined]
             self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
+        except Exception as error:  # Of mlx-lm, whatever it is.
+            raise ConvertError(f"{path / 'config.json'} can't be used: {error!r:.300}") from error
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def head(self, *, moe: bool) -> MTPHead:

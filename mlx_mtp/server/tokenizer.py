@@ -16,6 +16,7 @@ from mlx_mtp.errors import (
     ModelError,
     UnsupportedParameterError,
 )
+from mlx_mtp.models.files import check_tokenizer
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.server.text import cut
 
@@ -60,6 +61,7 @@ class Tokenizer:
             raise ModelError(
                 f"{path} has no tokenizer: there is no {' and no '.join(_VOCABULARIES)}."
             )
+        check_tokenizer(path)
         from transformers import AutoTokenizer  # Here, as it takes seconds.
 
         try:

@@ -1,0 +1,159 @@
+"""The one reader of a model's small files and headers: regular files, of bounded sizes."""
+
+import json
+import re
+import stat
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mlx_mtp.errors import CheckpointError, ModelError
+
+# Most bytes by name, the first that matches; other files of a directory are never opened.
+LARGEST = {
+    "config.json": 4 << 20,
+    "*.json": 64 << 20,  # Qwen3.5's tokenizer.json and the index of 500 experts have 20 MB.
+    "*.txt": 64 << 20,
+    "*.jinja": 1 << 20,
+    "*.safetensors": 1 << 50,
+}
+MAX_ADDED_TOKENS = 8192  # transformers adds them one by one
+_TEMPLATES = "additional_chat_templates"
+_BLOB = re.compile(r"[0-9a-f]{40,64}")  # a file's name in the hub's cache
+_ADDED = (
+    *(("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")),
+    *(("tokenizer_config.json", "additional_special_tokens"), ("added_tokens.json", None)),
+    *(("tokenizer_config.json", "extra_special_tokens"),),
+    ("special_tokens_map.json", "additional_special_tokens"),
+)
+
+
+def check_directory(path: Path) -> Path:
+    """A model's directory, in which every file that may be opened can be; ModelError if not."""
+    try:
+        for file in sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*.jinja")]):
+            if any(fnmatch(file.name, pattern) for pattern in LARGEST):
+                check_file(file)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror or error}.") from error
+    return path
+
+
+def check_file(path: Path) -> None:
+    """CheckpointError for what is no regular file, is too large, or is a link out of the model.
+
+    Of a template's or a tokenizer's content parts end up in prompts and messages: a link must lead
+    to a file of the same name, or into the hub's cache. A reader of weights shows nothing.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link that leads nowhere.") from error
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file.")
+    most = next(size for pattern, size in LARGEST.items() if fnmatch(path.name, pattern))
+    if status.st_size > most:
+        raise CheckpointError(
+            f"{path} has {status.st_size:,} bytes, but {most:,} at most are read."
+        )
+    if path.is_symlink() and path.suffix != ".safetensors":
+        target = path.resolve()
+        in_cache = target.parent.name == "blobs" and _BLOB.fullmatch(target.name)
+        if target.name != path.name and not in_cache:
+            raise CheckpointError(f"{path} is a link to a file of another name: {target}.")
+
+
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object of a model's directory; ModelError if it can't be read and has no default."""
+    try:
+        check_file(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if default is not None:
+            return default
+        message = f"{path.parent} has no {path.name}; it is not a model directory."
+        raise ModelError(message) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not hold a JSON object.")
+    return content
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """File of each tensor by an index; names alone, as an index must not lead elsewhere."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path} can't be read: its weight_map is not a JSON object.")
+    found = {key: Path(str(file)).name for key, file in weight_map.items()}
+    for key, file in found.items():
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
+            )
+    return found
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begin, and its header; CheckpointError if it is damaged."""
+    size = 0
+    try:
+        check_file(path)
+        size = path.stat().st_size
+        # The library checks types, shapes and lengths, and that the tensors fill the file.
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return 8 + length, json.loads(file.read(length), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} ({size:,} bytes) is truncated, damaged or not a safetensors file: "
+            f"{error}. Download it again."
+        ) from error
+
+
+def shapes_in(path: Path, pattern: str) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in a directory's files; CheckpointError if two have the same name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob(pattern)):
+        _, header = read_header(file)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if name in found:
+                raise CheckpointError(
+                    f"{file} has {name}, which another file has: it is there twice."
+                )
+            found[name] = tuple(entry["shape"])
+    return found
+
+
+def check_tokenizer(path: Path) -> None:
+    """ModelError for too many added tokens, or a chat template that is no text."""
+    read: dict[str, dict[str, Any]] = {}
+    for file, key in _ADDED:
+        content = read.setdefault(file, read_json(path / file, default={}))
+        added = content if key is None else content.get(key)
+        if isinstance(added, (list, dict)) and len(added) > MAX_ADDED_TOKENS:
+            raise ModelError(
+                f"{path / file} has {len(added):,} added tokens; {MAX_ADDED_TOKENS:,} at most are "
+                "read."
+            )
+    template = read["tokenizer_config.json"].get("chat_template")
+    several = template if isinstance(template, list) else [{"template": template or ""}]
+    texts = [each.get("template") if isinstance(each, dict) else None for each in several]
+    if not all(isinstance(text, str) for text in texts):
+        raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is not a text.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"its header has {double[:80]!r} twice")
+    return found
