@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             given = resolve(given, SERVE_FLAGS, environ)
         return int(given.run(given))
     except MlxMtpError as error:
-        print(f"mlx-mtp: {error}", file=sys.stderr)
+        # On one line, also what a library or a file's name brings.
+        print(f"mlx-mtp: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, BenchError) else 2
     except KeyboardInterrupt:
         return 130
