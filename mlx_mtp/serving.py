@@ -184,8 +184,10 @@ def _prefixes(engine: EngineInfo) -> str:
 def _announce(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # As in `mlx-mtp serve | head`.
+    except OSError as error:  # As in `mlx-mtp serve | head`, or on a full disk.
         discard(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            logger.warning("The banner can't be written: %s", error)
 
 
 def discard(*streams: TextIO) -> None:

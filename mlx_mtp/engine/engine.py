@@ -91,6 +91,10 @@ class Engine:
         """Why the engine is taken to hang; None while it works. It may recover."""
         return self._heartbeat.hang()
 
+    def resume(self) -> None:
+        """Told after the process had been stopped: that was no hang."""
+        self._heartbeat.resume()
+
     def start(self, deliver: Deliver) -> None:
         """Start the thread; it calls `deliver` once a step, with all outputs of that step."""
         self._deliver = deliver

@@ -32,6 +32,7 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 )
+_OWN_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers
 # If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
 # code; if it is False, it uses its own class or refuses.
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -73,7 +74,9 @@ class Tokenizer:
                 f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
             )
             raise ModelError(f"{fault}: {_one_line(error)}") from error
-        return cls(tokenizer, str(path))
+        loaded = cls(tokenizer, str(path))
+        _check_template(loaded.template, path)
+        return loaded
 
     @cached_property
     def vocab_size(self) -> int:
@@ -252,6 +255,16 @@ class Tokenizer:
 def _is_byte_level(backend: Any) -> bool:
     decoder = backend.decoder
     return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+
+
+def _check_template(template: str, path: Path) -> None:
+    # It is parsed and no more: compiling would compute its constants, such as 7 ** 10**8.
+    from jinja2 import Environment, TemplateSyntaxError  # Here, as transformers.
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_OWN_TAG.sub("", template))
+    except (TemplateSyntaxError, RecursionError) as error:
+        raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Damaged model directories: each is served, or refused in one line; nothing hangs, crashes or dies.
+"""Damaged model directories: each is served, or refused in one line; none hangs or crashes.
 
     python -m tests.fuzz.model_directories --seconds 3600 --seed 1
 
@@ -7,7 +7,6 @@ a child of a process that has imported everything: `inspect`, then `serve` with 
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -30,11 +29,8 @@ import fastapi  # noqa: F401
 import httpx
 import huggingface_hub  # noqa: F401
 import mlx_lm.convert  # noqa: F401
-import transformers
 import uvicorn  # noqa: F401
 
-import mlx_mtp.engine.build
-import mlx_mtp.models.loader
 from mlx_mtp import cli, serving
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint
 
@@ -233,6 +229,10 @@ def random_change(chance: random.Random) -> tuple[str, Change]:
     return f"{kind} {seed}", run
 
 
+def _own_files(path: Path) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_file() and not each.is_symlink())
+
+
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
@@ -248,7 +248,7 @@ def _change_value(path: Path, chance: random.Random) -> None:
         else:
             holder[key] = chance.choice(NUMBERS + OTHERS)
 
-    edit(path / chance.choice([p.name for p in path.glob("*.json")]), change)
+    edit(chance.choice([p for p in _own_files(path) if p.suffix == ".json"]), change)
 
 
 def _change_size(path: Path, chance: random.Random) -> None:
@@ -278,13 +278,13 @@ def _change_file(path: Path, chance: random.Random) -> None:
     elif kind == 4:
         file.write_bytes(chance.choice([b"", b"{}", b"[]", b"null", b"\xff", b"[" * 10**5, b"7"]))
     elif kind == 5:
-        shutil.copyfile(chance.choice(sorted(p for p in path.iterdir() if p.is_file())), file)
+        shutil.copyfile(chance.choice(_own_files(path)), file)
     elif kind == 6:
         file.write_bytes(old[: chance.randrange(len(old) + 1)])
 
 
 def _change_bytes(path: Path, chance: random.Random) -> None:
-    file = chance.choice([p for p in path.iterdir() if p.is_file()])
+    file = chance.choice(_own_files(path))
     content = bytearray(file.read_bytes())
     for _ in range(chance.randint(1, 4)):
         start = min(int(chance.expovariate(1 / 2000)), len(content))
@@ -316,7 +316,9 @@ def _change_header(path: Path, chance: random.Random) -> None:
             return _duplicate(entries)
         return None
 
-    header(change)(path)
+    header(change, chance.choice([p for p in _own_files(path) if p.suffix == ".safetensors"]).name)(
+        path
+    )
 
 
 def _ask(text: str) -> None:
@@ -379,7 +381,7 @@ def fault_of(path: Path, wanted: str | None = None) -> str | None:
     refused, served = why is not None and status == 2, status == 0 and "SERVED 0" in said
     if "Traceback" in said or SECRET in said or not (refused or served):
         return f"status {status}: {said[-2000:]}"
-    if served and not re.search(r"^ANSWERED 200 200 (200|400)$", said, re.MULTILINE):
+    if served and not re.search(r"^ANSWERED (200|400) 200 (200|400)$", said, re.MULTILINE):
         return f"it is ready and does not answer: {said[-2000:]}"
     by_weights = refused and "can't answer" in said
     if refused and not by_weights and re.search(r"^next +mlx-mtp serve", said, re.MULTILINE):
@@ -412,7 +414,7 @@ def run(
             shutil.copytree(root / family, path)
             try:
                 change(path)
-            except (IndexError, OSError, ValueError, TypeError, KeyError, AttributeError):
+            except Exception:
                 assert wanted is None, name
                 fault = None  # An earlier change left nothing to change.
             else:
