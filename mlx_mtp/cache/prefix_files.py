@@ -46,6 +46,7 @@ _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
 _DIGEST_WITHIN = 4096  # The metadata come first in a file.
 _HASH_BLOCK = 256 << 20  # of weights, so that one large file is read by several threads too
+_HASH_PIECE = 1 << 18
 _HASH_THREADS = 8
 
 
@@ -94,12 +95,11 @@ def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: objec
 
 
 def _digest(path: Path, start: int) -> str:
-    digest, left = hashlib.sha256(), _HASH_BLOCK
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_HASH_PIECE))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (piece := file.read(min(left, _SLICE))):
-            digest.update(piece)
-            left -= len(piece)
+        for _ in range(0, _HASH_BLOCK, _HASH_PIECE):
+            digest.update(piece[: file.readinto(piece)])
     return digest.hexdigest()
 
 
