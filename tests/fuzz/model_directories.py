@@ -3,7 +3,8 @@
     python -m tests.fuzz.model_directories --seconds 3600 --seed 1
 
 changes good directories at random and prints each fault with the case that shows it. A case runs in
-a child of a process that has imported everything: `inspect`, then `serve` with a completion.
+a child of a process that has imported everything: `inspect`, `add-mtp-weights`, `convert`, and
+`serve` with a completion.
 """
 
 import argparse
@@ -333,15 +334,15 @@ def _ask(text: str) -> None:
                 codes = client.post("/v1/completions", json=body), client.get("/health")
                 chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
                 said = client.post("/v1/chat/completions", json=chat)
-                print("ANSWERED", *(answer.status_code for answer in codes), said.status_code)
-                print(said.text[:300])
+                statuses = " ".join(str(answer.status_code) for answer in (*codes, said))
+                sys.stdout.write(f"\nANSWERED {statuses}\n{said.text[:300]}\n")
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask).start()
 
 
-def _child(path: Path, output: Path) -> None:
+def _child(path: Path, like: Path, output: Path) -> None:
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -350,6 +351,13 @@ def _child(path: Path, output: Path) -> None:
     status = 99
     try:
         print("INSPECTED", cli.main(["inspect", str(path)], {}))
+        for words in (
+            ["add-mtp-weights", path, "--source-model", like, "--dry-run", "--force"],
+            ["add-mtp-weights", like, "--source-model", path, "--dry-run", "--force"],
+            ["convert", path, "--output", path.parent / "converted"],
+        ):
+            done = cli.main([str(word) for word in words], {})
+            assert done in (0, 2), words
         flags = ["--port", "0", "--calibration-seconds", "0", "--mtp-num-draft-tokens", "1"]
         status = cli.main(["serve", str(path), *flags], {})
         print("SERVED", status)
@@ -362,12 +370,12 @@ def _child(path: Path, output: Path) -> None:
         os._exit(status)
 
 
-def fault_of(path: Path, wanted: str | None = None) -> str | None:
-    """What is wrong with how a directory is taken; None if nothing is."""
+def fault_of(path: Path, like: Path, wanted: str | None = None) -> str | None:
+    """What is wrong with how a directory, made of `like`, is taken; None if nothing is."""
     output = path.parent / "output"
     pid = os.fork()
     if not pid:
-        _child(path, output)
+        _child(path, like, output)
     deadline = time.monotonic() + PATIENCE
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:
@@ -419,11 +427,12 @@ def run(
                 fault = None  # An earlier change left nothing to change.
             else:
                 count += 1
-                fault = fault_of(path, wanted)
+                fault = fault_of(path, root / family, wanted)
             if fault is not None:
                 faults += 1
                 print(f"--- {family}, {name}: {fault}\n", flush=True)
             shutil.rmtree(path)
+            shutil.rmtree(root / "converted", ignore_errors=True)
     return count, faults
 
 
