@@ -103,12 +103,12 @@ class Target:
                     f"The head in {name} does not fit {self.path}: {field} is {theirs[field]} in "
                     f"the source's config.json and {ours[field]} in the model's."
                 )
-        layers = "num_hidden_layers"
-        if theirs.get(layers, ours.get(layers)) != ours.get(layers):
+        layers = theirs.get("num_hidden_layers", self.args.num_hidden_layers)
+        if layers != self.args.num_hidden_layers:
             print(
-                f"warning: {name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: "
-                "if they are not versions of one model, the head will draft badly (--verify shows "
-                "it).",
+                f"warning: {name} has {layers} layers and {self.path} has "
+                f"{self.args.num_hidden_layers}: if they are not versions of one model, the head "
+                "will draft badly (--verify shows it).",
                 file=sys.stderr,
             )
 

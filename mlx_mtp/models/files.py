@@ -33,7 +33,7 @@ def check_directory(path: Path) -> Path:
     """A model's directory, in which every file that may be opened can be; ModelError if not."""
     try:
         for file in sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*.jinja")]):
-            if any(fnmatch(file.name, pattern) for pattern in LARGEST):
+            if _largest(file):
                 check_file(file)
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror or error}.") from error
@@ -54,8 +54,7 @@ def check_file(path: Path) -> None:
         raise
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file.")
-    most = next(size for pattern, size in LARGEST.items() if fnmatch(path.name, pattern))
-    if status.st_size > most:
+    if status.st_size > (most := _largest(path)):
         raise CheckpointError(
             f"{path} has {status.st_size:,} bytes, but {most:,} at most are read."
         )
@@ -147,6 +146,12 @@ def check_tokenizer(path: Path) -> None:
     texts = [each.get("template") if isinstance(each, dict) else None for each in several]
     if not all(isinstance(text, str) for text in texts):
         raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is not a text.")
+
+
+def _largest(path: Path) -> int:
+    # In lower case, as some file systems find either.
+    name = path.name.lower()
+    return next((size for pattern, size in LARGEST.items() if fnmatch(name, pattern)), 0)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

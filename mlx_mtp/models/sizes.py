@@ -22,6 +22,7 @@ _RANGES = {
     **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), (1, 1 << 20)),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 20)),
 }
+_MAY_BE_NULL = ("head_dim", "intermediate_size", "max_position_embeddings")
 # The first is not above the second; the second divides the first.
 _NOT_ABOVE = (
     ("num_experts_per_tok", "num_experts"),
@@ -32,7 +33,7 @@ _DIVIDED = (
     ("linear_num_value_heads", "linear_num_key_heads"),
 )
 _OF_TENSORS = frozenset(_RANGES) - {"full_attention_interval", "max_position_embeddings"}
-_LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")
+_LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d{1,9})\.")
 
 
 def check_sizes(
@@ -40,7 +41,8 @@ def check_sizes(
 ) -> None:
     """ModelError for sizes that can't be, or that `shapes`, those of the weights, don't have."""
     inner = text_config(config)
-    sizes = {name: inner[name] for name in _RANGES if inner.get(name) is not None}
+    nulls = {name for name in _MAY_BE_NULL if inner.get(name) is None}
+    sizes = {name: inner[name] for name in sorted(_RANGES.keys() & inner.keys() - nulls)}
 
     def refuse(fault: str) -> None:
         raise ModelError(f"{path / 'config.json'}: {fault}")
