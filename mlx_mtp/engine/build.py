@@ -110,9 +110,8 @@ def build_engine(
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    depth_checked = 1 if num_draft_tokens else 0
-    checked = partial(check_answers, config, vocab_size, depth_checked) if check else None
-    return Engine(info, make_core, heartbeat, keeper, store, checked)
+    checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens else 0)
+    return Engine(info, make_core, heartbeat, keeper, store, checked if check else None)
 
 
 def prefix_store(

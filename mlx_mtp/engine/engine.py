@@ -96,13 +96,13 @@ class Engine:
         self._heartbeat.resume()
 
     def start(self, deliver: Deliver) -> None:
-        """Start the thread; it calls `deliver` once a step, with all outputs of that step."""
+        """Take requests; the thread calls `deliver` once a step, with all outputs of that step."""
         self._deliver = deliver
         if not self._thread.is_alive():
             self.launch()
 
     def launch(self) -> None:
-        """Start the thread before `start` does; ModelError if the model can't answer."""
+        """Start the thread, as `start` does otherwise; ModelError if the model can't answer."""
         self._thread.start()
         atexit.register(self.stop)
         try:

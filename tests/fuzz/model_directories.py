@@ -200,6 +200,8 @@ CASES: dict[str, tuple[Change, str]] = {
         template_in_config([{"name": "default", "template": 5}]),
         "chat_temp",
     ),
+    "template ends too early": (template_in_config("{% if tools %}"), "chat template is wrong"),
+    "null as size": (config(moe_intermediate_size=None), "moe_intermediate_size is None"),
     "300,000 added tokens": (_many_tokens, "added tokens"),
     "overlap": (header(_overlap), "damaged"),
     "duplicate": (header(_duplicate), "twice"),
