@@ -10,11 +10,13 @@ from safetensors import SafetensorError, safe_open
 
 from mlx_mtp.errors import CheckpointError, ModelError
 
-# Most bytes by name, the first that matches; other files of a directory are never opened.
+# Most bytes by name, of what is opened here, by mlx-lm or by transformers; the first that matches.
 LARGEST = {
-    "config.json": 4 << 20,
-    "*.json": 64 << 20,  # Qwen3.5's tokenizer.json and the index of 500 experts have 20 MB.
-    "*.txt": 64 << 20,
+    "*config.json": 16 << 20,
+    "*token*.json": 64 << 20,  # A vocabulary of 250,000 has about 20 MB,
+    "*.index.json": 64 << 20,  # and so has a list of the experts of 60 layers, 512 in each.
+    "vocab.json": 64 << 20,
+    "merges.txt": 64 << 20,
     "*.jinja": 1 << 20,
     "*.safetensors": 1 << 50,
 }
