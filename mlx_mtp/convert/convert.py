@@ -98,7 +98,7 @@ def convert_model(
         raise ConvertError(f"{output} already exists: give --output a new directory.")
     source = open_source(source_name, revision)
     local = source.repo.path if isinstance(source.repo, LocalRepo) else None
-    shapes = None if local is None else shapes_in(local, "model*.safetensors")
+    shapes = None if local is None else shapes_in(local)
     check_sizes(source.config, Path(source.name), shapes)
     method = source.config.get("quantization_config", {}).get("quant_method")
     if method is not None:

@@ -21,14 +21,15 @@ LARGEST = {
     "*.safetensors": 1 << 50,
 }
 MAX_ADDED_TOKENS = 8192  # transformers adds them one by one
+_SPECIAL = "additional_special_tokens"
 _TEMPLATES = "additional_chat_templates"
 _BLOBS = "blobs"  # the folder of the hub's cache
-_ADDED = (
-    *(("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")),
-    *(("tokenizer_config.json", "additional_special_tokens"), ("added_tokens.json", None)),
-    *(("tokenizer_config.json", "extra_special_tokens"),),
-    ("special_tokens_map.json", "additional_special_tokens"),
-)
+_ADDED: dict[str, tuple[str | None, ...]] = {  # where they are in each file; None: all of it
+    "tokenizer.json": ("added_tokens",),
+    "tokenizer_config.json": ("added_tokens_decoder", "extra_special_tokens", _SPECIAL),
+    "special_tokens_map.json": (_SPECIAL,),
+    "added_tokens.json": (None,),
+}
 
 
 def check_directory(path: Path) -> Path:
@@ -117,10 +118,10 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         ) from error
 
 
-def shapes_in(path: Path, pattern: str) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in a directory's files; CheckpointError if two have the same name."""
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in a model's own files; CheckpointError if two have the same name."""
     found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob(pattern)):
+    for file in sorted(path.glob("model*.safetensors")):
         _, header = read_header(file)
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -134,16 +135,15 @@ def shapes_in(path: Path, pattern: str) -> dict[str, tuple[int, ...]]:
 
 def check_tokenizer(path: Path) -> None:
     """ModelError for too many added tokens, or a chat template that is no text."""
-    read: dict[str, dict[str, Any]] = {}
-    for file, key in _ADDED:
-        content = read.setdefault(file, read_json(path / file, default={}))
-        added = content if key is None else content.get(key)
-        if isinstance(added, (list, dict)) and len(added) > MAX_ADDED_TOKENS:
-            raise ModelError(
-                f"{path / file} has {len(added):,} added tokens; {MAX_ADDED_TOKENS:,} at most are "
-                "read."
-            )
-    template = read["tokenizer_config.json"].get("chat_template")
+    for file, keys in _ADDED.items():
+        content = read_json(path / file, default={})
+        for added in (content if key is None else content.get(key) for key in keys):
+            if isinstance(added, (list, dict)) and len(added) > MAX_ADDED_TOKENS:
+                raise ModelError(
+                    f"{path / file} has {len(added):,} added tokens; {MAX_ADDED_TOKENS:,} at most "
+                    "are read."
+                )
+    template = read_json(path / "tokenizer_config.json", default={}).get("chat_template")
     several = template if isinstance(template, list) else [{"template": template or ""}]
     texts = [each.get("template") if isinstance(each, dict) else None for each in several]
     if not all(isinstance(text, str) for text in texts):

@@ -61,7 +61,7 @@ def load_model(
     config = _read_config(path)
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
-    shapes = shapes_in(path, "model*.safetensors")
+    shapes = shapes_in(path)
     if not shapes:
         raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.")
     check_sizes(config, path, shapes)
