@@ -13,7 +13,7 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.fuzz.model_directories import CASES, SECRET, SERVED, good_directory
+from tests.fuzz.damage import CASES, SECRET, SERVED, good_directory
 
 
 @pytest.fixture(scope="module")
