@@ -1,6 +1,7 @@
 """The command line. Heavy imports are inside the commands, after mlx's backend is prepared."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,24 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             given.environ = environ
         if given.command == "serve":
             given = resolve(given, SERVE_FLAGS, environ)
-        return int(given.run(given))
+        status = int(given.run(given))
+        sys.stdout.flush()
+        return status
     except MlxMtpError as error:
-        print(f"mlx-mtp: {error}", file=sys.stderr)
+        # On one line, also what a library or a file's name brings.
+        print(f"mlx-mtp: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, BenchError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         discard(sys.stdout, sys.stderr)
         return CLOSED_PIPE_STATUS
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"mlx-mtp: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        discard(sys.stdout)
+        return 2
 
 
 def _open_closed_streams() -> None:

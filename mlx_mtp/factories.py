@@ -87,5 +87,6 @@ def engine(
         tokenizer.eos_token_ids,
         cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")),
         draft_ids=draft_ids(loaded, tokenizer, options),
+        check=True,
         **more,
     )

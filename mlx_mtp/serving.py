@@ -83,6 +83,7 @@ def serve(
         # What is loaded stays: garbage collections, which stop every thread, need not visit it.
         gc.collect()
         gc.freeze()
+        engine.launch()  # Where it can't answer there is nothing to serve.
         plan = memory.lines(options.max_num_seqs)
         text = banner(config, loaded, engine.info, info, plan, width_of(sys.stdout))
 
@@ -187,8 +188,10 @@ def _prefixes(engine: EngineInfo) -> str:
 def _announce(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # As in `mlx-mtp serve | head`.
+    except OSError as error:  # As in `mlx-mtp serve | head`, or on a full disk.
         discard(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            logger.warning("The banner can't be written: %s", error)
 
 
 def discard(*streams: TextIO) -> None:

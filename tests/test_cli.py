@@ -336,13 +336,29 @@ def test_generate_for_real():
     assert re.search(r"12 tokens, [\d.]+/s.*drafts accepted", done.stderr)
 
 
-def test_when_nobody_reads_generate_ends_quietly_and_serve_goes_on():
+def _closed_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
+    return writer
+
+
+FULL_DISK = pytest.param(
+    lambda: os.open("/dev/full", os.O_WRONLY),
+    (2, "mlx-mtp: standard output: No space left on device"),
+    marks=[
+        pytest.mark.full,
+        pytest.mark.skipif(not os.path.exists("/dev/full"), reason="of Linux"),
+    ],
+)
+
+
+@pytest.mark.parametrize(("opened", "ends"), [(_closed_pipe, (141, "")), FULL_DISK])
+def test_when_nobody_reads_generate_ends_and_serve_goes_on(opened, ends):
+    writer = opened()
     more = {"stdout": writer, "stderr": subprocess.PIPE, "text": True}
     argv = [*COMMAND, "generate", "Tell me a story.", "--max-tokens", "12"]
     done = subprocess.run(argv, **more)
-    assert done.returncode == 141
+    assert done.returncode == ends[0] and ends[1] in done.stderr
     assert "Error" not in done.stderr and "Exception" not in done.stderr
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]

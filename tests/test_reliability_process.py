@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mlx_mtp.engine.health import HANG_SECONDS
 from tests.process import CHAT, MODEL, STORY, Server, running
 
 MESSAGES = [{"role": "user", "content": STORY}]
@@ -49,12 +50,18 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
 
 @pytest.mark.parametrize(
     ("sig", "read_log"),
-    [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.full)],
+    [
+        (signal.SIGTERM, False),
+        *(
+            pytest.param(each, True, marks=pytest.mark.full)
+            for each in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        ),
+    ],
 )
 def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool) -> None:
     """Two rows run and two requests wait: all four are answered in full; the next is refused.
 
-    A stream beside them keeps the server from having drained before.
+    A stream beside them keeps the server from having drained before. Other signals change nothing.
     """
     few = ("--max-num-seqs", "3", "--drain-timeout", "300")
     with running(*few, read_log=read_log) as server, ThreadPoolExecutor(4) as pool:
@@ -65,6 +72,8 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log:
         next(beside)
         jobs = [pool.submit(ask, server, 60) for _ in range(4)]
         wait_until_taken(server, jobs, beside=1)
+        for other in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGSTOP, signal.SIGCONT):
+            server.process.send_signal(other)
         server.process.send_signal(sig)
         assert wait_until_unhealthy(server)["status"] == "draining"
         refused = ask(server, 5)
@@ -112,6 +121,21 @@ def test_killed_and_started_again_it_gives_the_same_answer() -> None:
     with running("--port", port) as server:
         assert server.url.endswith(port)
         assert ask(server, 40).json()["choices"] == expected
+
+
+@pytest.mark.full
+def test_a_process_that_was_stopped_did_not_hang() -> None:
+    with running("--calibration-seconds", "0") as server:
+        lines = events(server)
+        for _ in range(50):  # Two steps of a kind may take as long as they like.
+            next(lines)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(HANG_SECONDS + 2)
+        server.process.send_signal(signal.SIGCONT)
+        for _ in range(50):
+            assert server.http.get("/health").status_code == 200
+        assert next(lines)
+        lines.close()
 
 
 HANG = """

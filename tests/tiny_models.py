@@ -25,7 +25,6 @@ _SHARED: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 2,
     "rms_norm_eps": 1e-6,
-    "vocab_size": VOCAB,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
     "attention_bias": False,
@@ -52,10 +51,11 @@ class Layout:
     head_prefix: str = "mtp."
     seed: int = 0
     tied: bool = False  # no lm_head of its own
+    vocab: int = VOCAB
 
 
 def text_config(layout: Layout) -> dict[str, Any]:
-    config = dict(_SHARED, tie_word_embeddings=layout.tied)
+    config = dict(_SHARED, tie_word_embeddings=layout.tied, vocab_size=layout.vocab)
     if layout.family == "qwen3_next":
         return {**config, **_MOE, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     rope = {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}

@@ -19,7 +19,9 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,9 @@ _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
 _DIGEST_WITHIN = 4096  # The metadata come first in a file.
-_SAMPLES = 16
-_SAMPLE_BYTES = 1 << 16
+_HASH_BLOCK = 256 << 20  # of weights, so that one large file is read by several threads too
+_HASH_PIECE = 1 << 18
+_HASH_THREADS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -77,21 +80,27 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
 def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
     """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
 
-    A file of weights counts with its name, size, modification time and 16 samples of its content,
-    so that replaced weights are noticed without reading several gigabytes at each start.
+    Weights count by their whole content, which is then in the system's cache for the load: sizes,
+    times and samples are the same after some exchanges (reproducible images, `rsync -t`).
     """
-    weights = []
-    for path in sorted(files):
-        digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            for sample in range(_SAMPLES):
-                file.seek(max(status.st_size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-        weights.append([path.name, status.st_size, status.st_mtime_ns, digest.hexdigest()])
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        blocks = [
+            (path, pool.map(partial(_digest, path), range(0, path.stat().st_size, _HASH_BLOCK)))
+            for path in sorted(files)
+        ]
+        weights = [(path.name, *digests) for path, digests in blocks]
     others = {name: str(value) for name, value in facts.items()}
     text = json.dumps([config, weights, others], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(path: Path, start: int) -> str:
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_HASH_PIECE))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        for _ in range(0, _HASH_BLOCK, _HASH_PIECE):
+            digest.update(piece[: file.readinto(piece)])
+    return digest.hexdigest()
 
 
 class PrefixDirectory:

@@ -22,9 +22,11 @@ from mlx_mtp.convert.source import (
 from mlx_mtp.convert.target import Target
 from mlx_mtp.convert.verify import verify_head
 from mlx_mtp.errors import ConvertError, MlxMtpError
+from mlx_mtp.models.files import shapes_in
 from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.models.published import source_of
+from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.units import size_text
 
 
@@ -95,6 +97,9 @@ def convert_model(
     if output.exists():
         raise ConvertError(f"{output} already exists: give --output a new directory.")
     source = open_source(source_name, revision)
+    local = source.repo.path if isinstance(source.repo, LocalRepo) else None
+    shapes = None if local is None else shapes_in(local)
+    check_sizes(source.config, Path(source.name), shapes)
     method = source.config.get("quantization_config", {}).get("quant_method")
     if method is not None:
         raise ConvertError(

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from mlx_mtp.errors import CheckpointError, ConvertError
+from mlx_mtp.errors import CheckpointError, ConvertError, ModelError
+from mlx_mtp.models.files import read_header
 from mlx_mtp.models.head_weights import SIDECAR, SIDECAR_INDEX, SIDECAR_PATTERN, sidecar_files
 
 FORMAT_VERSION_KEY = "mlx_mtp_format_version"
@@ -32,24 +32,13 @@ class SafetensorsFile:
     """The header of a file, checked against its length; CheckpointError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+        start, header = read_header(path)
+        self.path, self.size = path, path.stat().st_size
         self.digest = hashlib.sha256()  # Of all that was read of the tensors, in that order.
-        try:
-            self.size = path.stat().st_size
-            with safe_open(path, framework="numpy"), path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointError(
-                f"{path} ({self.size:,} bytes) is truncated, damaged or not a safetensors file: "
-                f"{error}. Download it again."
-            ) from error
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, StoredTensor] = {}
         for name, entry in header.items():
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            begin, end = (start + offset for offset in entry["data_offsets"])
             shape = tuple(entry["shape"])
             self.tensors[name] = StoredTensor(self, name, entry["dtype"], shape, begin, end - begin)
 
@@ -133,7 +122,7 @@ class Existing(NamedTuple):
         try:
             files = sidecar_files(directory)
             return cls(files, SafetensorsFile(files[0]).metadata) if files else None
-        except CheckpointError:
+        except ModelError:
             return cls([], {})
 
     def differences(self, wanted: Mapping[str, str], but: Container[str]) -> list[str]:

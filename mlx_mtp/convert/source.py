@@ -2,7 +2,6 @@
 
 import contextlib
 import fnmatch
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from huggingface_hub.file_download import HfFileMetadata
 
 from mlx_mtp.convert.files import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
+from mlx_mtp.models.files import check_directory, read_index, read_json
 from mlx_mtp.models.head_weights import (
     NORM_CONVENTION_KEY,
     PREFIXES,
@@ -27,10 +27,11 @@ from mlx_mtp.models.head_weights import (
     head_name,
 )
 from mlx_mtp.models.hub import HUB_ID, explained, use_cache_if_offline
-from mlx_mtp.models.loader import missing_head, read_json
+from mlx_mtp.models.loader import missing_head
 
 INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
+_CARD = 1 << 20  # characters of a model's card that are read
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 
 
@@ -40,7 +41,7 @@ class LocalRepo:
     commit = None
 
     def __init__(self, path: Path) -> None:
-        self.path, self.repo_id = path, str(path.resolve())
+        self.path, self.repo_id = check_directory(path), str(path.resolve())
 
     def file(self, name: str) -> Path | None:
         return self.path / name if (self.path / name).is_file() else None
@@ -219,7 +220,8 @@ def base_model(readme: Path | None) -> str | None:
     """The model that a model card says it was converted from."""
     if readme is None or not readme.is_file():
         return None
-    found = _BASE_MODEL.search(readme.read_text(encoding="utf-8", errors="replace"))
+    with readme.open(encoding="utf-8", errors="replace") as file:
+        found = _BASE_MODEL.search(file.read(_CARD))
     return found[1] if found else None
 
 
@@ -282,21 +284,8 @@ def _scan(repo: LocalRepo | HubRepo, pattern: str, but: Iterable[str] = ()) -> d
 
 
 def _indexed(repo: LocalRepo | HubRepo) -> dict[str, str]:
-    """File of each tensor by the index; only names, as an index must not lead elsewhere."""
     path = repo.file(INDEX)
-    if path is None:
-        return {}
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        found = {str(key): Path(str(file)).name for key, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {error!r}") from error
-    for key, file in found.items():
-        if not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
-            )
-    return found
+    return {} if path is None else read_index(path)
 
 
 def _checked(text: str | None, of: str) -> str:

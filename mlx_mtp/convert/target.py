@@ -12,9 +12,11 @@ import mlx.nn as nn
 from mlx_mtp.cache.specs import AttentionSpec
 from mlx_mtp.errors import ConvertError, ModelError, UsageError
 from mlx_mtp.models.family import text_config
+from mlx_mtp.models.files import read_json
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import head_name
-from mlx_mtp.models.loader import family_of, read_json
+from mlx_mtp.models.loader import family_of
+from mlx_mtp.models.sizes import check_sizes
 
 UNQUANTIZED = 16
 # Fields of config.json that shape a head. A source that differs in one belongs to another model.
@@ -51,13 +53,14 @@ class Target:
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / "config.json")
         self.family = family_of(self.config, str(path))
+        check_sizes(self.config, path)
         model_class, args_class = self.family.classes(self.config)
         try:
             # Nothing is allocated: mlx makes the random weights only when they are looked at.
             model = model_class(args_class.from_dict(self.config))  # type: ignore[attr-defined]
             self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConvertError(f"{path / 'config.json'} is not complete: {error}") from error
+        except Exception as error:  # Of mlx-lm, whatever it is.
+            raise ConvertError(f"{path / 'config.json'} can't be used: {error!r:.300}") from error
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def head(self, *, moe: bool) -> MTPHead:
@@ -100,12 +103,12 @@ class Target:
                     f"The head in {name} does not fit {self.path}: {field} is {theirs[field]} in "
                     f"the source's config.json and {ours[field]} in the model's."
                 )
-        layers = "num_hidden_layers"
-        if theirs.get(layers, ours.get(layers)) != ours.get(layers):
+        layers = theirs.get("num_hidden_layers", self.args.num_hidden_layers)
+        if layers != self.args.num_hidden_layers:
             print(
-                f"warning: {name} has {theirs[layers]} layers and {self.path} has {ours[layers]}: "
-                "if they are not versions of one model, the head will draft badly (--verify shows "
-                "it).",
+                f"warning: {name} has {layers} layers and {self.path} has "
+                f"{self.args.num_hidden_layers}: if they are not versions of one model, the head "
+                "will draft badly (--verify shows it).",
                 file=sys.stderr,
             )
 

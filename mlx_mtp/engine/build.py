@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.calibration import CostKeeper, fingerprint
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.first_answer import check_answers
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.prefix import PrefixCache
@@ -46,6 +48,7 @@ def build_engine(
     memory: MemoryPlan | None = None,  # None: not limited
     store: PrefixStore | None = None,  # closed when the engine is stopped
     heartbeat: Heartbeat | None = None,
+    check: bool = False,  # at its start, whether the model can answer
 ) -> Engine:
     """Build an engine. It speculates if its source of drafts has something to draft with.
 
@@ -107,7 +110,8 @@ def build_engine(
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    return Engine(info, make_core, heartbeat, keeper, store)
+    checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens else 0)
+    return Engine(info, make_core, heartbeat, keeper, store, checked if check else None)
 
 
 def prefix_store(

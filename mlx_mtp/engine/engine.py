@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from dataclasses import replace
 from time import monotonic, perf_counter
 
@@ -17,9 +18,10 @@ from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
+from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
-from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
+from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.params import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -46,12 +48,17 @@ class Engine:
         heartbeat: Heartbeat,
         keeper: CostKeeper | None = None,
         store: PrefixStore | None = None,
+        check_answers: Callable[[ModelRunner], None] | None = None,
     ) -> None:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
         self._keeper = keeper
         self._store = store
+        self._check_answers = check_answers or (lambda _: None)
+        self._answered = Future[None]()  # whether the first thread could answer
+        if check_answers is None:
+            self._answered.set_result(None)
         self._core: EngineCore | None = None
         self._restarts: deque[float] = deque()
         self._inbox: list[Sequence | str | None] = []  # to add, to cancel; None only wakes
@@ -84,11 +91,24 @@ class Engine:
         """Why the engine is taken to hang; None while it works. It may recover."""
         return self._heartbeat.hang()
 
+    def resume(self) -> None:
+        """Told after the process had been stopped: that was no hang."""
+        self._heartbeat.resume()
+
     def start(self, deliver: Deliver) -> None:
-        """Start the thread; it calls `deliver` once a step, with all outputs of that step."""
+        """Take requests; the thread calls `deliver` once a step, with all outputs of that step."""
         self._deliver = deliver
+        if not self._thread.is_alive():
+            self.launch()
+
+    def launch(self) -> None:
+        """Start the thread, as `start` does otherwise; ModelError if the model can't answer."""
         self._thread.start()
         atexit.register(self.stop)
+        try:
+            self._answered.result()
+        except Exception as error:
+            raise ModelError(f"The model can't answer: {error}") from error
 
     def stop(self, timeout: float | None = None) -> bool:
         """End the thread after the current step; returns whether it did so within `timeout` s."""
@@ -166,8 +186,12 @@ class Engine:
                 self._run()
         except BaseException as error:
             reason = f"the engine's thread died: {type(error).__name__}: {error}"
-            # Without its traceback, which would refer to the old runner.
-            logger.critical("The engine's thread died", exc_info=error)
+            if not self._answered.done():
+                self._stopping = True
+                self._answered.set_exception(error)
+            else:
+                # Without its traceback, which would refer to the old runner.
+                logger.critical("The engine's thread died", exc_info=error)
             error.__traceback__ = None
         self._heartbeat.end()
         restart = self._shut_down(reason)
@@ -182,6 +206,9 @@ class Engine:
     def _run(self) -> None:
         self._heartbeat.begin_start()
         core = self._core = self._make_core(self._totals)
+        if not self._answered.done():
+            self._check_answers(core.runner)
+            self._answered.set_result(None)
         if self._keeper is not None and not self._totals.num_restarts:
             self._keeper.begin(core.runner, stopping=lambda: self._stopping)
         while True:

@@ -59,7 +59,7 @@ class _Beat(NamedTuple):
 
 
 class Heartbeat:
-    """Detects a step that hangs. `hang` is for any thread, the rest for the engine's.
+    """Detects a step that hangs. `hang` and `resume` are for any thread, the rest for the engine's.
 
     How long a step may take follows from earlier steps of its kind: a chunk of 512 tokens takes
     0.1 s here and 20 s there. A kind that has not run yet may have to compile kernels first.
@@ -73,6 +73,7 @@ class Heartbeat:
         self._slowest: dict[Kind, float] = {}
         self._seen = Counter[object]()
         self._beat: _Beat | None = None  # replaced as a whole: readers need no lock
+        self._resumed = 0.0  # when the process went on after it had been stopped
 
     def begin_start(self) -> None:
         """The runner is being built, and step costs are measured."""
@@ -88,7 +89,7 @@ class Heartbeat:
         beat, self._beat = self._beat, None
         if beat is None or beat.kind is None:
             return
-        kind, seconds = beat.kind, self._clock() - beat.began
+        kind, seconds = beat.kind, self._seconds_in(beat)
         self._seen[kind[0]] += 1
         if self._seen[kind[0]] <= _NUM_FIRST_STEPS:
             return  # Mostly compiling.
@@ -100,13 +101,20 @@ class Heartbeat:
     def hang(self) -> str | None:
         """Why the engine is taken to hang; None while it does not."""
         beat = self._beat
-        seconds = 0.0 if beat is None else self._clock() - beat.began
+        seconds = 0.0 if beat is None else self._seconds_in(beat)
         if beat is None or seconds <= beat.allowed:
             return None
         return (
             f"the engine hangs: it has been in {beat.name} for {seconds:.1f} s, which may take "
             f"{beat.allowed:.1f} s"
         )
+
+    def resume(self) -> None:
+        """The process had been stopped: what is under way is taken to begin now."""
+        self._resumed = self._clock()
+
+    def _seconds_in(self, beat: _Beat) -> float:
+        return self._clock() - max(beat.began, self._resumed)
 
     def _allowed(self, kind: Kind) -> float:
         if self._seen[kind[0]] < _NUM_FIRST_STEPS:

@@ -49,17 +49,19 @@ def run_inspect(options: argparse.Namespace) -> int:
 
     found = find(options.model)
     wanted, limit = demand(found, options.dtype), memory_limit(options.memory_limit)
+    fits = fit_rows(wanted, limit)
+    misfit = None if fits["fits"].startswith("yes") else "It does not fit (see the first line)."
     num_bytes, num_files = found.trunk
     files = f"{num_files} file{'' if num_files == 1 else 's'}"
     rows = {
-        **fit_rows(wanted, limit),
+        **fits,
         "model": found.name,
         "family": family(found),
         "quantization": quantization(found.target.config),
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
         "MTP head": found.head or "none",
         **memory_rows(wanted),
-        "next": next_command(found),
+        "next": next_command(found, wanted.refusal or misfit),
     }
     print(labelled(rows, width_of()))
     return 0

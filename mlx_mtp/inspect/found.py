@@ -55,8 +55,10 @@ def family(found: Found) -> str:
     )
 
 
-def next_command(found: Found) -> str:
-    """What to type next: to serve it, or to give it its head first."""
+def next_command(found: Found, refusal: str | None) -> str:
+    """What to type next: to serve it, or to give it its head first; or why `serve` refuses it."""
+    if refusal is not None:
+        return f"none, as `serve` would refuse it. {refusal}"
     if found.head:
         return f"mlx-mtp serve {found.name}"
     adding = f"mlx-mtp add-mtp-weights {found.name}"

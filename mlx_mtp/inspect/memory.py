@@ -1,6 +1,5 @@
 """What a model takes in memory when it is served, by the plan that `serve` makes at its start."""
 
-import contextlib
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +13,10 @@ from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.family import text_config
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import DTYPES, load_model
+from mlx_mtp.server.params import model_defaults
+from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.units import size_text
 
 _ROWS = (1, 16)
@@ -30,16 +32,20 @@ class Demand(NamedTuple):
     where: str  # "as loaded" or "as stored": how the size of the weights is meant
     allowed: int  # most tokens that the model allows
     lm_head_row: int | None = None  # bytes of a token's row of lm_head; None: unknown
+    refusal: str | None = None  # why `serve` would not load the model, as far as is known
 
 
 def demand(found: Found, dtype: str) -> Demand:
     """As `serve` would load the model; by the files' sizes where that can't be done here."""
-    has_head = found.head is not None
-    with contextlib.suppress(ModelError):
-        if found.directory is not None:
+    has_head, refusal = found.head is not None, None
+    if found.directory is not None:
+        try:
             model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
             shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
-            return Demand(shape, model.dtype, "as loaded", model.max_model_len, row)
+            refusal = _refusal(model)
+            return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
+        except ModelError as error:
+            refusal = str(error)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
     shape = footprint_of(
         target.family.layer_specs(target.args),
@@ -51,7 +57,16 @@ def demand(found: Found, dtype: str) -> Demand:
         depth=MAX_DRAFT_TOKENS,
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
-    return Demand(shape, in_use, "as stored", int(allowed))
+    return Demand(shape, in_use, "as stored", int(allowed), refusal=refusal)
+
+
+def _refusal(model: LoadedModel) -> str | None:
+    try:
+        Tokenizer.load(model.path)
+        model_defaults(model.generation_config)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:

@@ -4,7 +4,6 @@ Whether norms are zero-centred (Hugging Face stores w, MLX 1 + w) can't be read 
 real weights fool every threshold. Where the file comes from decides.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_mtp.errors import CheckpointError
+from mlx_mtp.models.files import read_header, read_index
 
 SIDECAR = "mtp.safetensors"
 SIDECAR_INDEX = "mtp.safetensors.index.json"  # written last, when all shards are there
@@ -65,12 +65,7 @@ def sidecar_files(model_path: Path) -> list[Path]:
     """The sidecar's files: those its index names, `mtp.safetensors`, or a whole set of shards."""
     index = model_path / SIDECAR_INDEX
     if index.is_file():
-        try:
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} can't be read: {error!r}") from error
-        # Only the last part: an index must not lead out of the model's directory.
-        names = sorted({Path(str(shard)).name for shard in shards})
+        names = sorted(set(read_index(index).values()))
     elif (model_path / SIDECAR).is_file():
         names = [SIDECAR]
     else:
@@ -91,10 +86,8 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
     tensors: dict[str, mx.array] = {}
     conventions: set[Any] = set()
     for file in files:
-        try:
-            loaded: Any = mx.load(str(file), return_metadata=True)
-        except RuntimeError as error:
-            raise CheckpointError(f"{file} can't be read: {error}") from error
+        read_header(file)  # mlx checks less.
+        loaded: Any = mx.load(str(file), return_metadata=True)
         tensors.update(loaded[0])
         conventions.add(loaded[1].get(NORM_CONVENTION_KEY))
     convention = conventions.pop() if len(conventions) == 1 else None

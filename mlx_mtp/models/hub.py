@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_mtp.errors import ModelError
+from mlx_mtp.models.files import check_directory
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
@@ -22,7 +23,7 @@ def resolve_model(name_or_path: str | None) -> Path:
         return BUNDLED_MODEL
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path
+        return check_directory(path)
     if path.exists():
         raise ModelError(f"{name_or_path} is a file; give the directory that holds the model.")
     if not HUB_ID.fullmatch(name_or_path):
@@ -35,7 +36,8 @@ def resolve_model(name_or_path: str | None) -> Path:
 
     use_cache_if_offline()
     with explained(name_or_path, name_or_path, ModelError):
-        return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
+        path = Path(snapshot_download(name_or_path, allow_patterns=_FILES))
+    return check_directory(path)
 
 
 def use_cache_if_offline() -> None:

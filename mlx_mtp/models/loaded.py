@@ -49,7 +49,7 @@ class LoadedModel:
 
     @property
     def max_model_len(self) -> int:
-        return int(text_config(self.config).get("max_position_embeddings", 4096))
+        return int(text_config(self.config).get("max_position_embeddings") or 4096)
 
     @property
     def vocab_size(self) -> int:
@@ -100,11 +100,6 @@ class LoadedModel:
         return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
     def check(self) -> None:
-        longest = text_config(self.config).get("max_position_embeddings", 4096)
-        if not isinstance(longest, int) or longest < 2:
-            raise ModelError(
-                f"{self.path}: max_position_embeddings is {longest!r}, but must be 2 or more."
-            )
         for token in (token for ids in self._eos_lists() for token in ids):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ModelError(

@@ -1,6 +1,7 @@
 """From a directory to a model that runs on our caches, with its head."""
 
-import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import (
     CheckpointError,
     MissingHeadError,
+    MlxMtpError,
     ModelError,
     UnsupportedModelError,
     UsageError,
@@ -20,11 +22,15 @@ from mlx_mtp.errors import (
 from mlx_mtp.machine import machine_memory
 from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.models.files import read_json, shapes_in
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
 from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
 from mlx_mtp.models.qwen3_5 import Qwen35
 from mlx_mtp.models.qwen3_next import Qwen3Next
+from mlx_mtp.models.sizes import check_sizes
+
+logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
     model_type: family for family in (Qwen3Next(), Qwen35()) for model_type in family.model_types
@@ -55,8 +61,34 @@ def load_model(
     config = _read_config(path)
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
+    shapes = shapes_in(path)
+    if not shapes:
+        raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.")
+    check_sizes(config, path, shapes)
+    try:
+        model, head_source = _build(path, family, dtype, memory, enable_mtp=enable_mtp)
+    except MlxMtpError:
+        raise
+    except Exception as error:
+        # Whatever mlx-lm and mlx raise, these files can't be used.
+        logger.debug("Why %s can't be loaded", path, exc_info=True)
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
+    slow = few_rows_are_slow(config)
+    loaded = LoadedModel(path, config, generation_config, model, family, head_source, slow)
+    loaded.check()
+    if not lazy:
+        loaded.read()
+    return loaded
+
+
+def _build(
+    path: Path, family: Family, dtype: str, memory: int | None, *, enable_mtp: bool
+) -> tuple[nn.Module, str | None]:
+    """The patched model with its head, of which no weight is read, and where the head is from."""
     model, head, stored_dtype = _load_trunk(path, family)
     family.patch(model)
+    _check_rope(family.causal_lm(model).model.layers)
     head_source = None
     if enable_mtp:
         head = head_weights.read_sidecar(path) or head
@@ -70,12 +102,21 @@ def load_model(
         del weights
     del head  # else the stored head would be kept while the model is read
     _cast(model, dtype, stored_dtype, machine_memory().nbytes if memory is None else memory)
-    slow = few_rows_are_slow(config)
-    loaded = LoadedModel(path, config, generation_config, model, family, head_source, slow)
-    loaded.check()
-    if not lazy:
-        loaded.read()
-    return loaded
+    return model, head_source
+
+
+def _check_rope(layers: Sequence[nn.Module]) -> None:
+    """ModelError if positions of two rows can't be rotated, or not to finite numbers."""
+    attention = next(layer.self_attn for layer in layers if "self_attn" in layer)
+    try:
+        ones = mx.ones((2, 1, 2, attention.head_dim))
+        finite = mx.isfinite(attention.rope(ones, offset=mx.array([0, 1]))).all().item()
+        fault = "" if finite else ": it makes numbers that are not finite"
+    except Exception as error:
+        fault = f": {error}"
+    if fault:
+        told = "can't be used as rope_theta, rope_scaling or rope_parameters say"
+        raise ModelError(f"The model's rope {told}{fault:.300}")
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
@@ -129,12 +170,7 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
 
         return Model, args
 
-    try:
-        model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.") from error
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} can't be loaded: {error}") from error
+    model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
     # Removed, as the model's class refers to `seen`.
     tensors = seen.pop("head")
     source = f"{path / 'model*.safetensors'}"
@@ -183,19 +219,3 @@ def missing_head(model: str, note: str = "") -> MissingHeadError:
         f"the head. Add it with `mlx-mtp add-mtp-weights {model}`, or decode without "
         f"it by --no-enable-mtp.{note and ' ' + note}"
     )
-
-
-def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object of a model's directory; ModelError if it can't be read and has no default."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if default is not None:
-            return default
-        message = f"{path.parent} has no {path.name}; it is not a model directory."
-        raise ModelError(message) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} does not hold a JSON object.")
-    return content

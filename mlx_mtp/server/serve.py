@@ -9,8 +9,10 @@ import logging
 import math
 import os
 import resource
+import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -124,6 +126,7 @@ class Server(uvicorn.Server):
         self, config: uvicorn.Config, context: Context, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
+        self.engine = context.engine
         self._context, self._limiter, self._on_ready = context, context.limiter, on_ready
         self._told = False  # that it stops
 
@@ -195,6 +198,8 @@ def make_server(
 def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
     """Serve until a signal, then stop the engine; returns whether that has ended."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    if threading.current_thread() is threading.main_thread():
+        _handle_signals(server)
     log = BackgroundLog()
     with log.attached():
         try:
@@ -205,6 +210,17 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool
     if not log.close():
         os._exit(0 if ended else 1)  # The log is not read: writing to it would block.
     return ended
+
+
+def _handle_signals(server: Server) -> None:
+    # uvicorn handles SIGINT and SIGTERM. By default these, which tools send to have logs reopened
+    # or states shown, would end the process with its requests. nohup's SIGHUP stays ignored.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, server.handle_exit)
+    signal.signal(signal.SIGCONT, lambda *_: server.engine.resume())
 
 
 def give_up(reason: str) -> NoReturn:

@@ -16,6 +16,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
     is_fault,
 )
+from mlx_mtp.models.files import check_tokenizer
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.server.template_variables import variables
 from mlx_mtp.server.text import cut
@@ -32,6 +33,7 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 )
+_OWN_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers
 # If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
 # code; if it is False, it uses its own class or refuses.
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -61,6 +63,7 @@ class Tokenizer:
             raise ModelError(
                 f"{path} has no tokenizer: there is no {' and no '.join(_VOCABULARIES)}."
             )
+        check_tokenizer(path)
         from transformers import AutoTokenizer  # Here, as it takes seconds.
 
         try:
@@ -72,7 +75,9 @@ class Tokenizer:
                 f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
             )
             raise ModelError(f"{fault}: {_one_line(error)}") from error
-        return cls(tokenizer, str(path))
+        loaded = cls(tokenizer, str(path))
+        _check_template(loaded.template, path)
+        return loaded
 
     @cached_property
     def vocab_size(self) -> int:
@@ -263,6 +268,16 @@ class Tokenizer:
 def _is_byte_level(backend: Any) -> bool:
     decoder = backend.decoder
     return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+
+
+def _check_template(template: str, path: Path) -> None:
+    # It is parsed and no more: compiling would compute its constants, such as 7 ** 10**8.
+    from jinja2 import Environment, TemplateSyntaxError  # Here, as transformers.
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_OWN_TAG.sub("", template))
+    except (TemplateSyntaxError, RecursionError) as error:
+        raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
 
 
 def _one_line(error: BaseException) -> str:

@@ -271,7 +271,7 @@ def test_one_server_at_a_time(open_store, monkeypatch):
     open_store()
 
 
-def test_keys_and_the_fingerprint_follow_all_they_are_made_of(tmp_path):
+def test_keys_and_the_fingerprint_follow_all_they_are_made_of(tmp_path, monkeypatch):
     roots = [root_key(salt) for salt in (None, "", "a", "b")]
     keys = [key for root in roots for _, key in prefix_keys(root, (1, 2, 3, 258), [1, 2, 4])]
     assert keys[:3] == [next(prefix_keys(ROOT, (1, 2, 3, 258), [n]))[1] for n in (1, 2, 4)]
@@ -282,16 +282,19 @@ def test_keys_and_the_fingerprint_follow_all_they_are_made_of(tmp_path):
     weights.write_bytes(bytes(3 << 20))
     facts = {"dtype": "bfloat16", "version": "0.1.0", "kv_bits": None}
 
-    def mark(config: int = 1, time: int = 10**18, **more: object) -> str:
+    def mark(config: int = 1, **more: object) -> str:
         (path,) = tmp_path.iterdir()
-        os.utime(path, ns=(time, time))
         return fingerprint({"a": config}, [path], **facts | more)
 
-    assert mark() == mark()
-    marks = [mark(), mark(config=2), mark(time=10**18 + 1), *(mark(**{name: 8}) for name in facts)]
-    with weights.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"1")
+    marks = [mark(), mark(config=2), *(mark(**{name: 8}) for name in facts)]
+    monkeypatch.setattr(prefix_files, "_HASH_BLOCK", 1 << 20)
+    for place in (0, 1 << 20, (3 << 20) - 1, 1_234_567):  # Of the same size and time.
+        marks.append(mark())
+        assert mark() == marks[-1]
+        with weights.open("r+b") as file:
+            file.seek(place)
+            file.write(b"1")
+        os.utime(weights, ns=(10**18, 10**18))
     marks.append(mark())
     weights.rename(tmp_path / "other.safetensors")
     marks.append(mark())

@@ -188,7 +188,7 @@ def test_targets_that_are_no_models_and_sources_that_are_none(pair):
     config.write_text(json.dumps({"model_type": "llama"}))
     pair.refused(UnsupportedModelError, "qwen3_next")
     config.write_text(json.dumps({"model_type": "qwen3_next", "hidden_size": 64}))
-    pair.refused(ConvertError, "not complete")
+    pair.refused(ConvertError, "config.json can't be used")
     config.unlink()
     pair.refused(ModelError, "no config.json")
 

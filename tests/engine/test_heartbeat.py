@@ -56,6 +56,18 @@ def test_a_fast_step_that_hangs_is_told_within_five_seconds(known):
     assert "planning" in known.reason_after(HANG_SECONDS + 0.1)
 
 
+def test_a_process_that_was_stopped_did_not_hang(known):
+    known.begin(DECODE, "a decoding step of 2 rows")
+    known.clock.now += 100 * HANG_SECONDS
+    known.resume()
+    assert not known.reason_after(HANG_SECONDS - 0.1)
+    assert known.reason_after(0.2)
+    known.end()
+    # And the step was not slow.
+    known.begin(DECODE, "a decoding step of 2 rows")
+    assert known.reason_after(SLOWNESS * HANG_SECONDS + 0.1)
+
+
 def test_slow_steps_are_known_by_their_past(known):
     """A prefill chunk of 20 s on a CPU, and one that takes five times as long further on."""
     assert not any(known.hangs(PREFILL, 20.0, times=4))

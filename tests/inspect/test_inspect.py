@@ -73,8 +73,10 @@ def test_the_first_line_says_whether_it_fits(run):
         ("40MB", "no. Not enough memory. Of 40.0 MB (--memory-limit) the weights take "),
         ("100MB", "no. Not enough memory: one request of 512 tokens needs "),
     ):
-        label, text = next(iter(run("inspect", "--memory-limit", limit).items()))
+        told = run("inspect", "--memory-limit", limit)
+        label, text = next(iter(told.items()))
         assert label == "fits" and text.startswith(words)
+        assert told["next"].startswith("mlx-mtp serve") == words.startswith("yes")
         assert text.endswith(" of the model's 65,536 tokens") == (limit == "300MB")
 
 
@@ -95,6 +97,10 @@ def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     assert bare["family"].endswith("dense")
     assert bare["quantization"].endswith("affine; 1 matrices differ")
     assert bare["MTP head"] == "none"
+    assert "would refuse it" in bare["next"] and "no tokenizer" in bare["next"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    bare = run("inspect", tmp_path)
     assert bare["next"].startswith(f"mlx-mtp add-mtp-weights {tmp_path}; or")
     run("add-mtp-weights", tmp_path, "--source-model", tmp_path / "source")
     told = run("inspect", tmp_path)
@@ -103,7 +109,8 @@ def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     assert told["per token"] != bare["per token"]
     assert ["with 1" in each["per window"] for each in (bare, told)] == [False, True]
     (tmp_path / "mtp.safetensors").write_bytes(b"")
-    assert "can't be read" in run("inspect", tmp_path)["MTP head"]
+    damaged = run("inspect", tmp_path)
+    assert "can't be read" in damaged["MTP head"] and "would refuse it" in damaged["next"]
 
 
 def test_the_memory_of_tokens_and_rows(run, tmp_path):

@@ -191,11 +191,11 @@ def test_misfits_are_named(tmp_path, change, words):
         ("config.json", {"model_type": "llama"}, r"qwen3_5, qwen3_5_moe, qwen3_next"),
         ("config.json", {"model_file": "evil.py"}, "runs no code"),
         ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-        ("config.json", {"num_attention_heads": "x"}, "can't be loaded"),
+        ("config.json", {"num_attention_heads": "x"}, "num_attention_heads is 'x', but must"),
         ("generation_config.json", "{", "can't be read"),
         ("generation_config.json", '{"eos_token_id": [99999999999]}', "99999999999"),
         ("model.safetensors", None, "no model.*, but model.bin: only safetensors are read"),
-        ("model.safetensors", b"\x10", "can't be loaded"),
+        ("model.safetensors", b"\x10", "is truncated, damaged or not a safetensors file"),
     ],
 )
 def test_wrong_files_are_named(tmp_path, file, content, words):

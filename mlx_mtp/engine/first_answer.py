@@ -1,0 +1,37 @@
+"""The first answer, before any client's: a server that is ready can answer."""
+
+import math
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.errors import ModelError
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.depth import FixedDepth
+
+_ROWS, _PROMPT, _ANSWER = 2, 16, 4
+
+
+def check_answers(
+    config: EngineConfig, vocab_size: int, num_draft_tokens: int, runner: ModelRunner
+) -> None:
+    """Compute two short answers; ModelError if that fails or their logits are not finite.
+
+    Their requests run as those that measure step costs do (`calibration.calibrate`).
+    """
+    scheduler = Scheduler(config, FixedDepth(num_draft_tokens))
+    core = EngineCore(scheduler, runner, overlap=config.overlap)
+    sampling = SamplingParams(max_tokens=_ANSWER, temperature=0.0, top_logprobs=0)
+    for row in range(_ROWS):
+        # From everywhere in the vocabulary, so that most experts take part.
+        prompt = tuple((n * vocab_size // _PROMPT + row) % vocab_size for n in range(_PROMPT))
+        core.add(Sequence(Request(f"first-answer-{row}", prompt, sampling), (), _ANSWER))
+    while not core.idle:
+        for output in core.step():
+            if output.error is not None:
+                raise ModelError(str(output.error))
+            if not all(math.isfinite(each.logprob) for each in output.logprobs):
+                raise ModelError("its logits are not finite: are its weights damaged?")

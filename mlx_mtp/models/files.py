@@ -1,0 +1,165 @@
+"""The one reader of a model's small files and headers: regular files, of bounded sizes."""
+
+import json
+import stat
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mlx_mtp.errors import CheckpointError, ModelError
+
+# Most bytes by name, of what is opened here, by mlx-lm or by transformers; the first that matches.
+LARGEST = {
+    "*config.json": 16 << 20,
+    "*token*.json": 64 << 20,  # A vocabulary of 250,000 has about 20 MB,
+    "*.index.json": 64 << 20,  # and so has a list of the experts of 60 layers, 512 in each.
+    "vocab.json": 64 << 20,
+    "merges.txt": 64 << 20,
+    "*.jinja": 1 << 20,
+    "*.safetensors": 1 << 50,
+}
+MAX_ADDED_TOKENS = 8192  # transformers adds them one by one
+_SPECIAL = "additional_special_tokens"
+_TEMPLATES = "additional_chat_templates"
+_BLOBS = "blobs"  # the folder of the hub's cache
+_ADDED: dict[str, tuple[str | None, ...]] = {  # where they are in each file; None: all of it
+    "tokenizer.json": ("added_tokens",),
+    "tokenizer_config.json": ("added_tokens_decoder", "extra_special_tokens", _SPECIAL),
+    "special_tokens_map.json": (_SPECIAL,),
+    "added_tokens.json": (None,),
+}
+
+
+def check_directory(path: Path) -> Path:
+    """A model's directory, in which every file that may be opened can be; ModelError if not."""
+    try:
+        for file in sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*.jinja")]):
+            if _largest(file):
+                check_file(file)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror or error}.") from error
+    return path
+
+
+def check_file(path: Path) -> None:
+    """CheckpointError for what is no regular file, is too large, or is a link out of the model.
+
+    Of a template's or a tokenizer's content parts end up in prompts and messages: a link must lead
+    to a file of the same name, or into the hub's cache. A reader of weights shows nothing.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link that leads nowhere.") from error
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file.")
+    if status.st_size > (most := _largest(path)):
+        raise CheckpointError(
+            f"{path} has {status.st_size:,} bytes, but {most:,} at most are read."
+        )
+    if path.is_symlink() and path.suffix != ".safetensors":
+        target = path.resolve()
+        # In Nix's store a name begins with a hash.
+        if not target.name.endswith(path.name) and target.parent.name != _BLOBS:
+            raise CheckpointError(f"{path} is a link to a file of another name: {target}.")
+
+
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object of a model's directory; ModelError if it can't be read and has no default."""
+    try:
+        check_file(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if default is not None:
+            return default
+        message = f"{path.parent} has no {path.name}; it is not a model directory."
+        raise ModelError(message) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} can't be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not hold a JSON object.")
+    return content
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """File of each tensor by an index; names alone, as an index must not lead elsewhere."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path} can't be read: its weight_map is not a JSON object.")
+    found = {key: Path(str(file)).name for key, file in weight_map.items()}
+    for key, file in found.items():
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
+            )
+    return found
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begin, and its header; CheckpointError if it is damaged."""
+    size = 0
+    try:
+        check_file(path)
+        size = path.stat().st_size
+        # The library checks types, shapes and lengths, and that the tensors fill the file.
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return 8 + length, json.loads(file.read(length), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} ({size:,} bytes) is truncated, damaged or not a safetensors file: "
+            f"{error}. Download it again."
+        ) from error
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in a model's own files; CheckpointError if two have the same name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        _, header = read_header(file)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if name in found:
+                raise CheckpointError(
+                    f"{file} has {name}, which another file has: it is there twice."
+                )
+            found[name] = tuple(entry["shape"])
+    return found
+
+
+def check_tokenizer(path: Path) -> None:
+    """ModelError for too many added tokens, or a chat template that is no text."""
+    for file, keys in _ADDED.items():
+        content = read_json(path / file, default={})
+        for added in (content if key is None else content.get(key) for key in keys):
+            if isinstance(added, (list, dict)) and len(added) > MAX_ADDED_TOKENS:
+                raise ModelError(
+                    f"{path / file} has {len(added):,} added tokens; {MAX_ADDED_TOKENS:,} at most "
+                    "are read."
+                )
+    template = read_json(path / "tokenizer_config.json", default={}).get("chat_template")
+    several = template if isinstance(template, list) else [{"template": template or ""}]
+    texts = [each.get("template") if isinstance(each, dict) else None for each in several]
+    if not all(isinstance(text, str) for text in texts):
+        raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is not a text.")
+
+
+def _largest(path: Path) -> int:
+    # In lower case, as some file systems find either.
+    name = path.name.lower()
+    return next((size for pattern, size in LARGEST.items() if fnmatch(name, pattern)), 0)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"its header has {double[:80]!r} twice")
+    return found
