@@ -1,4 +1,4 @@
-"""Which variables a chat template reads, without running any of it."""
+"""A chat template's syntax, and which variables it reads, without running any of it."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,12 +11,19 @@ _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a tag that tr
 _WORD = re.compile(r"\w+")
 
 
+def syntax_of(template: str) -> nodes.Template:
+    """Parse, no more: compiling would compute constants such as 7 ** 10**8.
+
+    Raises TemplateError, or RecursionError.
+    """
+    return _ENVIRONMENT.parse(_GENERATION.sub("", template))
+
+
 @lru_cache(maxsize=16)
 def variables(template: str) -> frozenset[str]:
     """The names that a template reads before it has set them in any case."""
     try:
-        tree = _ENVIRONMENT.parse(_GENERATION.sub("", template))
-        return frozenset(_read(tree.body, set()))
+        return frozenset(_read(syntax_of(template).body, set()))
     except (TemplateError, RecursionError):
         return frozenset(_WORD.findall(template))  # Whether it means something shows later.
 

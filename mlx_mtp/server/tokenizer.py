@@ -18,7 +18,7 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.models.files import check_tokenizer
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
-from mlx_mtp.server.template_variables import variables
+from mlx_mtp.server.template_variables import syntax_of, variables
 from mlx_mtp.server.text import cut
 
 Message = dict[str, Any]
@@ -33,7 +33,6 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 )
-_OWN_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers
 # If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
 # code; if it is False, it uses its own class or refuses.
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -271,11 +270,10 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def _check_template(template: str, path: Path) -> None:
-    # It is parsed and no more: compiling would compute its constants, such as 7 ** 10**8.
-    from jinja2 import Environment, TemplateSyntaxError  # Here, as transformers.
+    from jinja2 import TemplateSyntaxError  # Here, as transformers.
 
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_OWN_TAG.sub("", template))
+        syntax_of(template)
     except (TemplateSyntaxError, RecursionError) as error:
         raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
 
