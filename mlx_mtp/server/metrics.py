@@ -118,6 +118,8 @@ class Metrics(Collector):
             name: Counter(PREFIX + name, text, labels, registry=self._observed)
             for name, (text, labels) in COUNTERS.items()
         }
+        # Of what was observed: its number and its sum.
+        self.sums: dict[str, tuple[int, float]] = dict.fromkeys(HISTOGRAMS, (0, 0.0))
         self._ignored_names: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -125,10 +127,21 @@ class Metrics(Collector):
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
+        number, total = self.sums[name]
+        self.sums[name] = number + 1, total + value
 
     def count(self, name: str, *labels: str) -> None:
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc()
+
+    def failures(self) -> list[tuple[str, str, int]]:
+        """Routes and error statuses of the answers so far, and how many had these."""
+        (family,) = self._counters["http_requests"].collect()
+        return [
+            (each.labels["route"], each.labels["status"], int(each.value))
+            for each in family.samples
+            if each.name.endswith("_total") and each.labels["status"] >= "400"
+        ]
 
     def count_ignored(self, names: Iterable[str]) -> None:
         """Count the parameters of a request that had no effect."""
