@@ -16,8 +16,8 @@ NAMES = (
 )
 
 _DEFAULTS = ServerConfig(model_name="")
-_URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
-_API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
+URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
+API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
 
 
 def add_connect(commands: Any) -> None:
@@ -28,9 +28,9 @@ def add_connect(commands: Any) -> None:
     clients = f"the client: {', '.join(NAMES)}"
     parser.add_argument("client", choices=NAMES, metavar="CLIENT", help=clients)
     parser.add_argument(
-        "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
+        "--url", type=text, default=URL, help="the server's address (default: %(default)s)"
     )
-    add_flags(parser, _API_KEY, reads_environment=True)
+    add_flags(parser, API_KEY, reads_environment=True)
     parser.add_argument(
         "--write",
         action="store_true",
@@ -44,7 +44,7 @@ def run_connect(given: argparse.Namespace) -> int:
     from mlx_mtp.connect import files
     from mlx_mtp.connect.clients import CLIENTS, ask, key_hint, shown
 
-    served = ask(given.url, resolve(given, [_API_KEY], given.environ).api_key)
+    served = ask(given.url, resolve(given, [API_KEY], given.environ).api_key)
     client = CLIENTS.get(given.client)
     if client is None and given.write:
         raise UsageError(

@@ -3,11 +3,11 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.utils import tqdm
+import mlx.core as mx
 
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import Plan
@@ -25,6 +25,7 @@ from mlx_mtp.errors import ConvertError, MlxMtpError
 from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.models.published import source_of
+from mlx_mtp.progress import Bar
 from mlx_mtp.units import size_text
 
 
@@ -164,6 +165,13 @@ def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
     )
 
 
+def _shown(plan: Plan) -> Iterator[tuple[int, dict[str, mx.array]]]:
+    with Bar(desc="Converting", total=plan.nbytes) as bar:
+        for expert, tensors in plan.converted():
+            yield expert, tensors
+            bar.update(sum(array.nbytes for array in tensors.values()))
+
+
 def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
     start = time.perf_counter()
     size = size_text(plan.nbytes)
@@ -173,8 +181,7 @@ def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
         free = shutil.disk_usage(directory).free
         if free < plan.nbytes + (1 << 20):  # With the header.
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
-        tensors = tqdm(plan.converted(), total=len(plan.groups), unit="group", disable=None)
-        with new_sidecar(directory, plan.like, plan.metadata, tensors) as path:
+        with new_sidecar(directory, plan.like, plan.metadata, _shown(plan)) as path:
             print(f"Converted to {size} in {time.perf_counter() - start:.1f} s.", flush=True)
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_mtp.errors import ModelError
+from mlx_mtp.progress import Bar
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
@@ -35,7 +36,7 @@ def resolve_model(name_or_path: str | None) -> Path:
 
     use_cache_if_offline()
     with explained(name_or_path, name_or_path, ModelError):
-        return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
+        return Path(snapshot_download(name_or_path, allow_patterns=_FILES, tqdm_class=Bar))
 
 
 def use_cache_if_offline() -> None:

@@ -3,10 +3,13 @@
 import gc
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from rich.console import Console
 
+from mlx_mtp import cli, progress, top
 from mlx_mtp.engine.request import Draft, Request
 from mlx_mtp.server import live
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -143,3 +146,50 @@ def test_the_page_is_for_browsers(serve: Serve, accept: str | None) -> None:
     with serve(FakeEngine(endless(300)), page=False) as client:
         assert client.get("/", headers=headers).json() == {"name": "mlx-mtp"}
         assert client.get("/page/app.js").status_code == 404
+
+
+def test_top_shows_the_same_in_a_terminal_and_as_lines(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "SECONDS", 0.01)
+    named = {"model_name": "[bold]\x1b[31mm", "any_model_name": True}
+    with serve(FakeEngine(endless(300)), api_keys=("k",), **named) as client:
+        url, key = str(client.base_url), {"authorization": "Bearer k"}
+        answer, seen = streamed(client, **key), messages(client, **key)
+        next(answer)
+        first, state = next(seen), next(each for each in seen if each["rows"][0]["tokens"])
+        console = Console(record=True, width=100)
+        console.print(top._screen(state, first))
+        shown = console.export_text()
+        assert "[bold]?[31mm, mlx-mtp" in shown and "decoding" in shown and "Memory" in shown
+        assert "weights" in shown and "fixed" in shown and "places taken" in shown
+        client.delete(f"/live/{state['rows'][0]['id']}", headers=key)
+        list(answer)
+        assert cli.main(["top", url], {}) == 2
+        assert "requires its API key" in capsys.readouterr().err
+        with ThreadPoolExecutor(1) as pool:
+            watching = pool.submit(cli.main, ["top", url, "--api-key", "k"], {})
+            # The 20th message from here is behind the one that has the first rates.
+            for _ in zip(range(20), seen):
+                pass
+            client.server._limiter.drain(30)
+            assert watching.result() == 0
+        assert "ready: 0 running, 0 waiting; answers" in capsys.readouterr().out
+    assert cli.main(["top", "http://127.0.0.1:1"], {}) == 2
+    assert "No server answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_long_work_is_a_bar_in_a_terminal_and_lines_elsewhere(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
+    with progress.Bar(desc="Loading", total=4 * 10**9, mininterval=0) as bar:
+        for _ in range(4):
+            bar.update(10**9)
+    shown = capsys.readouterr().err
+    assert ("\r" in shown) == is_terminal
+    if not is_terminal:
+        assert "Loading: 75%, 3.00G of 4.00G, 00:00 left\n" in shown
