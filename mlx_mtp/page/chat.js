@@ -195,7 +195,7 @@ function Composer({ chat }) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   };
   return html`<form class="composer" onSubmit=${send}>
-    <textarea rows="3" aria-label="Your message" placeholder="Ask something. Enter sends, Shift+Enter begins a new line."
+    <textarea rows="2" aria-label="Your message" placeholder="Ask something. Enter sends, Shift+Enter begins a new line."
       value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey}></textarea>
     ${busy
       ? html`<button type="button" onClick=${() => store.stop(last)}>Stop</button>`

@@ -47,7 +47,7 @@ function Step({ step: [texts, drafts, accepted], index }) {
   return html`<p class="step" aria-live="polite">
     <strong>Step ${index + 1}.</strong>
     ${" "}${drafts.length ? `Drafted ${drafts.length}:` : "Nothing was drafted."}
-    ${drafts.map(([text, source], position) => html`${" "}<span class="key ${position < accepted ? classOf(source, position) : "rejected"}">${shown(text)}</span>${" "}${
+    ${drafts.map(([text, source], position) => html`${" "}<span class="key ${position < accepted ? classOf(source, position) : position === accepted && own !== undefined ? "rejected" : "untried"}">${shown(text)}</span>${" "}${
       position < accepted ? "accepted" : position > accepted ? "not tried" : own === undefined ? "beyond the end" : "rejected"},`)}
     ${own === undefined
       ? " and the answer ends."

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SECONDS = 0.5  # between two messages
 _SAMPLE_SECONDS, _MOST_SAMPLES = 2.0, 150  # of the history: five minutes
-_MOST_ROWS = 64  # in a message
-_MOST_WATCHERS = 64
+MOST_ROWS = 64  # in a message
+MOST_WATCHERS = 64
 
 
 class Live:
@@ -56,8 +56,8 @@ class Live:
 
     def check_room(self) -> None:
         """Raise QueueFullError where as many watch as may."""
-        if self._num_watchers >= _MOST_WATCHERS:
-            raise QueueFullError(f"{_MOST_WATCHERS} clients watch already, and no more may.")
+        if self._num_watchers >= MOST_WATCHERS:
+            raise QueueFullError(f"{MOST_WATCHERS} clients watch already, and no more may.")
 
     async def watch(self) -> AsyncIterator[bytes]:
         """Messages as server-sent events; whoever reads slowly gets fewer."""
@@ -69,6 +69,7 @@ class Live:
                 if self._next is None:
                     self._next = asyncio.create_task(self._make())
                 yield await asyncio.shield(self._next)
+            yield event(self._state())
         finally:
             self._num_watchers -= 1
 
@@ -140,7 +141,7 @@ class Live:
     def _rows(self, prefills: Sequence[Any]) -> list[dict[str, Any]]:
         now, computed = time.perf_counter(), {p.request_id: p.done for p in prefills}
         rows = []
-        for request_id, generation in [*self._dispatcher.open.items()][:_MOST_ROWS]:
+        for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
             row = generation.row(request_id, now)
             if request_id in computed and row["state"] == "waiting":
                 row |= {"state": "prefilling", "computed": computed[request_id]}

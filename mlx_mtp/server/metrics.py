@@ -201,9 +201,16 @@ class Metrics(Collector):
         text = "Requests rejected before any work was done for them."
         rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
         yield labelled(CounterMetricFamily, "requests_rejected", text, "reason", rejected)
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position."
-        positions = enumerate(stats.num_accepted_tokens_per_pos)
-        yield labelled(CounterMetricFamily, name, text, "position", positions)
+        for what, totals in (
+            ("accepted", stats.num_accepted_tokens_per_pos),
+            ("draft", stats.num_draft_tokens_per_pos),
+        ):
+            name = f"spec_decode_num_{what}_tokens_per_pos"
+            text = f"Drafts {'verified' if what == 'draft' else what}, by position."
+            yield labelled(CounterMetricFamily, name, text, "position", enumerate(totals))
+        name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
+        evicted = stats.prefix_cache.evicted.items()
+        yield labelled(CounterMetricFamily, name, text, "reason", evicted)
         text = "1; what the server is made of."
         build = GaugeMetricFamily(PREFIX + "build_info", text, labels=[*_BUILD])
         build.add_metric([*_BUILD.values()], 1)

@@ -81,7 +81,7 @@ def test_an_hour_of_messages_leaves_nothing_behind(serve: Serve, monkeypatch) ->
             sizes.append(len(gc.get_objects()))
         assert sizes[1] - sizes[0] < 200
         assert watched._num_watchers == 2
-        monkeypatch.setattr(live, "_MOST_WATCHERS", 2)
+        monkeypatch.setattr(live, "MOST_WATCHERS", 2)
         assert client.get("/live").status_code == 429
         seen.close()
         # One that ends does not end the others.
