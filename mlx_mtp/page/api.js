@@ -1,6 +1,6 @@
 // Requests to the server that this page came from: its key, errors in words, streams, who waits.
 
-export const state = { locked: false, refused: false, lost: false, models: null, context: 0 };
+export const state = { locked: false, refused: false, lost: "", models: null, context: 0 };
 
 const listeners = new Set();
 export const onChange = (listener) => (listeners.add(listener), () => listeners.delete(listener));
@@ -28,7 +28,7 @@ export async function api(path, { method, body, signal } = {}) {
     response = await fetch(path, { method: method ?? (body ? "POST" : "GET"), headers, body: sent, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (!state.lost) lost();
+    lost("The server does not answer.");
     throw new ApiError("The server does not answer. Is it running?");
   }
   if (response.ok) return response;
@@ -40,6 +40,7 @@ export async function api(path, { method, body, signal } = {}) {
   } catch {
     // Something else than the server answers, such as a proxy.
   }
+  if (fields.code === "shutting_down") lost("The server is stopping: it finishes what it has begun.");
   throw new ApiError(fields.message ?? `${response.status} ${response.statusText}`, fields);
 }
 
@@ -62,13 +63,14 @@ export async function* events(response) {
 
 export const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
-async function lost() {
-  set({ lost: true });
+async function lost(why) {
+  if (state.lost) return;
+  set({ lost: why });
   while (state.lost) {
     await sleep(1.5);
     const found = await fetch("/health").catch(() => null);
     if (found?.ok) {
-      set({ lost: false });
+      set({ lost: "" });
       connect();
     }
   }
@@ -80,8 +82,8 @@ export async function connect() {
     const { data } = await (await api("/v1/models")).json();
     const context = data[0].max_model_len;
     set({ models: data.map((model) => model.id), context, locked: false, refused: false });
-  } catch (error) {
-    if (error.code === "shutting_down") lost();
+  } catch {
+    // Said where it was noticed.
   }
 }
 

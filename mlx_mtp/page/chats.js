@@ -160,7 +160,7 @@ export function save(chat) {
       view.problem = null;
     } catch {
       // The drafts of each step take most of the room, and an answer is complete without them.
-      for (const other of chats.values()) for (const node of Object.values(other.nodes)) delete node.steps;
+      for (const other of chats.values()) for (const node of Object.values(other.nodes)) node.steps = [];
       try {
         chats.forEach(write);
       } catch {

@@ -46,7 +46,7 @@ function Step({ step: [texts, drafts, accepted], index }) {
   const own = texts[accepted];
   return html`<p class="step" aria-live="polite">
     <strong>Step ${index + 1}.</strong>
-    ${" "}${drafts.length ? `Drafted ${drafts.length}:` : "Nothing was drafted."}
+    ${" "}${drafts.length ? `Drafted ${drafts.length}:` : "Nothing was drafted;"}
     ${drafts.map(([text, source], position) => html`${" "}<span class="key ${position < accepted ? classOf(source, position) : position === accepted && own !== undefined ? "rejected" : "untried"}">${shown(text)}</span>${" "}${
       position < accepted ? "accepted" : position > accepted ? "not tried" : own === undefined ? "beyond the end" : "rejected"},`)}
     ${own === undefined
