@@ -63,4 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     adders = add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect
     for add in (*adders, add_subcommands):
         add(commands)
+    for action in commands._choices_actions:
+        command = commands.choices[action.dest]
+        command.description = command.description or f"{action.help}."
     return parser
