@@ -88,18 +88,18 @@ function Figures({ chat, node }) {
 }
 
 function Calls({ chat, node, isLast }) {
-  const [results, setResults] = useState(node.calls.map(() => ""));
+  const [results, setResults] = useState({}); // by the call's index
   const send = (event) => {
     event.preventDefault();
-    store.reply(chat, node, results);
+    store.reply(chat, node, node.calls.map((_, index) => results[index]));
   };
-  const write = (index) => (event) => setResults(results.map((old, i) => (i === index ? event.target.value : old)));
+  const write = (index) => (event) => setResults({ ...results, [index]: event.target.value });
   const waits = isLast && node.state === "done";
   return html`<form class="calls" onSubmit=${send}>
     ${node.calls.map((call, index) => html`<div class="call">
       <p>The model calls <code>${call.name}</code> with</p>
       <${Code} text=${pretty(call.text)} name="arguments" />
-      ${waits && html`<label>Its result <textarea rows="2" required value=${results[index]} onInput=${write(index)}></textarea></label>`}
+      ${waits && html`<label>Its result <textarea rows="2" required value=${results[index] ?? ""} onInput=${write(index)}></textarea></label>`}
     </div>`)}
     ${waits && html`<button type="submit">Send ${node.calls.length > 1 ? "the results" : "the result"}</button>`}
   </form>`;
@@ -245,6 +245,7 @@ export function Chat() {
           ? html`<${Answer} key=${node.id} chat=${chat} node=${node} isLast=${index === nodes.length - 1} onSettings=${() => setPanel("settings")} />`
           : html`<${Question} key=${node.id} chat=${chat} node=${node} />`)}
       </div>
+      <p role="status" class="unseen">${{ done: "The answer is complete.", streaming: "The model answers." }[nodes.at(-1)?.state]}</p>
       ${view.problem && html`<${Failure}>${view.problem}<//>`}
       <${Composer} key=${chat.id} chat=${chat} />
     </section>
