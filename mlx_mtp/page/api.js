@@ -1,6 +1,6 @@
 // Requests to the server that this page came from: its key, errors in words, streams, who waits.
 
-export const state = { locked: false, refused: false, lost: "", models: null, context: 0 };
+export const state = { locked: false, refused: false, lost: "", models: null };
 
 const listeners = new Set();
 export const onChange = (listener) => (listeners.add(listener), () => listeners.delete(listener));
@@ -80,8 +80,7 @@ async function lost(why) {
 export async function connect() {
   try {
     const { data } = await (await api("/v1/models")).json();
-    const context = data[0].max_model_len;
-    set({ models: data.map((model) => model.id), context, locked: false, refused: false });
+    set({ models: data.map((model) => model.id), locked: false, refused: false });
   } catch {
     // Said where it was noticed.
   }
