@@ -38,7 +38,7 @@ function App() {
   const isShown = (each) => VIEWS[each][1] === View;
   return html`
     <header class="top"><a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>Skip to the content</a>
-      <strong>mlx-mtp</strong>
+      <h1>mlx-mtp</h1>
       ${!state.locked && html`<nav aria-label="Views">${Object.entries(VIEWS).map(([each, [label]]) =>
         html`<a key=${each} href="#${each}" aria-current=${isShown(each) ? "page" : undefined}>${label}</a>`)}</nav>
       <span class="model" title=${state.models?.join(", ")}>${state.models?.[0]}</span>`}
