@@ -13,6 +13,8 @@ _LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {remaining} left"
 class Bar(tqdm):
     """tqdm's bar on standard error, of bytes unless told otherwise, with sizes and time left."""
 
+    monitor_interval = 0  # no thread of tqdm's own
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lines = not sys.stderr.isatty()
         own = {"unit": "B", "unit_scale": True, "delay": _DELAY_SECONDS}
