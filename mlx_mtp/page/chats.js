@@ -63,11 +63,13 @@ export function parsedJson(setting, text) {
   return value;
 }
 
-const wrapped = (tool) => (tool.function ? tool : { type: "function", function: tool });
+const wrapped = (tool) => (tool?.function ? tool : { type: "function", function: tool });
 
 function requestBody(chat, before) {
   const given = chat.settings;
-  const body = { messages: before.map(message), stream: true, stream_options: { include_usage: true } };
+  // An answer that failed or was stopped before its first word is none.
+  const said = before.filter((node) => node.role !== "assistant" || node.content || node.calls.length);
+  const body = { messages: said.map(message), stream: true, stream_options: { include_usage: true } };
   if (given.system?.trim()) body.messages.unshift({ role: "system", content: given.system });
   body.mtp = { trace: true };
   for (const setting of SETTINGS) {
