@@ -17,6 +17,7 @@ from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.selftest.arguments import add_selftest
 from mlx_mtp.serving import CLOSED_PIPE_STATUS, discard, serve
+from mlx_mtp.top import add_top
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -69,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
-    for add in (add_terminal, add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
+    adders = add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect
+    for add in (*adders, add_subcommands):
         add(commands)
     for action in commands._choices_actions:
         command = commands.choices[action.dest]

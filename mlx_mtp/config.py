@@ -149,6 +149,9 @@ class ServerConfig:
         SEED,
         default_text="random",
     )
+    page: bool = setting(
+        "server: --page", "serve the page at /, with a chat and what the server does", default=True
+    )
     vllm_metrics: bool = setting(
         "server: --vllm-metrics",
         "give /metrics the names of vLLM's too where they mean the same, for its dashboards",

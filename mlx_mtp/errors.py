@@ -142,6 +142,10 @@ class RequestTimeoutError(EngineError, status=504, type="timeout_error", code="r
     """A request has waited and run for longer than this server allows."""
 
 
+class RequestCancelledError(EngineError, status=503, code="request_cancelled"):
+    """Somebody who looks after the server has ended the request."""
+
+
 class EngineStoppedError(EngineError, status=503, code="engine_stopped"):
     """The engine takes no requests: it is shutting down, or its thread died."""
 

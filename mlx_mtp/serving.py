@@ -156,7 +156,9 @@ def banner(
     body = f'{{"model": {json.dumps(config.model_name)},\n       "messages": {messages}}}'
     curl.append(f"-d {shlex.quote(body)}")
     command = " \\\n  ".join(curl)
-    return f"\n{labelled(rows, width, '  ')}\n\n{command}\n\nReady. Ctrl-C stops the server.\n"
+    page = " A browser finds a chat at the address." if config.page else ""
+    ready = f"Ready.{page} Ctrl-C stops the server."
+    return f"\n{labelled(rows, width, '  ')}\n\n{command}\n\n{ready}\n"
 
 
 def own_address(host: str) -> str:

@@ -133,7 +133,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
         assert words in done.stdout
 
 
-COMMANDS = "serve generate chat connect bench selftest inspect models add-mtp-weights convert"
+COMMANDS = "serve generate chat connect top bench selftest inspect models add-mtp-weights convert"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split(), "bench latency", "bench offline"])
@@ -194,7 +194,7 @@ def test_the_banner(config, engine, shown):
     info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
     text = banner(config, loaded, FakeInfo(**engine), info, memory)
     assert shown in text and "a'b" not in text
-    assert text.endswith("\n\nReady. Ctrl-C stops the server.\n")
+    assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
     narrow = banner(config, loaded, FakeInfo(**engine), info, memory, width=60)
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
     assert narrow.split() == text.split()

@@ -105,7 +105,7 @@ curl http://127.0.0.1:PORT/v1/chat/completions \\
   -d '{"model": "mlx-mtp-demo",
        "messages": [{"role": "user", "content": "Tell me a story."}]}'
 
-Ready. Ctrl-C stops the server.
+Ready. A browser finds a chat at the address. Ctrl-C stops the server.
 
 HH:MM:SS INFO 127.0.0.1 POST /v1/chat/completions 200 in S s, tokens: 13 in (0 cached), 40 out, \
 first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID
@@ -134,7 +134,7 @@ def test_serve_in_80_columns() -> None:
     flags = ("--port", "0", "--enable-mtp", "--calibration-seconds", "0", "--dtype", "float32")
     with terminal("serve", *flags, "--mtp-num-draft-tokens", "2") as shown:
         url = shown.wait_for(r"address +(http://\S+)")[1]
-        shown.wait_for("Ready. Ctrl-C stops the server.\n")
+        shown.wait_for("Ready. A browser finds a chat at the address. Ctrl-C stops the server.\n")
         body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
         body |= {"model": "mlx-mtp-demo", "temperature": 0}
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200

@@ -84,6 +84,7 @@ class PrefixTree:
         self.limit = limit
         self.nbytes = 0
         self.disk = disk
+        self.evicted: Counter[str] = Counter()  # entries by reason
         self._root = Node("", None, (), None)
         self._pins: Counter[Node] = Counter()
         self._entries: OrderedDict[Node, None] = OrderedDict()  # least recently used first
@@ -150,18 +151,18 @@ class PrefixTree:
         self._thin(node)
         return True
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: Node, reason: str = "could not be restored") -> None:
         if self.disk is not None:
             self.disk.drop_snapshot(node.salt, node.prefix())
         if node.snapshot is not None:
-            self._evict(node)
+            self._evict(node, reason)
 
     def clear(self) -> None:
         """Evict all entries but those that are pinned; what is on the disk stays there."""
         if self.disk is not None:
             self.disk.forget()
         for node in [n for n in self._entries if n not in self._pins]:
-            self._evict(node)
+            self._evict(node, "memory ran out")
 
     @property
     def fetched_nbytes(self) -> int:
@@ -218,11 +219,12 @@ class PrefixTree:
             return False
         for node in list(self._entries):
             if self.nbytes > room and node not in self._pins:
-                self._evict(node, anchor)
+                self._evict(node, "least recently used", anchor)
         return True
 
-    def _evict(self, node: Node, anchor: Node | None = None) -> None:
+    def _evict(self, node: Node, reason: str, anchor: Node | None = None) -> None:
         assert node.snapshot is not None
+        self.evicted[reason] += 1
         self.nbytes -= node.snapshot.nbytes
         node.snapshot = None
         del self._entries[node]
@@ -243,7 +245,7 @@ class PrefixTree:
         for each in inner:
             branches = len(each.children) > 1
             if each.end in ends and not (branches or each in self._pins or each.lasting):
-                self.remove(each)
+                self.remove(each, "thinned: others of its chain are near")
 
 
 def spare(ends: Sequence[int], last: int) -> list[int]:

@@ -3,11 +3,13 @@
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 
+from mlx_mtp.connect import files
 from mlx_mtp.connect.files import Config
 from mlx_mtp.errors import UsageError
 
@@ -257,3 +259,28 @@ def _llm(served: Served) -> str:
 
 TEXTS = {"open-webui": _open_webui, "cline": _cline, "llm": _llm}
 """What to type for the clients that keep their settings where no file of theirs can be changed."""
+
+
+def key_hint(name: str, served: Served) -> str:
+    """Where a client looks for the server's key, if that has one."""
+    variable = CLIENTS[name].key_variable if name in CLIENTS else KEY_VARIABLE
+    hint = f"Set {variable} to the server's API key where the client runs.\n"
+    return hint if served.wants_key else ""
+
+
+def shown(name: str, served: Served, path: Path | None = None) -> str:
+    """What to type, or to write to the client's file: by default the usual one of a new user."""
+    hint = key_hint(name, served)
+    if name in TEXTS:
+        return TEXTS[name](served) + hint
+    client = CLIENTS[name]
+    path = path or Path("~", *client.where[1:])
+    config = client.config(served)
+    new = config if path.exists() else {**client.needed, **config}
+    text = f"# {path}\n{files.shown(path, new)}{hint}"
+    if client.once is None:
+        return text
+    return (
+        f"# For one session, without changing any file:\n{client.once(served)}\n\n"
+        f"# For every session; --write does this.\n# {client.changes}\n{text}"
+    )

@@ -16,8 +16,8 @@ NAMES = (
 )
 
 _DEFAULTS = ServerConfig(model_name="")
-_URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
-_API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
+URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
+API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
 
 
 def add_connect(commands: Any) -> None:
@@ -28,9 +28,9 @@ def add_connect(commands: Any) -> None:
     clients = f"the client: {', '.join(NAMES)}"
     parser.add_argument("client", choices=NAMES, metavar="CLIENT", help=clients)
     parser.add_argument(
-        "--url", type=text, default=_URL, help="the server's address (default: %(default)s)"
+        "--url", type=text, default=URL, help="the server's address (default: %(default)s)"
     )
-    add_flags(parser, _API_KEY, reads_environment=True)
+    add_flags(parser, API_KEY, reads_environment=True)
     parser.add_argument(
         "--write",
         action="store_true",
@@ -42,36 +42,26 @@ def add_connect(commands: Any) -> None:
 def run_connect(given: argparse.Namespace) -> int:
     """Print what a client needs, or write it; returns the exit status."""
     from mlx_mtp.connect import files
-    from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, TEXTS, ask
+    from mlx_mtp.connect.clients import CLIENTS, ask, key_hint, shown
 
-    served = ask(given.url, resolve(given, [_API_KEY], given.environ).api_key)
-    key = "Set {} to the server's API key where the client runs.\n" if served.wants_key else ""
-    if given.client in TEXTS:
-        if given.write:
-            raise UsageError(
-                f"{given.client} has no file of settings to write; leave out --write to see what "
-                "to type."
-            )
-        print(TEXTS[given.client](served) + key.format(KEY_VARIABLE))
-        return 0
-    client = CLIENTS[given.client]
-    key = key.format(client.key_variable)
-    variable, below_home, name = client.where
-    path = Path(given.environ.get(variable) or Path.home() / below_home, name)
-    config = client.config(served)
-    if given.write:
-        backup = files.write(path, files.merged(path, config, client.needed))
-        undo = ["rm", path] if backup is None else ["mv", backup, path]
-        print(
-            f"Wrote {path}. {client.changes}\nTo undo this: {shlex.join(map(str, undo))}\n"
-            f"Start it with: {client.run or given.client}\n{key}"
+    served = ask(given.url, resolve(given, [API_KEY], given.environ).api_key)
+    client = CLIENTS.get(given.client)
+    if client is None and given.write:
+        raise UsageError(
+            f"{given.client} has no file of settings to write; leave out --write to see what to "
+            "type."
         )
+    path = None
+    if client is not None:
+        variable, below_home, name = client.where
+        path = Path(given.environ.get(variable) or Path.home() / below_home, name)
+    if client is None or path is None or not given.write:
+        print(shown(given.client, served, path))
         return 0
-    if client.once is not None:
-        print(
-            f"# For one session, without changing any file:\n{client.once(served)}\n\n"
-            f"# For every session; --write does this.\n# {client.changes}"
-        )
-    new = config if path.exists() else {**client.needed, **config}
-    print(f"# {path}\n{files.shown(path, new)}{key}")
+    backup = files.write(path, files.merged(path, client.config(served), client.needed))
+    undo = ["rm", path] if backup is None else ["mv", backup, path]
+    print(
+        f"Wrote {path}. {client.changes}\nTo undo this: {shlex.join(map(str, undo))}\n"
+        f"Start it with: {client.run or given.client}\n{key_hint(given.client, served)}"
+    )
     return 0

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.utils import tqdm
-
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import Plan
 from mlx_mtp.convert.source import (
@@ -178,8 +176,7 @@ def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
         free = shutil.disk_usage(directory).free
         if free < plan.nbytes + (1 << 20):  # With the header.
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
-        tensors = tqdm(plan.converted(), total=len(plan.groups), unit="group", disable=None)
-        with new_sidecar(directory, plan.like, plan.metadata, tensors) as path:
+        with new_sidecar(directory, plan.like, plan.metadata, plan.shown()) as path:
             print(f"Converted to {size} in {time.perf_counter() - start:.1f} s.", flush=True)
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:

@@ -20,6 +20,7 @@ from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
 from mlx_mtp.convert.tied import compare_tied
 from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models import head_weights
+from mlx_mtp.progress import Bar
 from mlx_mtp.units import size_text
 
 _GROUPS_AHEAD = 4
@@ -118,6 +119,13 @@ class Plan:
         for _, tensors in self.groups:
             for tensor in tensors.values():
                 tensor.read()
+
+    def shown(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
+        """As `converted`, with a progress bar."""
+        with Bar(desc="Converting", total=self.nbytes) as bar:
+            for expert, tensors in self.converted():
+                yield expert, tensors
+                bar.update(sum(array.nbytes for array in tensors.values()))
 
     def converted(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
         """The sidecar's tensors as bytes, an expert at a time, with the number of the expert."""

@@ -96,6 +96,8 @@ def build_engine(
         kv_cache_quantization=config.kv_cache_quantization,
         prefix_cache_dir=None if store is None else store.path,
         prefix_cache_dir_size=0 if store is None else store.max_bytes,
+        memory={} if memory is None else memory.parts(),
+        draft_source=config.draft_source,
     )
     prefixes = prefix_cache(config, store)
     heartbeat = heartbeat or Heartbeat()

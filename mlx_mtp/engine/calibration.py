@@ -142,7 +142,8 @@ class CostKeeper:
             self._costs.load(self._saved)
             logger.debug("Step costs of an earlier run: %s", self._saved)
         if self._config.calibration_seconds > 0:
-            began = self._clock()
+            began, most = self._clock(), self._config.calibration_seconds
+            logger.info("Measuring step costs for up to %.0f s.", most)
             calibrate(self._costs, self._config, runner, stopping=stopping)
             logger.info("Step costs measured in %.1f s.", self._clock() - began)
             logger.debug("Step costs: %s", self._costs.table())

@@ -146,9 +146,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step; those of the disk, as of now."""
+        stats = replace(self._stats, active_memory=mx.get_active_memory())
         if self._store is None:
-            return self._stats
-        stats, disk = self._stats, self._store.stats()
+            return stats
+        disk = self._store.stats()
         prefixes = replace(
             stats.prefix_cache,
             num_files=disk.num_nodes,

@@ -114,11 +114,15 @@ class MemoryPlan:
     def num_rows(self, tokens: int, most: int) -> int:
         return _largest(1, most, lambda n: self.fits(n, tokens)) or 0
 
-    def shares(self) -> str:
+    def parts(self) -> dict[str, int]:
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
-        parts |= {"texts": text_bytes(self.limit.nbytes), "requests": self.rows}
-        return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
+        parts |= {"texts": text_bytes(self.limit.nbytes)}
+        return parts | {"requests": self.rows}
+
+    def shares(self) -> str:
+        parts = self.parts().items()
+        return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
         lengths = min(_SHORT_ROW, self.max_model_len), self.max_model_len

@@ -1,7 +1,7 @@
 """Requests and outputs of the engine: token ids, no HTTP and no text."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.errors import InvalidRequestError, MlxMtpError
@@ -25,6 +25,7 @@ class Request:
     bad_words: BadWords | None = None  # which the answer's text must not contain
     client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
     cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
+    trace: bool = False  # its outputs have the drafts of each step
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
@@ -48,6 +49,13 @@ class TokenLogprobs:
     rank: int | None = None  # of a prompt's token: 1 if none is more probable
 
 
+class Draft(NamedTuple):
+    """A token that was drafted, accepted or not."""
+
+    token_id: int
+    source: str  # a name in `speculative/draft_sources.py`
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one request gets of one step; its last output has a finish reason."""
@@ -65,3 +73,4 @@ class RequestOutput:
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
     # With the first output, if they were asked for: of all tokens of the prompt but its first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    drafts: tuple[Draft, ...] | None = None  # verified in this step; None: no trace was asked for

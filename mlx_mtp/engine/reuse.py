@@ -112,7 +112,8 @@ class PrefixReuse:
 
     def stats(self) -> PrefixCacheStats:
         nbytes = self.tree.nbytes + self.tree.fetched_nbytes
-        return PrefixCacheStats(self.num_queries, self.num_hits, nbytes, len(self.tree))
+        totals = self.num_queries, self.num_hits, nbytes, len(self.tree)
+        return PrefixCacheStats(*totals, evicted=dict(self.tree.evicted))
 
     def _on_disk(self, sequence: Sequence) -> int:
         """Length of the longest prefix of its prompt, if that is not in memory; else 0."""

@@ -252,7 +252,7 @@ def _draw(
     batch.ended = accepted.finished
     if batch.guide:
         batch.guide.advance(tokens, accepted.num_kept)
-    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens))
+    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window)
 
 
 def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
-from mlx_mtp.engine.request import FinishReason, RequestOutput
+from mlx_mtp.engine.request import Draft, FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats, Prefill, PrefixCacheStats
@@ -77,6 +77,7 @@ class Scheduler:
                 if s.status is Status.PREFILLING
             ),
             depths=tuple(sorted(depths.items())),
+            choice=self._depth.reason,
             parked=depths.get(self._last_size) == 0,
             prefix_cache=PrefixCacheStats() if self._reuse is None else self._reuse.stats(),
         )
@@ -168,6 +169,9 @@ class Scheduler:
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
+            drafts=tuple(Draft(token, self._config.draft_source) for token in step.drafts[row])
+            if sequence.request.trace
+            else None,
         )
 
     def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:

@@ -1,11 +1,13 @@
 """What an engine reports of itself: its fixed properties, counters and gauges."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.config import DraftTokens
+from mlx_mtp.speculative.depth import DepthChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class EngineInfo:
     kv_cache_quantization: int | None = None  # bits of the KV in it; None: not quantized
     prefix_cache_dir: Path | None = None  # None: in memory only
     prefix_cache_dir_size: int = 0  # limit of the files in bytes
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes planned by part; empty: no plan
+    draft_source: str = "mtp"  # a name in `speculative/draft_sources.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class PrefixCacheStats:
     file_nbytes: int = 0  # size of these
     num_files_written: int = 0
     num_files_dropped: int = 0  # the disk is slow or full, or they are too large
+    evicted: Mapping[str, int] = field(default_factory=dict)  # entries by reason
 
 
 class Prefill(NamedTuple):
@@ -64,8 +69,11 @@ class EngineStats:
     num_draft_tokens: int = 0  # drafts verified
     num_accepted_tokens: int = 0  # drafts accepted
     num_accepted_tokens_per_pos: tuple[int, ...] = ()  # by position in the window, from 0
+    num_draft_tokens_per_pos: tuple[int, ...] = ()  # the drafts verified there
     depths: tuple[tuple[int, int], ...] = ()  # (batch size, drafts per step chosen for it last)
+    choice: DepthChoice | None = None  # why so many; None where the number is fixed
     parked: bool = False  # the last step was planned without drafts
+    active_memory: int = 0  # bytes that arrays take now
     num_restarts: int = 0  # how often the engine's thread died and was started again
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
@@ -75,5 +83,9 @@ class EngineStats:
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         hits = [position < num_accepted for position in range(num_drafts)]
-        totals = zip_longest(self.num_accepted_tokens_per_pos, hits, fillvalue=0)
-        self.num_accepted_tokens_per_pos = tuple(map(sum, totals))
+        self.num_accepted_tokens_per_pos = _added(self.num_accepted_tokens_per_pos, hits)
+        self.num_draft_tokens_per_pos = _added(self.num_draft_tokens_per_pos, [1] * num_drafts)
+
+
+def _added(totals: tuple[int, ...], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(totals, more, fillvalue=0)))

@@ -63,6 +63,7 @@ class Drawn(NamedTuple):
     tokens: mx.array  # int32 [B, T], after each position; in a prefill [B, 1], after the last
     accepted: AcceptResult  # how many of them each row emits
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
+    window: mx.array  # int32 [B, T], the last token before each row's window, and its drafts
 
 
 class PromptScores(NamedTuple):
@@ -96,6 +97,7 @@ class InFlightStep:
     num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
     token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
     num_accepted: list[int] = field(default_factory=list)  # how many of them were drafts
+    drafts: list[tuple[int, ...]] = field(default_factory=list)  # if any row wants a trace
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     finished: list[bool] = field(default_factory=list)  # the device ended the row
@@ -107,6 +109,7 @@ class InFlightStep:
         self.num_cached = self.num_cached or list(kept)
         self.token_ids = self.token_ids or [()] * count
         self.num_accepted = self.num_accepted or [0] * count
+        self.drafts = self.drafts or [()] * count
         self.logprobs = self.logprobs or [()] * count
         self.prompt_logprobs = self.prompt_logprobs or [()] * count
         self.finished = self.finished or [False] * count
@@ -118,7 +121,7 @@ class InFlightStep:
             self.prompt = None
         if self.drawn is None:
             return
-        tokens, accepted, logprobs = self.drawn
+        tokens, accepted, logprobs, window = self.drawn
         drawn = np.array(tokens).tolist()
         num_kept, num_accepted, finished = (np.array(a).tolist() for a in accepted[:3])
         if logprobs is not None:
@@ -135,6 +138,9 @@ class InFlightStep:
             self.num_cached, self.num_accepted = num_kept, num_accepted
             # A row that had ended before verifies nothing.
             self.num_drafts = [n if kept else 0 for n, kept in zip(self.num_drafts, num_kept)]
+        if any(s.request.trace for s in self.sequences):
+            rows = np.array(window)[:, 1:].tolist()
+            self.drafts = [tuple(row[:n]) for row, n in zip(rows, self.num_drafts)]
         self.drawn = None
 
     def fail(self, error: MlxMtpError) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.files import check_directory
+from mlx_mtp.progress import Bar
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
@@ -36,7 +37,7 @@ def resolve_model(name_or_path: str | None) -> Path:
 
     use_cache_if_offline()
     with explained(name_or_path, name_or_path, ModelError):
-        path = Path(snapshot_download(name_or_path, allow_patterns=_FILES))
+        path = Path(snapshot_download(name_or_path, allow_patterns=_FILES, tqdm_class=Bar))
     return check_directory(path)
 
 

@@ -18,6 +18,7 @@ from mlx_mtp.cache.specs import LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
+from mlx_mtp.progress import Bar
 
 # mlx's CUDA backend multiplies quantized weights with fewer than 8 rows one row at a time, which
 # from 4 rows on takes longer than with 8 (measured: docs/benchmarks.md).
@@ -119,6 +120,11 @@ class LoadedModel:
                     )
         # Not the parameters alone: a scaled RoPE's frequencies are none, and what is still lazy
         # can't be evaluated on another thread than this one.
+        weights = [value for _, value in tree_flatten(self.model.parameters())]
+        with Bar(desc="Loading the weights", total=sum(array.nbytes for array in weights)) as bar:
+            for array in weights:
+                mx.eval(array)
+                bar.update(array.nbytes)
         mx.eval(self.model.state)
 
     def without_head(self) -> LoadedModel:

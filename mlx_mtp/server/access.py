@@ -23,7 +23,7 @@ from mlx_mtp.server.text import cut
 
 logger = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset({"/", "/health", "/health/"})
+_OPEN_PATHS = re.compile("/(health/?|page/.*)?")  # the page's files have nothing of the user's
 ANY = "*"
 _KEY = "mlx_mtp.key"
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
@@ -78,7 +78,7 @@ def digest_of(key: bytes) -> bytes:
 
 def check_key(digests: Collection[bytes], scope: Scope) -> None:
     """Raise AuthenticationError without one of the keys, on all but the open paths."""
-    if scope["path"] in _OPEN_PATHS:
+    if _OPEN_PATHS.fullmatch(scope["path"]):
         return
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container
@@ -27,7 +28,7 @@ REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # labels
 # so agents on one machine are distinguished, and inventing names gains nothing.
 Client = tuple[str, str]
 
-MONITORING = frozenset({"/health", "/metrics"})
+_MONITORING = re.compile("/health|/metrics|(/live|/page)(/.*)?|")  # answered to the end
 _SLOTS = "mlx_mtp.slots"
 PIECE = 64 << 10
 """Bytes of an answer that are written at once; as many of each body and answer are not counted:
@@ -83,7 +84,7 @@ class RequestLimiter:
 
     def check(self, generating: Container[str], scope: Scope) -> None:
         path = scope["path"].rstrip("/")
-        if self.draining and path not in MONITORING:
+        if self.draining and not _MONITORING.fullmatch(path):
             self.rejected["draining"] += 1
             left = _retry(self.drain_seconds)
             raise errors.DrainingError("The server is shutting down.", retry_after=left)

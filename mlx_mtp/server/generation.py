@@ -32,7 +32,7 @@ class Dispatcher:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._open: dict[str, Generation] = {}
+        self.open: dict[str, Generation] = {}  # by the request id of each choice
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -45,13 +45,13 @@ class Dispatcher:
         self.end_all()
 
     def end_all(self) -> None:
-        for generation in set(self._open.values()):
+        for generation in set(self.open.values()):
             generation.fail(EngineStoppedError("The server is shutting down."))
 
     def submit(self, requests: Sequence[Request], generation: Generation) -> None:
         try:
             for request in requests:
-                self._open[request.request_id] = generation
+                self.open[request.request_id] = generation
                 self._engine.submit(request)
         except BaseException:
             self.cancel(request.request_id for request in requests)
@@ -59,7 +59,7 @@ class Dispatcher:
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            if self._open.pop(request_id, None) is not None:
+            if self.open.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)
 
     def engine_failure(self) -> MlxMtpError | None:
@@ -75,9 +75,9 @@ class Dispatcher:
 
     def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            if (generation := self._open.get(output.request_id)) is not None:
+            if (generation := self.open.get(output.request_id)) is not None:
                 if output.finish_reason is not None:
-                    del self._open[output.request_id]
+                    del self.open[output.request_id]
                 generation.put(at, output)
 
 
@@ -140,6 +140,27 @@ class Generation:
                     ("request_generation_tokens", stream.num_tokens),
                 ):
                     self._metrics.observe(name, value)
+
+    @property
+    def key(self) -> str:
+        return self.requests[0].client[0].partition("@")[0]
+
+    def row(self, request_id: str, now: float) -> dict[str, Any]:
+        """One of its choices, in numbers alone."""
+        stream, times = self._by_id[request_id], self._times.get(request_id)
+        seconds = 0.0 if times is None else times.last - times.first
+        return {
+            "id": request_id,
+            "age": now - self._began,
+            "prompt_tokens": len(self.requests[stream.index].prompt_token_ids),
+            "cached_tokens": stream.num_reused_tokens,
+            "tokens": stream.num_tokens,
+            "tokens_per_second": stream.num_tokens / seconds if seconds else 0.0,
+            "depth": stream.last_drafts,
+            "drafts": stream.num_drafts,
+            "accepted": stream.num_accepted,
+            "state": "waiting" if times is None else "decoding",
+        }
 
     def put(self, at: float, output: RequestOutput) -> None:
         self._arrived.append((at, output))

@@ -25,7 +25,9 @@ _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.BodyTimeoutError: _CLOSE,
     errors.ConnectionLimitError: _CLOSE,
     errors.DrainingError: _CLOSE,
-    errors.RequestTimeoutError: {"x-should-retry": "false"},  # SDKs would wait as long again.
+    # SDKs would wait as long again, or ask again for what was ended on purpose.
+    errors.RequestTimeoutError: {"x-should-retry": "false"},
+    errors.RequestCancelledError: {"x-should-retry": "false"},
 }
 # Of OpenAI's, Cohere's and Ollama's APIs. A 404 there would take the server out of service for all
 # else that LiteLLM's proxy sends it.

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.admission import MONITORING, UNKNOWN_RETRY_SECONDS, RequestLimiter
+from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
 from mlx_mtp.server.http_errors import error_response
 from mlx_mtp.server.request_log import REQUEST_ID, log_request, record_of
 
@@ -32,6 +32,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]*)([/?].*)?")
 # Seconds after a client has said that it sends no more: see `_probe`.
 _FIRST_PROBE, _LAST_PROBE = 0.02, 10.0
+_SHORT = frozenset({"/health", "/metrics"})  # answered when all connections are busy, too
 
 
 class BoundedConnection(h11.Connection):
@@ -215,7 +216,7 @@ class LimitedProtocol(H11Protocol):
         return bool(idle)
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].rstrip("/") in MONITORING:
+        if scope["path"].rstrip("/") in _SHORT:
             await self._app(scope, receive, send)
             return
         self._limiter.rejected["connections"] += 1

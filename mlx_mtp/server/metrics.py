@@ -118,6 +118,8 @@ class Metrics(Collector):
             name: Counter(PREFIX + name, text, labels, registry=self._observed)
             for name, (text, labels) in COUNTERS.items()
         }
+        # Of what was observed: its number and its sum.
+        self.sums: dict[str, tuple[int, float]] = dict.fromkeys(HISTOGRAMS, (0, 0.0))
         self._ignored_names: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -125,10 +127,21 @@ class Metrics(Collector):
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
+        number, total = self.sums[name]
+        self.sums[name] = number + 1, total + value
 
     def count(self, name: str, *labels: str) -> None:
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc()
+
+    def failures(self) -> list[tuple[str, str, int]]:
+        """Routes and error statuses of the answers so far, and how many had these."""
+        (family,) = self._counters["http_requests"].collect()
+        return [
+            (each.labels["route"], each.labels["status"], int(each.value))
+            for each in family.samples
+            if each.name.endswith("_total") and each.labels["status"] >= "400"
+        ]
 
     def count_ignored(self, names: Iterable[str]) -> None:
         """Count the parameters of a request that had no effect."""
@@ -188,9 +201,16 @@ class Metrics(Collector):
         text = "Requests rejected before any work was done for them."
         rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
         yield labelled(CounterMetricFamily, "requests_rejected", text, "reason", rejected)
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position."
-        positions = enumerate(stats.num_accepted_tokens_per_pos)
-        yield labelled(CounterMetricFamily, name, text, "position", positions)
+        for what, totals in (
+            ("accepted", stats.num_accepted_tokens_per_pos),
+            ("draft", stats.num_draft_tokens_per_pos),
+        ):
+            name = f"spec_decode_num_{what}_tokens_per_pos"
+            text = f"Drafts {'verified' if what == 'draft' else what}, by position."
+            yield labelled(CounterMetricFamily, name, text, "position", enumerate(totals))
+        name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
+        evicted = stats.prefix_cache.evicted.items()
+        yield labelled(CounterMetricFamily, name, text, "reason", evicted)
         text = "1; what the server is made of."
         build = GaugeMetricFamily(PREFIX + "build_info", text, labels=[*_BUILD])
         build.add_metric([*_BUILD.values()], 1)

@@ -32,6 +32,8 @@ class OutputStream:
         self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_drafts = self.num_accepted = 0
+        self.last_drafts = 0  # of the last step
+        self.steps: list[RequestOutput] = []  # that were read, if a trace was asked for
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all its tokens but the first
         self._detokenizer, self._parser = detokenizer, parser
@@ -65,7 +67,10 @@ class OutputStream:
             if self._ended_early:
                 break
         self.num_reused_tokens += output.num_reused_tokens
+        self.last_drafts = output.num_draft_tokens
         self.num_drafts += output.num_draft_tokens
+        if output.drafts is not None:
+            self.steps.append(replace(output, token_ids=tuple(self.token_ids[before:])))
         # Drafts come first in a step, of which a stop string may have cut some.
         self.num_accepted += min(output.num_accepted_tokens, len(self.token_ids) - before)
         reason = "stop" if self._ended_early else output.finish_reason

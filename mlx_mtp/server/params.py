@@ -32,6 +32,7 @@ class RequestOptions:
     skip_special_tokens: bool = True  # leave them out of the text
     bad_words: Sequence[str] = ()
     num_draft_tokens: int | None = None
+    trace: bool = False  # the stream has the drafts of each step
     user: str | None = None  # the client's name for its end user
     cache_salt: str | None = None
 
@@ -125,6 +126,7 @@ def engine_requests(
                 bad_words=bad_words,
                 client=client,
                 cache_salt=options.cache_salt or "",
+                trace=options.trace,
             )
             for choice in range(options.n)
             # Those of one choice will do where they are no part of the choices.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Container
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 LEFT = 499  # nginx's status for a client that did not wait for the answer
 IGNORED, REQUEST_ID = "x-mlx-mtp-ignored", "x-request-id"  # headers of responses
 _RECORD = "mlx_mtp.record"
-_QUIET = frozenset({"/health", "/metrics"})  # asked every few seconds by programs that watch
+# Asked every few seconds by programs that watch; and the page's files, a dozen at a time.
+_QUIET = re.compile("/(health|metrics|page/.*)/?")
 # What a line says of a request, as far as it is known. JSON has the same by name.
 _PARTS = {
     "client": "%(client)s",
@@ -94,7 +96,7 @@ class RequestLog:
             # A client's own text would make as many series as it likes.
             route = route if route in self._paths else "other"
             self._metrics.count("http_requests", route, str(record.status or LEFT))
-            if scope["path"].rstrip("/") not in _QUIET:
+            if not _QUIET.fullmatch(scope["path"]):
                 log_request(scope, time.perf_counter() - record.began)
 
 

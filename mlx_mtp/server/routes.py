@@ -6,7 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server import stored, token_routes
+from mlx_mtp.server import page, stored, token_routes
 from mlx_mtp.server.anthropic import routes as anthropic
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.ollama import routes as ollama
@@ -18,19 +18,14 @@ async def _models(request: Request) -> Response:
     context = context_of(request)
     names = context.model_names
     # OpenAI's form and Anthropic's at once: no name means two things.
-    page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-    return JSONResponse({"object": "list", "data": list(map(context.model_card, names)), **page})
+    cursor = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return JSONResponse({"object": "list", "data": list(map(context.model_card, names)), **cursor})
 
 
 async def _model(request: Request) -> Response:
     context = context_of(request)
     name = context.served_name(request.path_params["model_id"].rstrip("/"))
     return JSONResponse(context.model_card(name))
-
-
-async def _root(_: Request) -> Response:
-    # Agents ask whether there is a server. No version: it is open to all.
-    return JSONResponse({"name": "mlx-mtp"})
 
 
 async def _health(request: Request) -> Response:
@@ -77,7 +72,11 @@ _ROUTES: tuple[_Route, ...] = (
     ("GET", "/v1/models/{model_id:path}", _model, False),
     ("GET", "/health", _health, False),
     ("GET", "/metrics", _metrics, False),
-    ("GET", "/", _root, False),
+    ("GET", "/live", page.live, False),
+    ("DELETE", "/live/{name}", page.cancel, False),
+    ("GET", "/clients", page.clients, False),
+    ("GET", "/page/{name:path}", page.file, False),
+    ("GET", "/", page.root, False),
 )
 # Without /v1 too, for clients that got no more of the address than host and port.
 ROUTES = _ROUTES + tuple(

@@ -26,9 +26,10 @@ from starlette.requests import ClientDisconnect
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.logs import BackgroundLog
-from mlx_mtp.server import access, http_errors, progress
+from mlx_mtp.server import access, http_errors
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http_protocol import LimitedProtocol
+from mlx_mtp.server.live import Live
 from mlx_mtp.server.request_log import IGNORED, REQUEST_ID, RequestLog
 from mlx_mtp.server.routes import ROUTES
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -52,21 +53,23 @@ def create_app(
 ) -> FastAPI:
     """Build the application, which starts and stops the engine, with the model's defaults."""
     context = Context(engine, tokenizer, config, defaults)
+    parts = engine, context.limiter, context.metrics, context.dispatcher
+    live = Live(*parts, context.model_names)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         context.dispatcher.start()
-        reporting = asyncio.create_task(progress.report(engine))
+        background = asyncio.create_task(live.background())
         try:
             yield
         finally:
-            reporting.cancel()
+            background.cancel()
             await context.dispatcher.stop(STOP_SECONDS)
             context.close()
 
     # The bodies are read by hand, so FastAPI could not describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.state.context = context
+    app.state.context, app.state.live = context, live
     for methods, path, handler, _ in ROUTES:
         # With and without a slash at the end: a redirect would lose some clients' bodies.
         for either in {path, path.rstrip("/") + "/"}:

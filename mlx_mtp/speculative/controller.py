@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlx_mtp.speculative.depth import DecodeStep, DraftRow, PooledRates
+from mlx_mtp.speculative.depth import DecodeStep, DepthChoice, DraftRow, PooledRates
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +178,7 @@ class DepthController:
         self._costs = costs
         self._pool = PooledRates(costs.max_depth)
         self.choices: dict[int, int] = {}
+        self.reason: DepthChoice | None = None
         self._speeds: dict[int, float] = {}
         self._last_size = 0
         self._until_review = 0
@@ -228,6 +229,7 @@ class DepthController:
             logger.debug("%d rows: depth %s -> %d", size, choice, best)
             choice = self.choices[size] = best
         self._speeds[size] = speeds[choice]
+        self.reason = DepthChoice(size, choice, tuple(costs), tuple(tokens))
         if steady and self._rest <= 0 and len(speeds) > 1:
             self._consider_probe(rows, choice, costs, speeds)
 

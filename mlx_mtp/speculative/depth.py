@@ -6,7 +6,7 @@ their running product is the chance that a window is accepted up to there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 
@@ -112,10 +112,20 @@ class DecodeStep:
     seconds: float | None  # its cost, where that is known (see `StepTimer`)
 
 
+class DepthChoice(NamedTuple):
+    """Why a depth was chosen: what 0, 1, 2, .. drafts a step cost, and bring."""
+
+    num_rows: int
+    depth: int
+    costs: tuple[float, ...]  # of a step, relative to one without drafts
+    tokens: tuple[float, ...]  # expected of a step of all rows
+
+
 class DepthPolicy(Protocol):
     """Chooses the depth of each step; `choices` has the last by batch size, probes left out."""
 
     choices: dict[int, int]
+    reason: DepthChoice | None  # of the last choice, if there was one
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         """Drafts to propose for the next window of these rows; steady: the step only decodes."""
@@ -130,6 +140,7 @@ class FixedDepth:
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
         self.choices: dict[int, int] = {}
+        self.reason: DepthChoice | None = None
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         depth = max(self._num_draft_tokens if r.fixed is None else r.fixed for r in rows)

@@ -125,6 +125,7 @@ class Erratic:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.choices: dict[int, int] = {}
+        self.reason = None
         self.planned: list[int] = []
         self.steps: list[DecodeStep] = []
 

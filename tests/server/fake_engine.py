@@ -1,8 +1,8 @@
 """An engine without a model: a thread that plays scripts, one output per request and step."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
@@ -29,6 +29,8 @@ class FakeInfo:
     kv_cache_quantization: int | None = None
     prefix_cache_dir: Path | None = None
     prefix_cache_dir_size: int = 0
+    memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 10**9})
+    draft_source: str = "mtp"
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

@@ -104,9 +104,12 @@ def test_the_wait_follows_the_rate_of_ends() -> None:
 
 
 GENERATING = [("POST", path) for path in ("/v1/messages", "/v1/messages/", "/v1/responses//")]
-MONITORING = [("GET", "/health"), ("HEAD", "/health/"), ("GET", "/metrics")]
+MONITORING = [
+    *(("GET", "/health"), ("HEAD", "/health/"), ("GET", "/metrics"), ("HEAD", "/")),
+    *(("GET", "/live"), ("DELETE", "/live/x"), ("GET", "/page/app.js")),
+]
 OTHERS = [
-    *(("GET", "/v1/messages"), ("HEAD", "/v1/responses"), ("POST", "/tokenize"), ("HEAD", "/")),
+    *(("GET", "/v1/messages"), ("HEAD", "/v1/responses"), ("POST", "/tokenize")),
     *(("POST", "/v1/messages/x"), ("POST", "/v1/messages/count_tokens"), ("POST", "/v1")),
 ]
 
@@ -133,4 +136,4 @@ def test_what_is_open_while_it_drains_or_hangs() -> None:
     limits.drain(20.0)
     clock.now = 7.7
     check(DrainingError, "shutting down", 13)
-    assert limits.rejected == {"engine": 6, "draining": 10}
+    assert limits.rejected == {"engine": 6, "draining": 9}

@@ -19,6 +19,7 @@ from mlx_mtp.server.openai.logprobs import (
     logprob_entries,
     prompt_logprobs,
 )
+from mlx_mtp.server.openai.trace import Trace
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.sse import respond
@@ -50,6 +51,10 @@ class _OpenAIWriter(Writer):
         self._options = body.stream_options
         self._with_ids = body.return_token_ids
         self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
+        self._traces = [
+            Trace(self._tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
+            for stream in generation.streams
+        ]
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
         yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
@@ -115,6 +120,9 @@ class _OpenAIWriter(Writer):
         if self._with_ids and not self.prompt_ids().keys() & more.keys():
             ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
             choice["token_ids"], self._num_sent[index] = ids[sent:], len(ids)
+        trace = self._traces[index]
+        if trace is not None and (steps := trace.take()):
+            choice["mtp"] = {"trace": steps}
         return event(self._fields(self.chunk_kind, [choice], **more))
 
     def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:

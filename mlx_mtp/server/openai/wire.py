@@ -127,6 +127,7 @@ class _UsageOptions(WireModel):
 
 class _MtpOptions(WireModel):
     num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+    trace: bool = False
 
 
 @fields.sampled()
@@ -137,7 +138,7 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
     stop: fields.Stops = Field([])
     n: fields.Int = 1
     prompt_logprobs: fields.Int | None = None
-    mtp: _MtpOptions | None = None
+    mtp: _MtpOptions = _MtpOptions()
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -145,6 +146,8 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
             raise refusal("needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise refusal("can't be streamed; it needs stream: false", field="prompt_logprobs")
+        if self.mtp.trace and not self.stream:
+            raise refusal("needs stream: true", field="mtp.trace")
         return self
 
     def options(self, **more: Any) -> RequestOptions:
@@ -155,7 +158,8 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
             bad_words=self.bad_words,
             skip_special_tokens=self.skip_special_tokens,
             include_stop=self.include_stop_str_in_output,
-            num_draft_tokens=self.mtp.num_draft_tokens if self.mtp is not None else None,
+            num_draft_tokens=self.mtp.num_draft_tokens,
+            trace=self.mtp.trace,
             user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
         )

@@ -1,0 +1,231 @@
+// What the server does now, from its /live: one tab reads it, and passes it on to the others.
+
+import { useEffect, useState } from "./vendor/hooks.js";
+import { api, events, sleep } from "./api.js";
+import { Failure, bytes, html, number, percent, plural, seconds } from "./ui.js";
+
+const SAMPLE_SECONDS = 2;
+const MOST_SAMPLES = 150;
+
+const watched = { now: null, samples: [], error: null };
+
+function take(message) {
+  const { history, ...now } = message;
+  watched.now = now;
+  watched.error = null;
+  if (history) watched.samples = history;
+  const last = watched.samples.at(-1);
+  // Another server's totals, or the same after a restart, are not to be compared with these.
+  if (last && now.totals.generation_tokens < last.generation_tokens) watched.samples = [];
+  if (!last || now.totals.time - last.time >= SAMPLE_SECONDS) {
+    watched.samples = [...watched.samples, now.totals].slice(-MOST_SAMPLES);
+  }
+}
+
+async function read(signal, tell) {
+  while (!signal.aborted) {
+    try {
+      for await (const message of events(await api("/live", { signal }))) tell(message);
+    } catch (error) {
+      if (signal.aborted) return;
+      tell({ error: error.message });
+    }
+    await sleep(1.5);
+  }
+}
+
+/** Watch while this tab is seen; returns what ends it. */
+function watch(show) {
+  const channel = new BroadcastChannel("mlx-mtp live");
+  let reading = null;
+  const tell = (message, own = true) => {
+    if (message.error) watched.error = message.error;
+    else take(message);
+    if (own) channel.postMessage(message);
+    show();
+  };
+  channel.onmessage = ({ data }) => {
+    if (data !== "hello") tell(data, false);
+    else if (reading?.leads && watched.now) channel.postMessage({ ...watched.now, history: watched.samples });
+  };
+  const begin = () => {
+    if (reading || document.hidden) return;
+    const own = (reading = new AbortController());
+    const lead = () => ((own.leads = true), read(own.signal, tell));
+    channel.postMessage("hello");
+    // Without locks, where the page came over the network without TLS, each tab reads for itself.
+    if (navigator.locks) navigator.locks.request("mlx-mtp live", { signal: own.signal }, lead).catch(() => {});
+    else lead();
+  };
+  const end = () => {
+    reading?.abort();
+    reading = null;
+  };
+  const turn = () => (document.hidden ? end() : begin());
+  document.addEventListener("visibilitychange", turn);
+  begin();
+  return () => {
+    end();
+    document.removeEventListener("visibilitychange", turn);
+    channel.close();
+  };
+}
+
+/** Differences of the totals between samples, for each second. */
+function rates(samples, of) {
+  return samples.slice(1).map((sample, index) => {
+    const before = samples[index];
+    return [sample.time, of(sample, before, sample.time - before.time)];
+  }).filter(([, value]) => value !== null);
+}
+
+const perSecond = (name) => (sample, before, time) => (time > 0 ? (sample[name] - before[name]) / time : null);
+function firstToken(sample, before) {
+  const count = sample.first_tokens - before.first_tokens;
+  return count > 0 ? (sample.first_token_seconds - before.first_token_seconds) / count : null;
+}
+
+const WIDTH = 300;
+const HEIGHT = 64;
+
+function Chart({ title, unit, points, digits = 0, dots = false }) {
+  const end = watched.now.totals.time;
+  const begin = Math.min(points[0]?.[0] ?? end, end - 60);
+  const most = Math.max(...points.map(([, value]) => value), 1e-9);
+  const x = (time) => (WIDTH * (time - begin)) / (end - begin);
+  const y = (value) => HEIGHT - 2 - ((HEIGHT - 6) * value) / most;
+  const at = points.map(([time, value]) => [x(time).toFixed(1), y(value).toFixed(1)]);
+  const line = at.map((point) => point.join(" ")).join(" L");
+  const last = points.at(-1)?.[1];
+  const told = points.length ? `${dots ? "last" : "now"} ${number(last, digits)}, at most ${number(most, digits)} ${unit}` : "nothing yet";
+  return html`<figure class="chart">
+    <figcaption><b>${title}</b> <span>${told}</span></figcaption>
+    <svg viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="${title}: ${told}" preserveAspectRatio="none">
+      ${dots
+        ? at.map(([cx, cy]) => html`<ellipse cx=${cx} cy=${cy} rx="2" ry="2.5" />`)
+        : at.length > 1 && html`<path class="area" d="M${at[0][0]} ${HEIGHT} L${line} L${at.at(-1)[0]} ${HEIGHT} Z" /><path d="M${line}" />`}
+    </svg>
+    <p class="axis"><span>${seconds(end - begin)} ago</span><span>now</span></p>
+  </figure>`;
+}
+
+function Bar({ name, part, whole, told }) {
+  const share = whole ? Math.min(part / whole, 1) : 0;
+  return html`<div class="bar"><span>${name}</span>
+    <meter min="0" max="1" value=${share} aria-label=${name}></meter><span>${told}</span></div>`;
+}
+
+const STATES = { waiting: "waits", prefilling: "computes the prompt", decoding: "answers" };
+
+function Rows({ rows, source }) {
+  const [failed, setFailed] = useState(null);
+  const [ending, setEnding] = useState([]);
+  const cancel = async (id) => {
+    setEnding([...ending, id]);
+    setFailed(null);
+    try {
+      await api(`/live/${encodeURIComponent(id)}`, { method: "DELETE" });
+    } catch (error) {
+      setFailed(error.message);
+    }
+    setEnding(ending.filter((each) => each !== id));
+  };
+  if (!rows.length) return html`${failed && html`<${Failure}>${failed}<//>`}<p class="hint">No answer is running. Ask something in the chat, or point a client here.</p>`;
+  return html`${failed && html`<${Failure}>${failed}<//>`}
+    <div class="wide" tabindex="0" role="region" aria-label="Answers"><table class="rows">
+    <thead><tr><th>Answer</th><th>State</th><th>Age</th><th>Prompt</th><th>Cached</th><th>Tokens</th><th>Tokens/s</th><th>Drafts a step</th><th>Accepted</th><th><span class="unseen">Cancel</span></th></tr></thead>
+    <tbody>${rows.map((row) => html`<tr key=${row.id}>
+      <td title=${row.id}><code>…${row.id.slice(-8)}</code></td>
+      <td>${STATES[row.state]}${row.computed !== undefined ? ` ${percent(row.computed, row.prompt_tokens)}` : ""}</td>
+      <td>${seconds(row.age)}</td><td>${number(row.prompt_tokens)}</td><td>${number(row.cached_tokens)}</td>
+      <td>${number(row.tokens)}</td><td>${number(row.tokens_per_second, 1)}</td>
+      <td>${row.depth ? `${row.depth} (${source})` : row.state === "decoding" ? "none" : "–"}</td>
+      <td>${row.drafts ? `${percent(row.accepted, row.drafts)} of ${number(row.drafts)}` : "–"}</td>
+      <td><button type="button" class="small" disabled=${ending.includes(row.id)} onClick=${() => cancel(row.id)} aria-label="Cancel the answer ${row.id.slice(-8)}">Cancel</button></td>
+    </tr>`)}</tbody></table></div>`;
+}
+
+function Why({ choice, server }) {
+  if (server.drafts === null) return html`<p class="hint">This server runs without MTP: nothing is drafted.</p>`;
+  if (server.drafts !== "auto") return html`<p class="hint">--mtp-num-draft-tokens ${server.drafts} fixes the number of drafts: none is chosen.</p>`;
+  if (!choice) return html`<p class="hint">No step has been planned yet.</p>`;
+  const { num_rows: rows, depth, costs, tokens } = choice;
+  const worth = tokens.map((count, k) => (count / costs[k]) / (tokens[0] / costs[0]));
+  const gain = worth[depth];
+  const told = depth
+    ? `${plural(depth, "draft")} a step: a step then takes ${number(costs[depth], 2)} times as long and brings ${number(tokens[depth] / tokens[0], 2)} times as many tokens, so ${number(gain, 2)} times the speed of none.`
+    : "No drafts: a longer step would not bring as many more tokens as it costs.";
+  return html`<p>For ${plural(rows, "row")} now ${told}</p>
+    <div class="wide" tabindex="0" role="region" aria-label="Price list"><table>
+    <thead><tr><th>Drafts a step</th>${costs.map((_, k) => html`<th class=${k === depth ? "chosen" : ""}>${k}</th>`)}</tr></thead>
+    <tbody>
+      <tr><th>Time of a step</th>${costs.map((cost, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(cost, 2)}</td>`)}</tr>
+      <tr><th>Tokens expected</th>${tokens.map((count, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(count / rows, 2)}</td>`)}</tr>
+      <tr><th>Speed</th>${worth.map((value, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(value, 2)}</td>`)}</tr>
+    </tbody></table></div>
+    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one row. A deeper choice must promise 2% more than the one in use.</p>`;
+}
+
+function Memory({ memory, prefixes }) {
+  const parts = Object.entries(memory.plan).filter(([, planned]) => planned > 0);
+  const used = {
+    weights: memory.plan.weights, head: memory.plan.head, "prefix cache": prefixes.nbytes,
+    requests: memory.rows * (memory.plan.requests ?? 0),
+  };
+  return html`${parts.map(([name, planned]) => html`<${Bar} name=${name} part=${used[name] ?? 0} whole=${planned}
+      told=${name in used ? `${bytes(used[name])} of ${bytes(planned)}` : `up to ${bytes(planned)}`} />`)}
+    <p class="hint">Arrays take ${bytes(memory.active)} now.${parts.length ? "" : " There is no plan: nothing is limited."}</p>`;
+}
+
+function Prefixes({ prefixes }) {
+  if (!prefixes.limit) return html`<p class="hint">Off (--prefix-cache-size 0).</p>`;
+  const evicted = Object.entries(prefixes.evicted);
+  return html`<${Bar} name="prompt tokens found" part=${prefixes.hits} whole=${prefixes.queries} told="${percent(prefixes.hits, prefixes.queries)} of ${number(prefixes.queries)}" />
+    <${Bar} name="memory" part=${prefixes.nbytes} whole=${prefixes.limit} told="${bytes(prefixes.nbytes)} of ${bytes(prefixes.limit)}" />
+    <p>${plural(prefixes.num_entries, "prefix").replace("prefixs", "prefixes")} in memory${prefixes.num_files ? `, ${number(prefixes.num_files)} on the disk (${bytes(prefixes.file_nbytes)})` : ""}.</p>
+    <p>${evicted.length ? `Evicted: ${evicted.map(([reason, count]) => `${count} (${reason})`).join(", ")}.` : "Nothing has been evicted."}</p>`;
+}
+
+function Queue({ now }) {
+  const rejected = Object.entries(now.rejected);
+  return html`<p>${number(now.running)} of ${number(now.server.most_rows)} rows run, ${number(now.waiting)} wait.</p>
+    <${Bar} name="places" part=${now.held} whole=${now.capacity} told="${now.held} of ${now.capacity} taken" />
+    <p>${rejected.length ? `Refused: ${rejected.map(([why, count]) => `${count} (${why.replaceAll("_", " ")})`).join(", ")}.` : "No request was refused."}</p>
+    ${now.failures.length
+      ? html`<table><thead><tr><th>Errors</th><th>Status</th><th>Times</th></tr></thead><tbody>${now.failures.map(([route, status, count]) =>
+          html`<tr><td><code>${route}</code></td><td>${status}</td><td>${count}</td></tr>`)}</tbody></table>`
+      : html`<p>No errors.</p>`}
+    ${now.server.restarts > 0 && html`<${Failure}>The engine died and was started again ${plural(now.server.restarts, "time")}; see the log.<//>`}`;
+}
+
+const Card = ({ title, children, wide }) => html`<section class="card ${wide ? "full" : ""}"><h2>${title}</h2>${children}</section>`;
+
+export function Live() {
+  const [, draw] = useState(0);
+  useEffect(() => watch(() => draw((count) => count + 1)), []);
+  const { now, samples, error } = watched;
+  if (!now) return html`<div class="live">${error ? html`<${Failure}>${error} Trying again…<//>` : html`<p class="hint">Waiting for the first figures…</p>`}</div>`;
+  const { server, drafts } = now;
+  const [tokens] = rates(samples, perSecond("generation_tokens")).slice(-1);
+  const status = { ready: "ready", stopping: "stopping: it finishes what it has and takes nothing new", failed: `failed: ${server.reason}` };
+  return html`<div class="live">
+    ${error && html`<${Failure}>${error} These figures are old; trying again…<//>`}
+    <p class="headline"><b class=${server.state}>${status[server.state]}</b> for ${seconds(server.uptime)} ·
+      ${" "}<b>${number(tokens?.[1] ?? 0, 1)}</b> tokens/s · <b>${now.running}</b> running, <b>${now.waiting}</b> waiting ·
+      ${" "}<b>${percent(now.totals.accepted, now.totals.drafts)}</b> of drafts accepted · context ${number(server.context)} · mlx-mtp ${server.version}</p>
+    <${Card} title="Answers now" wide><${Rows} rows=${now.rows} source=${server.source} /><//>
+    <${Card} title="The last minutes" wide><div class="charts">
+      <${Chart} title="Tokens of answers" unit="tokens/s" points=${rates(samples, perSecond("generation_tokens"))} />
+      <${Chart} title="Tokens of prompts" unit="tokens/s" points=${rates(samples, perSecond("prompt_tokens"))} />
+      <${Chart} title="Time to the first token" unit="s" digits=${2} points=${rates(samples, firstToken)} dots />
+    </div><//>
+    <${Card} title="Why so many drafts" wide><${Why} choice=${drafts.choice} server=${server} /><//>
+    <${Card} title="Drafts accepted, by their position in a step">${drafts.tried.length
+      ? drafts.tried.map((tried, position) => html`<${Bar} name="${position + 1}. (${server.source})" part=${drafts.accepted[position] ?? 0} whole=${tried}
+          told="${percent(drafts.accepted[position] ?? 0, tried)} of ${number(tried)}" />`)
+      : html`<p class="hint">Nothing has been drafted yet.</p>`}<//>
+    <${Card} title="Memory"><${Memory} memory=${now.memory} prefixes=${now.prefixes} /><//>
+    <${Card} title="Prefix cache"><${Prefixes} prefixes=${now.prefixes} /><//>
+    <${Card} title="Queue and errors"><${Queue} now=${now} /><//>
+  </div>`;
+}

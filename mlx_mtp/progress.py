@@ -1,0 +1,31 @@
+"""How far long work is: a bar in a terminal, and lines now and then where there is none."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+_DELAY_SECONDS = 0.5  # shorter work needs no bar
+_LINE_SECONDS = 10.0
+_LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {remaining} left"
+
+
+class Bar(tqdm):
+    """tqdm's bar on standard error, of bytes unless told otherwise, with sizes and time left."""
+
+    monitor_interval = 0  # no thread of tqdm's own
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lines = not sys.stderr.isatty()
+        own = {"unit": "B", "unit_scale": True, "delay": _DELAY_SECONDS}
+        if self._lines:
+            own |= {"bar_format": _LINE, "mininterval": _LINE_SECONDS, "delay": _LINE_SECONDS}
+            own |= {"maxinterval": _LINE_SECONDS, "leave": False}
+        super().__init__(*args, **own | kwargs)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Write it; a line is never written over."""
+        if not self._lines:
+            super().display(msg, pos)
+        elif text := str(self) if msg is None else msg:
+            print(text, file=sys.stderr, flush=True)

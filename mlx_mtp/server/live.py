@@ -1,0 +1,149 @@
+"""What the server does now, for the page and `mlx-mtp top`: numbers, and no text of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp import __version__
+from mlx_mtp.errors import ForbiddenError, NotFoundError, QueueFullError, RequestCancelledError
+from mlx_mtp.server.admission import RequestLimiter
+from mlx_mtp.server.generation import Dispatcher
+from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.progress import report
+from mlx_mtp.server.text import cut
+from mlx_mtp.server.writer import event
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+
+SECONDS = 0.5  # between two messages
+_SAMPLE_SECONDS, _MOST_SAMPLES = 2.0, 150  # of the history: five minutes
+MOST_ROWS = 64  # in a message
+MOST_WATCHERS = 64
+
+
+class Live:
+    """One message for all that watch, made only while somebody does."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        limiter: RequestLimiter,
+        metrics: Metrics,
+        dispatcher: Dispatcher,
+        names: Sequence[str],
+    ) -> None:
+        self._engine, self._limiter, self._metrics = engine, limiter, metrics
+        self._dispatcher, self._names = dispatcher, names
+        self._history: deque[dict[str, float]] = deque(maxlen=_MOST_SAMPLES)
+        self._began = time.time()
+        self._num_watchers = 0
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def background(self) -> None:
+        """Write the log's lines, and keep the last minutes' totals for those who begin to watch."""
+        await asyncio.gather(report(self._engine), self._remember())
+
+    async def _remember(self) -> None:
+        while True:
+            self._history.append(self._totals())
+            await asyncio.sleep(_SAMPLE_SECONDS)
+
+    def check_room(self) -> None:
+        """Raise QueueFullError where as many watch as may."""
+        if self._num_watchers >= MOST_WATCHERS:
+            raise QueueFullError(f"{MOST_WATCHERS} clients watch already, and no more may.")
+
+    async def watch(self) -> AsyncIterator[bytes]:
+        """Messages as server-sent events; whoever reads slowly gets fewer."""
+        self._num_watchers += 1
+        try:
+            yield event({**self._state(), "history": [*self._history]})
+            # A server that stops waits for what is open.
+            while not (self._limiter.draining and self._limiter.held == 0):
+                if self._next is None:
+                    self._next = asyncio.create_task(self._make())
+                yield await asyncio.shield(self._next)
+            yield event(self._state())
+        finally:
+            self._num_watchers -= 1
+
+    def cancel(self, request_id: str, key: str) -> None:
+        """End an answer with all its choices, for those who have the key that it was asked with."""
+        generation = self._dispatcher.open.get(request_id)
+        if generation is None:
+            raise NotFoundError(f"No answer {cut(request_id)!r} is running; it may have ended.")
+        if generation.key != key[:16]:
+            raise ForbiddenError("This answer was asked for with another API key.")
+        generation.fail(RequestCancelledError("The answer was cancelled by the server's operator."))
+
+    async def _make(self) -> bytes:
+        await asyncio.sleep(SECONDS)
+        self._next = None
+        return event(self._state())
+
+    def _totals(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        number, seconds = self._metrics.sums["time_to_first_token_seconds"]
+        return {
+            "time": time.time(),
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "drafts": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_tokens,
+            "first_tokens": number,
+            "first_token_seconds": seconds,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        engine, limiter = self._engine, self._limiter
+        stats, info = engine.stats(), engine.info
+        fault = engine.unhealthy_reason or engine.hang_reason
+        return {
+            "server": {
+                "models": self._names,
+                "version": __version__,
+                "state": "stopping" if limiter.draining else "failed" if fault else "ready",
+                "reason": fault,
+                "uptime": time.time() - self._began,
+                "context": info.max_model_len,
+                "most_rows": info.max_num_seqs,
+                "drafts": info.num_draft_tokens if info.mtp_enabled else None,
+                "source": info.draft_source,
+                "restarts": stats.num_restarts,
+            },
+            "totals": self._totals(),
+            "rows": self._rows(stats.prefills),
+            "running": stats.num_requests_running,
+            "waiting": stats.num_requests_waiting,
+            "held": limiter.held,
+            "capacity": limiter.capacity,
+            "rejected": {name: count for name, count in limiter.rejected.items() if count},
+            "failures": self._metrics.failures(),
+            "drafts": {
+                "tried": stats.num_draft_tokens_per_pos,
+                "accepted": stats.num_accepted_tokens_per_pos,
+                "choice": stats.choice and stats.choice._asdict(),
+            },
+            "memory": {
+                "plan": info.memory,
+                "active": stats.active_memory,
+                "rows": stats.kv_usage,
+            },
+            "prefixes": {**asdict(stats.prefix_cache), "limit": info.prefix_cache_size},
+        }
+
+    def _rows(self, prefills: Sequence[Any]) -> list[dict[str, Any]]:
+        now, computed = time.perf_counter(), {p.request_id: p.done for p in prefills}
+        rows = []
+        for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
+            row = generation.row(request_id, now)
+            if request_id in computed and row["state"] == "waiting":
+                row |= {"state": "prefilling", "computed": computed[request_id]}
+            rows.append(row)
+        return rows

@@ -1,0 +1,196 @@
+"""The command `mlx-mtp top`: what a running server does, from the same /live as its page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp.connect.command import API_KEY, URL
+from mlx_mtp.errors import UsageError
+from mlx_mtp.flags import add_flags, resolve, text
+from mlx_mtp.units import size_text
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.console import RenderableType
+
+_PATIENCE_SECONDS = 10.0
+_LINE_MESSAGES = 4  # where there is no terminal: a line every 2 seconds
+_BAR = 24  # characters
+_ROWS = (
+    *(("Answer", "id"), ("State", "state"), ("Age", "age"), ("Prompt", "prompt_tokens")),
+    *(("Cached", "cached_tokens"), ("Tokens", "tokens"), ("Tokens/s", "tokens_per_second")),
+    *(("Drafts", "depth"), ("Accepted", "accepted")),
+)
+State = dict[str, Any]
+
+
+def add_top(commands: Any) -> None:
+    """Register `top`."""
+    parser = commands.add_parser("top", help="show what a running server does")
+    shown = "the server's address (default: %(default)s)"
+    parser.add_argument("url", metavar="URL", nargs="?", type=text, default=URL, help=shown)
+    add_flags(parser, API_KEY, reads_environment=True)
+    parser.set_defaults(run=_top, environ=None)
+
+
+def _top(given: argparse.Namespace) -> int:
+    import httpx
+    from rich.console import Console
+    from rich.live import Live
+
+    key = resolve(given, [API_KEY], given.environ).api_key
+    headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
+    url = given.url if "//" in given.url else f"http://{given.url}"
+    console, last = Console(), None
+    with httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_SECONDS) as client:
+        states = _states(client)
+        if not console.is_terminal:
+            for number, state in enumerate(states):
+                if number % _LINE_MESSAGES == 0:
+                    if last is not None:  # Rates are differences.
+                        print(_line(state, last), flush=True)
+                    last = state
+            return 0
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            for state in states:
+                screen.update(_screen(state, last), refresh=True)
+                last = state
+    console.print("The server has stopped.")
+    return 0
+
+
+def _states(client: httpx.Client) -> Iterator[State]:
+    import httpx
+
+    try:
+        with client.stream("GET", "/live") as response:
+            if response.status_code == 401:
+                raise UsageError("The server requires its API key: pass --api-key.")
+            if response.headers.get("content-type", "").partition(";")[0] != "text/event-stream":
+                raise UsageError(f"What answers at {client.base_url} is not an mlx-mtp server.")
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+    except httpx.RemoteProtocolError:
+        return  # It was ended in the middle of a message.
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UsageError(f"No server answers at {client.base_url} ({error}).") from None
+
+
+def _rate(state: State, last: State | None, name: str) -> float:
+    if last is None:
+        return 0.0
+    now, before = state["totals"], last["totals"]
+    seconds = now["time"] - before["time"]
+    return max(now[name] - before[name], 0) / seconds if seconds > 0 else 0.0
+
+
+def _printable(text: str) -> str:
+    """Without what would steer the terminal: the server may be anybody's."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _line(state: State, last: State | None) -> str:
+    server, totals = state["server"], state["totals"]
+    return (
+        f"{server['state']}: {state['running']} running, {state['waiting']} waiting; "
+        f"answers {_rate(state, last, 'generation_tokens'):.1f} tokens/s, "
+        f"prompts {_rate(state, last, 'prompt_tokens'):.1f} tokens/s, "
+        f"{_percent(totals['accepted'], totals['drafts'])} of drafts accepted"
+    )
+
+
+def _bar(name: str, part: float, whole: float, told: str) -> str:
+    full = round(_BAR * min(part / whole, 1.0)) if whole else 0
+    return f"{name:<16}{'█' * full}{'░' * (_BAR - full)} {told}"
+
+
+def _screen(state: State, last: State | None) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    server, drafts = state["server"], state["drafts"]
+    pairs = zip(drafts["tried"], drafts["accepted"])
+    accepted = [
+        _bar(f"{n}. ({server['source']})", good, tried, f"{_percent(good, tried)} of {tried:,}")
+        for n, (tried, good) in enumerate(pairs, start=1)
+    ]
+    sections = {
+        f"{server['models'][0]}, mlx-mtp {server['version']}": [_line(state, last)],
+        "Drafts accepted, by their position in a step": accepted or ["nothing drafted yet"],
+        "Why so many drafts": [_why(drafts["choice"])],
+        "Memory": _memory(state),
+        "Prefix cache": _prefixes(state["prefixes"]),
+        "Queue and errors": _queue(state),
+    }
+    shown: list[RenderableType] = []
+    for title, lines in sections.items():
+        shown += [Text(_printable(title), style="bold"), *map(Text, map(_printable, lines)), ""]
+    shown.insert(3, _rows(state["rows"]))
+    return Group(*shown, Text("Ctrl-C ends this.", style="dim"))
+
+
+def _rows(rows: list[State]) -> RenderableType:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        return Text("No answer is running.\n")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, (title, _) in enumerate(_ROWS):
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
+    for row in rows:
+        told = row | {
+            "id": row["id"][-8:],
+            "age": f"{row['age']:.1f} s",
+            "tokens_per_second": f"{row['tokens_per_second']:.1f}",
+            "accepted": _percent(row["accepted"], row["drafts"]),
+        }
+        table.add_row(*(Text(_printable(str(told[name]))) for _, name in _ROWS))
+    return table
+
+
+def _why(choice: State | None) -> str:
+    if choice is None:
+        return "the number is fixed, or nothing has been planned yet"
+    depth, rows = choice["depth"], choice["num_rows"]
+    cost = choice["costs"][depth] / choice["costs"][0]
+    gain = choice["tokens"][depth] / choice["tokens"][0]
+    told = f"a step takes {cost:.2f} times as long and brings {gain:.2f} times as many tokens"
+    return f"{depth} for {rows} row{'s' * (rows != 1)}: {told}, {gain / cost:.2f} times the speed"
+
+
+def _memory(state: State) -> list[str]:
+    memory, plan = state["memory"], state["memory"]["plan"]
+    used = {"prefix cache": state["prefixes"]["nbytes"]}
+    used["requests"] = memory["rows"] * plan.get("requests", 0)
+    used |= {name: plan[name] for name in ("weights", "head") if name in plan}
+    lines = [
+        _bar(name, used[name], most, f"{size_text(int(used[name]))} of {size_text(most)}")
+        for name, most in plan.items()
+        if most and name in used
+    ]
+    return [*lines, f"arrays take {size_text(memory['active'])} now"]
+
+
+def _prefixes(prefixes: State) -> list[str]:
+    found = _percent(prefixes["hits"], prefixes["queries"])
+    evicted = ", ".join(f"{count} {reason}" for reason, count in prefixes["evicted"].items())
+    count = prefixes["num_entries"]
+    told = f"{count} prefix{'es' * (count != 1)} in memory, {found} of prompt tokens found"
+    return [f"{told}; evicted: {evicted or 'none'}"]
+
+
+def _queue(state: State) -> list[str]:
+    refused = ", ".join(f"{count} {reason}" for reason, count in state["rejected"].items())
+    failed = ", ".join(f"{count} of {status} {path}" for path, status, count in state["failures"])
+    places = f"{state['held']} of {state['capacity']} places taken"
+    return [f"{places}; refused: {refused or 'none'}; errors: {failed or 'none'}"]

@@ -1,0 +1,45 @@
+"""A trace has the drafts of each step, and changes no token."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlx_mtp.config import EngineConfig
+from tests.engine.cases import EOS, STEP, make_requests, proposer_for
+from tests.harness import Driver
+from tests.tiny_models import VOCAB
+
+
+@pytest.mark.parametrize("kind", ["sampled", "greedy grammars"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, "auto"])
+def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
+    """Every other row wants a trace; each draft that counted is told, and the first n came out."""
+    model, reference = tiny_models["qwen3_5"], references("qwen3_5", kind)
+    requests = [replace(r, trace=n % 2 == 0) for n, r in enumerate(make_requests(kind))]
+    config = EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP)
+    proposer = proposer_for("mixed", model, reference, requests)
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, proposer=proposer)
+    driver.run_arrivals({0: requests[:5], 4: requests[5:]})
+    rejected = 0
+    for wanted in requests:
+        name = wanted.request_id
+        ties.check(name, driver.tokens(name), reference[name])
+        for output in driver.outputs[name]:
+            if not wanted.trace:
+                assert output.drafts is None
+                continue
+            drafts, accepted = [d.token_id for d in output.drafts], output.num_accepted_tokens
+            assert len(drafts) == output.num_draft_tokens
+            assert {d.source for d in output.drafts} <= {"mtp"}
+            assert tuple(drafts[:accepted]) == output.token_ids[:accepted]
+            if accepted < len(output.token_ids) and accepted < len(drafts):
+                rejected += 1
+                assert drafts[accepted] != output.token_ids[accepted]
+    assert (rejected > 0) == (depth != 0)
+    stats = driver.core.stats()
+    tried, passed = stats.num_draft_tokens_per_pos, stats.num_accepted_tokens_per_pos
+    assert sum(tried) == stats.num_draft_tokens and all(a <= t for a, t in zip(passed, tried))
+    if depth == "auto":
+        reason = stats.choice
+        assert reason.depth == dict(stats.depths)[reason.num_rows]
+        assert reason.costs[0] == 1.0 and reason.tokens[0] == reason.num_rows

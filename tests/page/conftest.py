@@ -1,0 +1,68 @@
+"""Chromium, and tabs that note what a page must never do."""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import serve, tokenizer
+
+__all__ = ["serve", "tokenizer"]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+Open = Callable[..., contextlib.AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("there is no Chromium (apt-get install chromium)")
+    with api.sync_playwright() as playwright:
+        # As root, in a container, its own sandbox can't be set up.
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Open:
+    """`with opened(url, **context) as tab`: a page in a browser context of its own.
+
+    In the end: nothing on the console, no dialog, no request to another host. `fails` is a pattern
+    of the failing requests that the test provokes, which Chromium writes to the console.
+    """
+
+    @contextlib.contextmanager
+    def open_tab(url: str, *, fails: str = "(?!)", **settings: Any) -> Iterator[Any]:
+        seen: list[str] = []
+
+        def on_console(message: Any) -> None:
+            place = message.location["url"]
+            expected = "Failed to load" in message.text and re.search(fails, place)
+            if message.type in ("error", "warning") and not expected:
+                seen.append(f"{message.text} ({place})")
+
+        def on_request(request: Any) -> None:
+            if not request.url.startswith((url, "blob:")):
+                seen.append(f"a request to {request.url}")
+
+        context = browser.new_context(**settings)
+        context.on("console", on_console)
+        context.on("weberror", lambda error: seen.append(str(error.error)))
+        context.on("dialog", lambda dialog: (seen.append(dialog.message), dialog.dismiss()))
+        context.on("request", on_request)
+        context.set_default_timeout(60_000)
+        tab = context.new_page()
+        tab.goto(url)
+        try:
+            yield tab
+        finally:
+            context.close()
+        assert not seen
+
+    return open_tab

@@ -1,0 +1,366 @@
+"""The page against real servers: what people do with it, and what hostile text does to it."""
+
+import contextlib
+import gzip
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_mtp.engine.request import Request
+from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.server.page import FOLDER
+from mlx_mtp.server.tokenizer import Tokenizer
+from tests.clients.npm import installed
+from tests.page.conftest import Open
+from tests.process import STORY, Server, running
+from tests.server.conftest import Serve, Served
+from tests.server.fake_engine import FakeEngine, FakeInfo, Output, out
+from tests.server.wire_help import saying
+
+MOST_BYTES = 80_000
+MESSAGE = "textarea[aria-label='Your message']"
+TOOL = [{"name": "get_weather", "parameters": {"type": "object", "properties": {}}}]
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+
+browsed = pytest.mark.full
+
+
+def address(client: Served) -> str:
+    return str(client.base_url).rstrip("/")
+
+
+def say(tab: Any, text: str = STORY) -> None:
+    tab.fill(MESSAGE, text)
+    tab.press(MESSAGE, "Enter")
+
+
+def answered(tab: Any, text: str = STORY) -> str:
+    say(tab, text)
+    return finished(tab)
+
+
+def finished(tab: Any) -> str:
+    """The last answer's text, once all of it is there."""
+    last = tab.locator("article.assistant").last
+    last.locator(".figures").wait_for()
+    return last.locator(".markdown").last.inner_text()
+
+
+def configure(tab: Any, **values: str) -> None:
+    button = tab.get_by_role("button", name="Settings", exact=True)
+    if button.get_attribute("aria-expanded") == "false":
+        button.click()
+    for name, value in values.items():
+        tab.fill(f"#setting-{name}", value)
+
+
+def check_with_axe(tab: Any, where: str) -> None:
+    source = installed(Path(__file__).parent) / "node_modules" / "axe-core" / "axe.min.js"
+    tab.evaluate(source.read_text("utf-8"))
+    found = tab.evaluate("axe.run(document)")["violations"]
+    told = [(f["impact"], f["id"], [n["html"] for n in f["nodes"]][:3]) for f in found]
+    assert not [each for each in told if each[0] in ("serious", "critical")], (where, told)
+
+
+def test_the_page_is_small_and_needs_nothing_else() -> None:
+    files = [path for path in FOLDER.rglob("*.*") if path.suffix != ".txt"]
+    assert sum(len(gzip.compress(path.read_bytes())) for path in files) < MOST_BYTES
+    named = "".join(path.read_text("utf-8") for path in files if path.parent == FOLDER)
+    assert set(re.findall(r"https?://[\w.]+", named)) <= {"http://www.w3.org", "https://"}
+    for path in files:
+        for target in re.findall(r'from\s*"([^"]+)"', path.read_text("utf-8")):
+            assert (path.parent / target).is_file(), f"{path.name} imports {target}"
+    licences = (FOLDER / "vendor" / "LICENSES.txt").read_text("utf-8")
+    assert all(f"  {path.name} " in licences for path in FOLDER.glob("vendor/*.js"))
+
+
+@browsed
+def test_sixteen_browsers_at_once(mtp_server: Server, opened: Open) -> None:
+    with contextlib.ExitStack() as stack:
+        tabs = [stack.enter_context(opened(mtp_server.url)) for _ in range(16)]
+        for number, tab in enumerate(tabs):
+            configure(tab, seed=str(number), temperature="1")
+            tab.fill(MESSAGE, STORY)
+        for tab in tabs:
+            tab.press(MESSAGE, "Enter")
+        told = [finished(tab) for tab in tabs]
+        assert len(set(told)) == 16
+        for tab, text in zip(tabs, told):
+            figures = tab.locator(".figures").inner_text()
+            assert re.search(
+                r"(?s)[\d.]+ tokens/s.*first token after.*cached.*drafts accepted", figures
+            )
+            tab.reload()
+            assert finished(tab) == text
+        # The same seed once more, among others: the same answer.
+        for tab in tabs:
+            tab.get_by_role("button", name="Regenerate").click()
+        for tab, text in zip(tabs, told):
+            tab.get_by_text("2 of 2").wait_for()
+            assert finished(tab) == text
+    mtp_server.wait_until_empty()
+
+
+@browsed
+def test_a_conversation(mtp_server: Server, opened: Open) -> None:
+    with opened(mtp_server.url, fails="completions") as tab:
+        first = answered(tab)
+        tab.get_by_role("button", name="use again").click()
+        tab.get_by_role("button", name="Edit").click()
+        tab.get_by_label("Ask this instead").fill("What is the opposite of hot?")
+        tab.get_by_role("button", name="Send").first.click()
+        tab.get_by_text("2 of 2").wait_for()
+        assert finished(tab) != first
+        tab.get_by_role("button", name="Earlier version").click()
+        assert finished(tab) == first
+        tab.get_by_role("switch").check()
+        shown = "".join(tab.locator(".tokens .token").all_text_contents())
+        assert shown.partition("<|im_end|>")[0].split() == first.split()
+        assert tab.locator(".token.from-mtp").count() > 10
+        # Hovering and the arrow keys tell a step.
+        tab.locator(".of-step").nth(3).hover()
+        assert tab.locator(".step").inner_text().startswith("Step 4. Drafted")
+        tab.locator(".tokens").press("ArrowRight")
+        assert tab.locator(".step").inner_text().startswith("Step 5.")
+        tab.get_by_role("switch").uncheck()
+        with tab.expect_download() as download:
+            tab.get_by_role("button", name="Export").click()
+        messages = json.loads(Path(download.value.path()).read_text())["messages"]
+        assert [m["role"] for m in messages] == ["user", "assistant"]
+        assert messages[1]["content"].split() == first.split()
+        # A second conversation; both are there after a reload.
+        tab.get_by_role("button", name="New chat").first.click()
+        configure(tab, schema=json.dumps(BAD_SCHEMA))
+        say(tab, "hi")
+        told = tab.locator("article .failure").inner_text()
+        assert "$ref" in told or "nowhere" in told
+        assert tab.locator(".settings .failure").inner_text() in told
+        configure(tab, schema="{nothing")
+        tab.locator("#setting-schema").blur()
+        assert "not JSON" in tab.locator(".settings .failure").inner_text()
+        configure(
+            tab, schema='{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}'
+        )
+        tab.get_by_role("button", name="Try again").click()
+        assert json.loads(finished(tab)) == {"a": 1}
+        tab.reload()
+        assert tab.locator(".conversations li").count() == 2
+
+
+@browsed
+def test_a_tool_call_is_answered(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
+    called = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    engine = saying(tokenizer, called)
+    with serve(engine) as client, opened(address(client)) as tab:
+        configure(tab, tools=json.dumps(TOOL))
+        say(tab, "How is the weather?")
+        tab.get_by_label("Its result").fill("It rains.")
+        assert '"city": "Rome"' in tab.locator(".call code").last.inner_text()
+        tab.get_by_role("button", name="Send the result").click()
+        tab.get_by_text("Result of get_weather").wait_for()
+        tab.locator(".figures").nth(1).wait_for()
+        assert "It rains." in tokenizer.text_of(engine.submitted[-1].prompt_token_ids)
+
+
+@browsed
+def test_stop_and_the_tabs_of_one_browser(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
+    """Eight tabs read one /live; four answers run, two more wait until these are stopped."""
+    (token,) = tokenizer.encode(" fox")
+
+    def script(_: Request) -> Iterator[Output]:
+        while True:
+            yield out(token)
+            yield from [None] * 50
+
+    engine = FakeEngine(script)
+    with serve(engine) as client, opened(address(client)) as tab:
+        url, context = tab.url.partition("#")[0], tab.context
+        watching: list[str] = []
+        context.on("request", lambda r: watching.append(r.url) if r.url.endswith("/live") else None)
+        lives = [context.new_page() for _ in range(8)]
+        for live in lives:
+            live.goto(f"{url}#live")
+            live.locator(".headline").wait_for()
+        assert len(watching) == 1
+        talking = [tab, *(context.new_page() for _ in range(5))]
+        for number, each in enumerate(talking):
+            each.goto(url)
+            each.get_by_role("button", name="New chat").first.click()
+            say(each, "hi")
+            if number < 4:
+                each.locator("article.assistant .markdown").wait_for()
+        for each in talking[4:]:
+            each.get_by_text("4 answers are running in this browser").wait_for()
+        assert len(engine.submitted) == 4
+        lives[3].get_by_role("button", name=re.compile("Cancel the answer")).nth(3).wait_for()
+        for each in talking[:4]:
+            each.get_by_role("button", name="Stop").first.click()
+            each.get_by_text("Stopped.").wait_for()
+        for each in talking[4:]:
+            each.locator("article.assistant .markdown").wait_for()
+        # One is cancelled where it is seen.
+        lives[0].get_by_role("button", name=re.compile("Cancel the answer")).first.click()
+        assert engine.wait_for(lambda: len(engine.running) == 1)
+        # Where the reading tab is closed another one goes on.
+        with context.expect_event("request", lambda r: r.url.endswith("/live")):
+            lives[0].close()
+
+
+@browsed
+def test_a_server_that_goes_away_and_comes_back(opened: Open) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ("--port", str(port), "--calibration-seconds", "0")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(*flags))
+        tab = stack.enter_context(opened(server.url, fails=""))
+        first = answered(tab)
+        server.process.terminate()
+        server.process.wait()
+        say(tab, "Are you there?")
+        tab.get_by_text("The server does not answer. Is it running?").wait_for()
+        notice = tab.get_by_text("This page goes on by itself")
+        notice.wait_for()
+        stack.enter_context(running(*flags))
+        notice.wait_for(state="detached")
+        tab.get_by_role("button", name="Try again").click()
+        assert finished(tab) != first
+        assert tab.locator("article").count() == 4
+
+
+@browsed
+def test_the_key_is_asked_for_and_kept_for_the_tab(
+    serve: Serve, tokenizer: Tokenizer, opened: Open
+) -> None:
+    engine = saying(tokenizer, "Hello there.")
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(serve(engine, api_keys=("right",)))
+        tab = stack.enter_context(opened(address(client), fails="models"))
+        asked = tab.get_by_label("API key")
+        asked.wait_for()
+        assert tab.locator("nav").count() == 0 and "test/model" not in tab.content()
+        for key in ("wrong", "right"):
+            asked.fill(key)
+            tab.get_by_role("button", name="Open").click()
+            if key == "wrong":
+                tab.get_by_text("refuses this key").wait_for()
+        assert answered(tab, "hi") == "Hello there."
+        tab.reload()
+        assert finished(tab) == "Hello there."
+        assert "right" not in tab.evaluate("JSON.stringify(localStorage)")
+        other = tab.context.new_page()
+        other.goto(tab.url)
+        other.get_by_label("API key").wait_for()
+
+
+@browsed
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1180, 360])
+def test_every_view_fits_and_reads_well(
+    mtp_server: Server, opened: Open, scheme: str, width: int
+) -> None:
+    size = {"width": width, "height": 740}
+    with opened(mtp_server.url, color_scheme=scheme, viewport=size) as tab:
+
+        def check(where: str) -> None:
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width, where
+            check_with_axe(tab, where)
+
+        check("an empty chat")
+        answered(tab)
+        check("chat")
+        tab.get_by_role("switch").check()
+        tab.locator(".of-step").nth(2).click()
+        check("drafts")
+        tab.get_by_role("button", name="Settings", exact=True).click()
+        check("settings")
+        for name, mark in (("Live", ".charts"), ("Set up a client", ".names")):
+            tab.get_by_role("link", name=name).click()
+            tab.locator(mark).wait_for()
+            check(name)
+        # By the keyboard alone.
+        tab.goto(mtp_server.url)
+        tab.locator(MESSAGE).wait_for()
+        tab.keyboard.press("Tab")
+        assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
+        tab.keyboard.press("Enter")
+        assert tab.evaluate("document.activeElement.id") == "main"
+
+
+RUN = "window.pwned=1"
+PAYLOADS = (
+    f"<script>{RUN}</script>",
+    f"<img src=x onerror={RUN}>",
+    f"<svg onload={RUN}>",
+    f"<svg><script>{RUN}</script></svg>",
+    f'<iframe srcdoc="<script>parent.{RUN}</script>"></iframe>',
+    f"<body onload={RUN}>",
+    f"<details open ontoggle={RUN}>",
+    f"<input autofocus onfocus={RUN}>",
+    f'<a href="javascript:{RUN}">x</a>',
+    f"[click](javascript:{RUN})",
+    f"[click](JaVaScRiPt:{RUN})",
+    f"[click](data:text/html,<script>{RUN}</script>)",
+    f"![x](javascript:{RUN})",
+    "![x](https://example.com/x.png)",
+    f'<https://example.com/"onmouseover={RUN}>',
+    f"```html\n<script>{RUN}</script>\n```",
+    f"| a |\n|---|\n| <img src=x onerror={RUN}> |",
+    f"<style>@import 'https://example.com/x.css'</style><p style='color:red' onclick={RUN}>",
+    f"<math><mtext><table><mglyph><style><img src=x onerror={RUN}>",
+    f"&lt;img src=x onerror={RUN}&gt; &#60;script&#62;{RUN}&#60;/script&#62;",
+    f"[x]: javascript:{RUN}\n\n[x]",
+    f'{{"__html": "<img src=x onerror={RUN}>", "dangerouslySetInnerHTML": 1}}',
+    "> " * 5000 + "deep",
+)
+
+
+@browsed
+def test_hostile_text_stays_text(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
+    """In answers, reasoning, arguments and names of tools, names of models, errors, and titles."""
+    assert len(PAYLOADS) >= 20
+    nasty = f"<img src=x onerror={RUN}>"
+
+    def harmless(tab: Any, payload: str) -> None:
+        assert tab.evaluate("window.pwned") is None, payload
+        bad = "script, img, iframe, object, embed, style, math, base, [onerror], [style]"
+        assert tab.locator(f"#app :is({bad})").count() == 0, payload
+        links = tab.locator("#app .markdown a").evaluate_all("all => all.map(a => a.protocol)")
+        assert set(links) <= {"http:", "https:", "mailto:"}, payload
+
+    said = iter(())
+
+    def script(request: Request) -> Iterator[Output]:
+        return saying(tokenizer, next(said)).script(request)
+
+    engine = FakeEngine(script, FakeInfo(max_model_len=60_000))
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(serve(engine, model_name=nasty))
+        tab = stack.enter_context(opened(address(client), fails="completions"))
+        configure(tab, tools=json.dumps([{"name": nasty}]))
+        for payload in PAYLOADS:
+            call = json.dumps({"name": nasty, "arguments": {"x": payload}})
+            for text in (payload, f"<tool_call>\n{call}\n</tool_call>"):
+                said = iter([text])
+                tab.get_by_role("button", name="New chat").first.click()
+                say(tab, payload[:200])
+                tab.locator(".figures").wait_for()
+                if text == payload and "deep" not in payload:
+                    words = re.sub(r"\W+", "", payload)
+                    shown = tab.locator("article.assistant").inner_text()
+                    assert RUN not in payload or RUN in shown or "javascript" in words.lower()
+                harmless(tab, text)
+            engine.refusal = InvalidRequestError(payload[:300])
+            tab.get_by_role("button", name="Regenerate").click()
+            tab.locator(".failure").first.wait_for()
+            harmless(tab, f"error {payload}")
+            engine.refusal = None
+        tab.goto(tab.url.partition("#")[0] + "#clients")
+        tab.locator(".names").wait_for()
+        assert nasty in tab.locator(".clients").inner_text()
+        harmless(tab, "clients")
