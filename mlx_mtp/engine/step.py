@@ -56,6 +56,11 @@ class ChunkArrays:
             self.tokens[row, : length + before] = piece[: length + before]
             self.following[row, : len(piece) - 1] = piece[1:]
 
+    @property
+    def own(self) -> np.ndarray:
+        """Which of `tokens` are no padding: bool [B, T]."""
+        return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
 
 class Drawn(NamedTuple):
     """The tokens of a window, on the device."""
@@ -86,7 +91,7 @@ class InFlightStep:
     num_positions: tuple[int, ...]  # length of each row's window
     is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
     num_drafts: list[int] = field(default_factory=list)  # that count for each row
-    num_proposed: int = 0  # drafts a row that the step proposes for the next window
+    num_proposed: list[int] = field(default_factory=list)  # drafts for the next window
     drawn: Drawn | None = None  # None if no row draws a token
     prompt: PromptScores | None = None  # None if no row asked for them
     error: MlxMtpError | None = None  # the whole step failed

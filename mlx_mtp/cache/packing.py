@@ -1,0 +1,135 @@
+"""The tokens of a pass as one long row: whose they are, their positions, and their KV's places.
+
+Projections, norms, experts and lm_head see the N tokens of all rows side by side and no padding.
+The recurrence needs them as a rectangle, `rows`, and attention as one rectangle a buffer, `parts`.
+Which token goes where is known on the host; only the positions are on the device.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.cache.layout import Layout
+
+Index = slice | mx.array
+
+
+class Packing:
+    """`lengths[b]` tokens of each row b, from position `start[b]` (int32 [B]) on."""
+
+    def __init__(self, layout: Layout, start: mx.array, lengths: Sequence[int]) -> None:
+        self.layout = layout
+        self.lengths = np.array(lengths)
+        self.num_tokens = int(self.lengths.sum())
+        self.num_run = self.num_tokens  # more while a pass of few tokens is run as one of 8
+        self.longest = int(self.lengths.max())
+        self._first = np.cumsum(self.lengths) - self.lengths
+        row = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        step = np.arange(self.num_tokens) - self._first[row]
+        self._flat = _index(row * self.longest + step)
+        # The tokens of each row; after its last one that again.
+        steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
+        self._places = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
+        self._rect = _index(self._places.reshape(-1))
+        if self.longest == 1 and self.num_tokens == len(self.lengths):
+            self._positions = start
+        else:
+            self._positions = start[mx.array(row)] + mx.array(step.astype(np.int32))
+
+    def fill_up(self, x: mx.array) -> mx.array:
+        """[N, ..] followed by what is run besides and means nothing."""
+        more = self.num_run - self.num_tokens
+        return mx.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) if more else x
+
+    @property
+    def positions(self) -> mx.array:
+        """Of every token that is run, int32."""
+        return self.fill_up(self._positions)
+
+    def rows(self, x: mx.array) -> mx.array:
+        """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite."""
+        return x[self._rect].reshape(len(self.lengths), self.longest, *x.shape[1:])
+
+    def flat(self, x: mx.array) -> mx.array:
+        """[B, T, ..] to [N, ..]."""
+        return self.fill_up(x.reshape(-1, *x.shape[2:])[self._flat])
+
+    def at(self, step: mx.array) -> mx.array:
+        """The token of each row at its `step[b]` (int32 [B]): int32 [B]."""
+        first = np.minimum(self._first, self.num_tokens - 1)
+        return mx.array(first.astype(np.int32)) + step
+
+    def after(self, known: mx.array, rest: mx.array) -> mx.array:
+        """[N, ..] from each row's first token, [B, ..], and the others in their order."""
+        rows = np.arange(len(self.lengths))
+        order = np.full(self.num_tokens, -1)
+        order[self._first] = rows
+        order[order < 0] = len(rows) + np.arange(self.num_tokens - len(rows))
+        return mx.concatenate([known, rest])[_index(order)]
+
+    @cached_property
+    def parts(self) -> list["Part"]:
+        """The buffers that hold these rows."""
+        held: dict[int, list[int]] = {}
+        for row in np.flatnonzero(self.lengths).tolist():
+            held.setdefault(self.layout.places[row][0], []).append(row)
+        return [Part(self, buffer, rows) for buffer, rows in held.items()]
+
+    @cached_property
+    def _from_parts(self) -> Index:
+        """Where each token is among the outputs of all parts."""
+        where, base = np.zeros(self.num_tokens, dtype=np.int64), 0
+        for part in self.parts:
+            for row in part.rows:
+                first, length = self._first[row], self.lengths[row]
+                at = base + self.layout.places[row][1] * part.length
+                where[first : first + length] = at + np.arange(length)
+            base += part.used * part.length
+        return _index(where)
+
+    def join(self, outputs: list[mx.array]) -> mx.array:
+        """[N, ..] from the parts' outputs, each [slots, T, ..]."""
+        flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
+        joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        return self.fill_up(joined[self._from_parts])
+
+
+class Part:
+    """The tokens of a pass whose rows share a buffer."""
+
+    def __init__(self, packing: Packing, buffer: int, rows: list[int]) -> None:
+        layout, lengths, tokens = packing.layout, packing.lengths, packing._places
+        self.buffer, self.rows = buffer, rows
+        slots = {layout.places[row][1]: row for row in rows}
+        self.used = max(slots) + 1
+        self.length = int(lengths[rows].max())
+        capacity = layout.buffers[buffer].capacity
+        self.limit = min(max(layout.limits[row] for row in rows), capacity)
+        own = np.concatenate([tokens[row, : lengths[row]] for row in rows])
+        self.tokens = _index(own)  # to write
+        in_slots = np.repeat([layout.places[row][1] for row in rows], lengths[rows])
+        self.slots = mx.array(in_slots.astype(np.int32))
+        self.positions = packing._positions[self.tokens]
+        # Queries for a slot that is empty are those of another: their result isn't used.
+        table = [slots.get(slot, rows[0]) for slot in range(self.used)]
+        self._packing, self._rect = packing, _index(tokens[table, : self.length].reshape(-1))
+
+    def rect(self, x: mx.array) -> mx.array:
+        """[N, ..] to [slots, T, ..]."""
+        return x[self._rect].reshape(self.used, self.length, *x.shape[1:])
+
+    @cached_property
+    def mask(self) -> mx.array:
+        """Causal: bool [slots, 1, T, limit]."""
+        last = self.rect(self._packing._positions)[:, None, :, None]
+        return mx.arange(self.limit) <= last
+
+
+def _index(wanted: np.ndarray) -> Index:
+    """An index for these, a slice where they are consecutive."""
+    first, count = int(wanted[0]) if len(wanted) else 0, len(wanted)
+    if np.array_equal(wanted, np.arange(first, first + count)):
+        return slice(first, first + count)
+    return mx.array(wanted.astype(np.int32))
