@@ -32,7 +32,7 @@ class BatchCache:
         bounds of the rows' lengths after the pass, and `rooms` what is allocated, if that is more.
         """
         change = self.layout.arrange(limits, rooms or limits)
-        for cache in self._attention() if change is not None else ():
+        for cache in self.attention() if change is not None else ():
             cache.rearrange(change)
 
     def begin(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
@@ -82,7 +82,8 @@ class BatchCache:
             if cache is not None:
                 yield from cache.arrays()
 
-    def _attention(self) -> list[RaggedKVCache]:
+    def attention(self) -> list[RaggedKVCache]:
+        """The KV of all layers, the head's included."""
         return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]
 
     def __getitem__(self, index: int) -> LayerCache:

@@ -39,7 +39,9 @@ def rounded_capacity(tokens: int) -> int:
     """The capacity of the class of rows that need room for so many tokens."""
     capacity = GROWTH
     while capacity < tokens:
-        capacity = -(-capacity * 5 // (4 * GROWTH)) * GROWTH
+        # Long rows share no buffer, so their classes need not be few.
+        more = capacity // (4 if most_slots(capacity) > 1 else 8)
+        capacity = -(-(capacity + more) // GROWTH) * GROWTH
     return capacity
 
 
@@ -57,7 +59,7 @@ class Layout:
         self.places: list[Place] = []
         self.limits: list[int] = []  # bounds of the rows' lengths, the next window included
         self._num_settled = num_rows  # rows from here on have joined, in buffers of their own
-        self._loose = True  # rows have joined or left
+        self._left = False  # rows have left, so that slots may be empty
 
     def arrange(self, limits: Sequence[int], rooms: Sequence[int]) -> Change | None:
         """Give each row room for so many tokens; None if all have it.
@@ -66,9 +68,9 @@ class Layout:
         """
         self.limits = [-(-limit // STRIDE) * STRIDE for limit in limits]
         moving = self._outgrown(rooms)
-        if moving or self._loose:
+        if self._left or any(row < self._num_settled for row in moving):
             self._thin(moving)
-        self._num_settled, self._loose = self.num_rows, False
+        self._num_settled, self._left = self.num_rows, False
         if not moving:
             return None
         before = dict(enumerate(self.places))
@@ -95,6 +97,7 @@ class Layout:
         selected.buffers = [self.buffers[buffer] for buffer in kept]
         selected.places = [(kept.index(buffer), slot) for buffer, slot in places]
         selected.limits = [self.limits[row] for row in rows]
+        selected._left = True
         return selected, kept
 
     def extend(self, other: Layout) -> None:
@@ -102,13 +105,13 @@ class Layout:
         self.buffers = self.buffers + other.buffers
         self.places = self.places + [(first + buffer, slot) for buffer, slot in other.places]
         self.limits = self.limits + other.limits
-        self.num_rows, self._loose = self.num_rows + other.num_rows, True
+        self.num_rows += other.num_rows
 
     def _outgrown(self, rooms: Sequence[int]) -> dict[int, int]:
         """Rows that need another place, and the capacity of their class."""
         moving = {}
         for row, room in enumerate(rooms):
-            capacity = self.buffers[self.places[row][0]].capacity if self.places else 0
+            capacity = self.buffers[self.places[row][0]].capacity if self.places else -1
             if capacity < room:
                 moving[row] = rounded_capacity(room)
             elif row >= self._num_settled and most_slots(capacity) > 1:
@@ -116,7 +119,7 @@ class Layout:
         return moving
 
     def _thin(self, moving: dict[int, int]) -> None:
-        """Let rows move out of buffers that their class can do without."""
+        """Let rows move out of the emptiest buffers of a class of which more than half is empty."""
         staying = Counter(
             buffer for row, (buffer, _) in enumerate(self.places) if row not in moving
         )
@@ -124,13 +127,10 @@ class Layout:
             own = {b: n for b, n in staying.items() if self.buffers[b].capacity == capacity}
             rows = sum(own.values()) + sum(c == capacity for c in moving.values())
             slots = sum(self.buffers[buffer].slots for buffer in own)
-            while own:
+            while slots > 2 * rows:
                 least = min(own, key=own.__getitem__)
-                without = slots - self.buffers[least].slots
-                if slots <= 2 * rows and without < rows:
-                    break
                 moving |= {r: capacity for r, (b, _) in enumerate(self.places) if b == least}
-                slots = without
+                slots -= self.buffers[least].slots
                 del own[least]
 
     def _free_place(self, capacity: int, taken: set[Place], waiting: int) -> Place:

@@ -123,7 +123,7 @@ class CacheMemory:
         total: Counter[str] = Counter()
         for layer in self.layers:
             total.update(layer.state_nbytes(self.itemsize))
-        total["counters"] = _INT32 * (1 if self.head is None else 2)  # lengths
+        total["counters"] = _INT32  # its length
         return dict(total)
 
     @property
