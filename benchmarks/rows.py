@@ -40,7 +40,11 @@ def measure(
     times = {}
     for name, contexts in (("short", short), ("long", [long]), ("both", [*short, long])):
         step_ms, rate, _, nbytes = measure_engine(
-            model, depth=depth, contexts=contexts, steps=steps, overlap=mx.default_device() != mx.cpu
+            model,
+            depth=depth,
+            contexts=contexts,
+            steps=steps,
+            overlap=mx.default_device() != mx.cpu,
         )
         times[name] = step_ms
         found |= {f"{name} ms": round(step_ms, 2), f"{name} tok/s": round(rate, 1)}
@@ -54,7 +58,9 @@ def measure(
 def main() -> None:
     """Parse the command line, measure, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=[*SHAPES], help="random weights; none: the bundled model")
+    parser.add_argument(
+        "--shape", choices=[*SHAPES], help="random weights; none: the bundled model"
+    )
     parser.add_argument("--layers", type=int, help="of the shape; none: all")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--rows", type=integers, default=[1, 3, 7, 15], help="short ones")

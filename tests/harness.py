@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import prefix_cache
 from mlx_mtp.engine.core import EngineCore

@@ -20,7 +20,7 @@ class BatchCache:
     def __init__(
         self, layers: Sequence[LayerCache], num_rows: int, head: RaggedKVCache | None = None
     ) -> None:
-        self.layers = list(layers)
+        self.layers: list[LayerCache] = list(layers)
         self.head = head  # KV of an MTP head, in the places of the trunk's
         self.layout = Layout(num_rows)
         self.offset = mx.zeros(num_rows, dtype=mx.int32)
@@ -31,9 +31,9 @@ class BatchCache:
         Must precede every pass: a write past a row's room would go to the next row. `limits` are
         bounds of the rows' lengths after the pass, and `rooms` what is allocated, if that is more.
         """
-        change = self.layout.arrange(limits, rooms or limits)
-        for cache in self.attention() if change is not None else ():
-            cache.rearrange(change)
+        if change := self.layout.arrange(limits, rooms or limits):
+            for cache in self.attention():
+                cache.rearrange(change)
 
     def begin(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
         """Prepare for a window of each row, for which there is room.
@@ -54,13 +54,13 @@ class BatchCache:
             if isinstance(cache, GatedDeltaCache) and cache.coming is None:
                 cache.num_kept = num_kept
 
-    def select(self, rows: Sequence[int]) -> BatchCache:
+    def select(self, rows: list[int]) -> BatchCache:
         """The caches of these rows; KV stays where it is."""
         where = mx.array(rows, dtype=mx.int32)
         layout, buffers = self.layout.select(rows)
         layers = [
-            cache.select(where if isinstance(cache, GatedDeltaCache) else buffers)
-            for cache in self.layers
+            c.select(where) if isinstance(c, GatedDeltaCache) else c.select(buffers)
+            for c in self.layers
         ]
         head = None if self.head is None else self.head.select(buffers)
         selected = BatchCache(layers, len(rows), head)

@@ -31,7 +31,9 @@ class RaggedKVCache:
         """Write the entries of a pass, each [N, heads, dim]."""
         for buffers, new in ((self.keys, keys), (self.values, values)):
             if not buffers:
-                buffers += [_zeros(each, new.shape[1:], new.dtype) for each in packing.layout.buffers]
+                buffers += [
+                    _zeros(each, new.shape[1:], new.dtype) for each in packing.layout.buffers
+                ]
             for part in packing.parts:
                 # A handle of our own: what a batch that was split off refers to stays as it is.
                 written = copy.copy(buffers[part.buffer])
@@ -39,7 +41,7 @@ class RaggedKVCache:
                 buffers[part.buffer] = written
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
-        """Attention of each token's queries, [N, heads, dim], to its row's entries up to its own."""
+        """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
         outputs = []
         for part in packing.parts:
             keys, values = (

@@ -73,9 +73,7 @@ def join(segments: Sequence[Segment], start: int) -> Segment:
     return Segment(start, last.end, arrays, last.bits)
 
 
-def take_segment(
-    batch: BatchCache, row: int, start: int, end: int, bits: int | None
-) -> Segment:
+def take_segment(batch: BatchCache, row: int, start: int, end: int, bits: int | None) -> Segment:
     """Copy the KV of a row's tokens `start` to `end`, in `bits`; the head's is one row behind."""
     arrays = Arrays()
     for name, cache in _caches(RaggedKVCache, batch):

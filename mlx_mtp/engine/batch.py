@@ -94,10 +94,10 @@ class Batch:
         self.num_drafts = self.num_drafts + other.num_drafts
         theirs, fill = other._row_arrays(), {"stop_ids": -1, "drafts": 0}
         for name, array in self._row_arrays().items():
-            pair = (array, theirs[name])
+            pair = [array, theirs[name]]
             if name in fill:
                 width = max(each.shape[1] for each in pair)
-                pair = tuple(_widen(each, width, fill[name]) for each in pair)
+                pair = [_widen(each, width, fill[name]) for each in pair]
             setattr(self, name, mx.concatenate(pair))
 
     def arrays(self) -> Iterator[mx.array]:

@@ -19,8 +19,8 @@ class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
     A plan holds at most one chunk of a group of prompts, cut at multiples of `prefill_step_size`,
-    and one decode step. `memory` says whether rows of so many tokens fit, and `usage` which share of
-    the memory for rows they take.
+    and one decode step. `memory` says whether rows of so many tokens each fit, and `usage` which
+    share of the memory for rows they take.
     """
 
     def __init__(

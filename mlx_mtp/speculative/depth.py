@@ -88,7 +88,7 @@ class DraftRow:
     rates: RowRates = field(default_factory=lambda: RowRates(MAX_DRAFT_TOKENS))
 
     def num_drafts(self, depth: int) -> int:
-        """How many drafts it gets where `depth` was chosen: so many, or what its request asked for."""
+        """How many drafts it gets where `depth` was chosen: its request may have fixed them."""
         return depth if self.fixed is None else self.fixed
 
 

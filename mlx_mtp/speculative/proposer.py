@@ -98,7 +98,8 @@ class HeadState:
     def settle(self, cache: BatchCache) -> None:
         if self._start is not None:
             count, rows = len(self._deferred), self._start.shape[0]
-            hidden, targets = (mx.stack(each, axis=1).flatten(0, 1) for each in zip(*self._deferred))
+            deferred = (mx.stack(list(each), axis=1) for each in zip(*self._deferred))
+            hidden, targets = (each.flatten(0, 1) for each in deferred)
             self._write(cache, Packing(cache.layout, self._start, [count] * rows), hidden, targets)
         self._deferred, self._start = [], None
 
@@ -167,16 +168,18 @@ class MTPProposer:
     ) -> mx.array:
         """Passes of the head, each for the rows that want one draft more: int32 [B, k]."""
         assert cache.head is not None
+        m: mx.array | None = None  # [B, 1, H], the head's output
         for number in range(max(num_drafts)):
-            packing = Packing(cache.layout, position, [int(wanted > number) for wanted in num_drafts])
-            if number:
-                drafted = packing.flat(history[:, -1:])
-                z = self._write(cache, packing, packing.flat(m), drafted)
-            else:
+            wanting = [int(wanted > number) for wanted in num_drafts]
+            packing = Packing(cache.layout, position, wanting)
+            if m is None:
                 z = packing.flat(z[:, None])
-            m = packing.rows(self._head.run(z, cache.head, packing))
+            else:
+                z = self._write(cache, packing, packing.flat(m), packing.flat(history[:, -1:]))
+            out = self._head.run(z, cache.head, packing)
+            m = packing.rows(out)
             # The head's row p predicts the token at p + 2.
-            logits = self._model.logits(packing.flat(m), self._lm_head)
+            logits = self._model.logits(out, self._lm_head)
             draft = sampler.draw(
                 packing.rows(logits), position[:, None] + 2, history, ids=self._ids
             )

@@ -48,7 +48,7 @@ def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | Non
 
 @pytest.mark.parametrize("longest", [40, 257, 900])
 def test_prefills_and_verify_windows(model, longest):
-    """Each row has the KV of its own length; those of one class that came together share a buffer."""
+    """Each row has the KV of its own length."""
     for depth in (0, 1, 3, 8):
         for head in (None, RaggedKVCache()):
             memory = memory_of(model.without_head() if head is None else model)

@@ -246,7 +246,9 @@ class Clock:
 
 
 def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
-    return [InFlightStep(rows, (window + 1,) * len(rows), num_proposed=[proposed] * len(rows), **more)]
+    return [
+        InFlightStep(rows, (window + 1,) * len(rows), num_proposed=[proposed] * len(rows), **more)
+    ]
 
 
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
