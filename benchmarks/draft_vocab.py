@@ -140,7 +140,7 @@ def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: Sampli
     hidden_size = model.causal_lm.args.hidden_size
     dtype = model.causal_lm.model.norm.weight.dtype
     hidden = mx.random.normal((rows, hidden_size), key=mx.random.key(0)).astype(dtype)
-    targets, ones = mx.full((rows, 1), 17, dtype=mx.int32), mx.ones(rows, dtype=mx.int32)
+    targets, ones = mx.full((rows,), 17, dtype=mx.int32), mx.ones(rows, dtype=mx.int32)
 
     def step(count: int) -> list[mx.array]:
         cache.reserve([513 + count] * rows)

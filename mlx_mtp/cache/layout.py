@@ -129,7 +129,8 @@ class Layout:
             slots = sum(self.buffers[buffer].slots for buffer in own)
             while slots > 2 * rows:
                 least = min(own, key=own.__getitem__)
-                moving |= {r: capacity for r, (b, _) in enumerate(self.places) if b == least}
+                leaving = (row for row, (b, _) in enumerate(self.places) if b == least)
+                moving |= {row: capacity for row in leaving if row not in moving}
                 slots -= self.buffers[least].slots
                 del own[least]
 

@@ -1,6 +1,6 @@
 """The tokens of a pass as one long row: whose they are, their positions, and their KV's places.
 
-Projections, norms, experts and lm_head see the N tokens of all rows side by side and no padding.
+Projections, norms, experts and lm_head see the N tokens of all rows side by side, and no padding.
 The recurrence needs them as a rectangle, `rows`, and attention as one rectangle a buffer, `parts`.
 Which token goes where is known on the host; only the positions are on the device.
 """
@@ -26,17 +26,17 @@ class Packing:
         self.num_run = self.num_tokens  # more while a pass of few tokens is run as one of 8
         self.longest = int(self.lengths.max())
         self._first = np.cumsum(self.lengths) - self.lengths
-        row = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        step = np.arange(self.num_tokens) - self._first[row]
-        self._flat = _index(row * self.longest + step)
-        # The tokens of each row; after its last one that again.
+        self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # of each token
+        self.step = np.arange(self.num_tokens) - self._first[self.row]  # and its place in the row
+        # The tokens of each row, [B, T]; after its last one that again.
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
-        self._places = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
-        self._rect = _index(self._places.reshape(-1))
-        if self.longest == 1 and self.num_tokens == len(self.lengths):
-            self._positions = start
-        else:
-            self._positions = start[mx.array(row)] + mx.array(step.astype(np.int32))
+        self.tokens = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
+        self._rect = _index(self.tokens.reshape(-1))
+        self._flat = _index(self.row * self.longest + self.step)
+        self._positions = start
+        if self.longest > 1 or self.num_tokens < len(self.lengths):
+            where, more = (mx.array(a.astype(np.int32)) for a in (self.row, self.step))
+            self._positions = start[where] + more
 
     def fill_up(self, x: mx.array) -> mx.array:
         """[N, ..] followed by what is run besides and means nothing."""
@@ -50,7 +50,7 @@ class Packing:
 
     def rows(self, x: mx.array) -> mx.array:
         """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite."""
-        return x[self._rect].reshape(len(self.lengths), self.longest, *x.shape[1:])
+        return x[self._rect].reshape(*self.tokens.shape, *x.shape[1:])
 
     def flat(self, x: mx.array) -> mx.array:
         """[B, T, ..] to [N, ..]."""
@@ -58,34 +58,32 @@ class Packing:
 
     def at(self, step: mx.array) -> mx.array:
         """The token of each row at its `step[b]` (int32 [B]): int32 [B]."""
-        first = np.minimum(self._first, self.num_tokens - 1)
-        return mx.array(first.astype(np.int32)) + step
+        return mx.array(self.tokens[:, 0].astype(np.int32)) + step
 
     def after(self, known: mx.array, rest: mx.array) -> mx.array:
         """[N, ..] from each row's first token, [B, ..], and the others in their order."""
-        rows = np.arange(len(self.lengths))
-        order = np.full(self.num_tokens, -1)
-        order[self._first] = rows
-        order[order < 0] = len(rows) + np.arange(self.num_tokens - len(rows))
+        order = np.where(
+            self.step == 0, self.row, np.arange(self.num_tokens) + len(known) - 1 - self.row
+        )
         return mx.concatenate([known, rest])[_index(order)]
 
     @cached_property
     def parts(self) -> list["Part"]:
         """The buffers that hold these rows."""
-        held: dict[int, list[int]] = {}
-        for row in np.flatnonzero(self.lengths).tolist():
-            held.setdefault(self.layout.places[row][0], []).append(row)
-        return [Part(self, buffer, rows) for buffer, rows in held.items()]
+        used = np.flatnonzero(self.lengths).tolist()
+        buffers = sorted({self.layout.places[row][0] for row in used})
+        return [
+            Part(self, buffer, [row for row in used if self.layout.places[row][0] == buffer])
+            for buffer in buffers
+        ]
 
     @cached_property
     def _from_parts(self) -> Index:
         """Where each token is among the outputs of all parts."""
-        where, base = np.zeros(self.num_tokens, dtype=np.int64), 0
+        where = np.zeros(self.num_tokens, dtype=np.int64)
+        base = 0
         for part in self.parts:
-            for row in part.rows:
-                first, length = self._first[row], self.lengths[row]
-                at = base + self.layout.places[row][1] * part.length
-                where[first : first + length] = at + np.arange(length)
+            where[part.own] = base + part.slot * part.length + self.step[part.own]
             base += part.used * part.length
         return _index(where)
 
@@ -100,21 +98,21 @@ class Part:
     """The tokens of a pass whose rows share a buffer."""
 
     def __init__(self, packing: Packing, buffer: int, rows: list[int]) -> None:
-        layout, lengths, tokens = packing.layout, packing.lengths, packing._places
-        self.buffer, self.rows = buffer, rows
+        layout = packing.layout
+        self.buffer = buffer
+        self.limit = min(max(layout.limits[row] for row in rows), layout.buffers[buffer].capacity)
+        self.length = int(packing.lengths[rows].max())
         slots = {layout.places[row][1]: row for row in rows}
         self.used = max(slots) + 1
-        self.length = int(lengths[rows].max())
-        capacity = layout.buffers[buffer].capacity
-        self.limit = min(max(layout.limits[row] for row in rows), capacity)
-        own = np.concatenate([tokens[row, : lengths[row]] for row in rows])
-        self.tokens = _index(own)  # to write
-        in_slots = np.repeat([layout.places[row][1] for row in rows], lengths[rows])
-        self.slots = mx.array(in_slots.astype(np.int32))
+        self.own = np.flatnonzero(np.isin(packing.row, rows))
+        self.slot = np.array([layout.places[row][1] for row in packing.row[self.own]])
+        # What is written: these tokens, in these slots, at these positions.
+        self.tokens, self.slots = _index(self.own), mx.array(self.slot.astype(np.int32))
         self.positions = packing._positions[self.tokens]
         # Queries for a slot that is empty are those of another: their result isn't used.
         table = [slots.get(slot, rows[0]) for slot in range(self.used)]
-        self._packing, self._rect = packing, _index(tokens[table, : self.length].reshape(-1))
+        self._packing = packing
+        self._rect = _index(packing.tokens[table, : self.length].reshape(-1))
 
     def rect(self, x: mx.array) -> mx.array:
         """[N, ..] to [slots, T, ..]."""

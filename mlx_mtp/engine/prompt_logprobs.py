@@ -29,8 +29,9 @@ def prompt_scores(
     counts = [0 if top is None else length - is_last for top, length, is_last in rows]
     if not any(counts):
         return None
-    wanted = np.arange(arrays.tokens.shape[1]) < np.array(counts)[:, None]
-    states = hidden[mx.array(np.flatnonzero(wanted[arrays.own]))]
+    spans = zip(arrays.lengths.tolist(), counts)
+    wanted = np.concatenate([np.arange(length) < count for length, count in spans])
+    states = hidden[mx.array(np.flatnonzero(wanted))]
     following = mx.array(arrays.following[wanted])
     most = max(top for top in asked if top is not None)
     parts: list[tuple[mx.array, ...]] = []

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.batch import Batch, Batches
@@ -119,10 +120,9 @@ class ModelRunner:
         batch.keep_hidden(hidden, packing, num_kept)
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
         step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self._vocab_size)
+        targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
-        else:
-            targets = mx.array(arrays.following)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         if self._prefixes is not None:
@@ -136,7 +136,9 @@ class ModelRunner:
         if not counts.any():
             return known
         computed = batch.cache.begin(counts.tolist(), mx.array(counts))
-        tokens = arrays.tokens[:, arrays.before :][arrays.own[:, arrays.before :]]
+        tokens = arrays.tokens
+        if arrays.before:
+            tokens = np.delete(tokens, arrays.ends - counts)
         hidden = self._model.hidden(mx.array(tokens), computed, batch.cache)
         batch.cache.commit(mx.array(counts))
         return packing.after(known, hidden) if arrays.before else hidden
@@ -144,18 +146,17 @@ class ModelRunner:
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
     ) -> mx.array:
-        """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [B, T]."""
-        following, done = mx.array(arrays.following), mx.array(arrays.is_last)
+        """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [N]."""
+        done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
-        at_end = mx.array(arrays.lengths - 1)[:, None]
-        window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
+        window = mx.array(arrays.tokens[arrays.ends])[:, None]
         logits = self._model.logits(batch.last_hidden)
         step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
         step.row_errors = batch.guide.errors()
-        known = mx.take_along_axis(following, at_end, axis=1)
-        newest = mx.where(done[:, None], step.drawn.tokens, known)
-        return mx.put_along_axis(following, at_end, newest, axis=1)
+        known = mx.array(arrays.following[arrays.ends])
+        newest = mx.where(done, step.drawn.tokens[:, 0], known)
+        return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
 
     def _decode(self, wanted: tuple[Sequence, ...], depth: int) -> InFlightStep:
         batch = self.batches.gather(wanted)
@@ -178,7 +179,8 @@ class ModelRunner:
         batch.keep_hidden(hidden, packing, num_kept)
         rows = tuple(batch.sequences)
         step = InFlightStep(rows, tuple(lengths), num_drafts=batch.num_drafts, drawn=drawn)
-        computed = Computed(hidden, drawn.tokens, start, num_kept, packing, batch.cache)
+        targets = packing.flat(drawn.tokens)
+        computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.row_errors = batch.guide.errors()
         return step

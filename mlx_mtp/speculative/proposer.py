@@ -21,16 +21,16 @@ _MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing 
 
 
 class Computed(NamedTuple):
-    """A window that was just computed: a prefill chunk or a verify window, up to T positions a row.
+    """A window that was just computed, N tokens of B rows: a prefill chunk or a verify window.
 
-    A row's last token is `targets[b, num_kept[b] - 1]`, at position `start[b] + num_kept[b]`.
+    A row's last token is that after its `num_kept[b]`th, at position `start[b] + num_kept[b]`.
     """
 
-    hidden: mx.array  # [N, H], the trunk's post-norm hidden states of all rows' tokens
-    targets: mx.array  # int32 [B, T], the token after each position
+    hidden: mx.array  # [N, H], the trunk's post-norm hidden states
+    targets: mx.array  # int32 [N], the token after each
     start: mx.array  # int32 [B], absolute position of the first one
     num_kept: mx.array  # int32 [B], how many positions are valid; 0 for ended rows
-    packing: Packing  # how the N tokens lie
+    packing: Packing  # whose the N tokens are
     cache: BatchCache  # with room for the window, and for all drafts but the last
 
 
@@ -91,7 +91,7 @@ class HeadState:
     def defer(self, window: Computed) -> None:
         if self._start is None:
             self._start = window.start
-        self._deferred.append((window.hidden, window.targets[:, 0]))
+        self._deferred.append((window.hidden, window.targets))
         if len(self._deferred) == _MOST_DEFERRED:
             self.settle(window.cache)
 
@@ -135,18 +135,20 @@ class MTPProposer:
         self, state: HeadState, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
     ) -> mx.array:
         hidden, targets, start, num_kept, packing, cache = window
+        nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
         if not any(num_drafts) and packing.longest == 1:
             state.defer(window)
-            return targets[:, :0]
+            return nothing
         state.settle(cache)
         # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
         # are written from the trunk's true hidden states, over what the recursion wrote before.
-        z = self._write(cache, packing, hidden, packing.flat(targets))
+        z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
-            return targets[:, :0]
+            return nothing
         last = mx.maximum(num_kept - 1, 0)
-        history = mx.take_along_axis(targets, last[:, None], axis=1)
-        return self._recur(cache, z[packing.at(last)], history, start + last, num_drafts, sampler)
+        at_last = packing.at(last)
+        history = targets[at_last][:, None]
+        return self._recur(cache, z[at_last], history, start + last, num_drafts, sampler)
 
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array

@@ -62,6 +62,8 @@ class KVRows:
         """Every row has a place of its own, and few slots are empty."""
         layout = self.cache.layout
         assert len({*layout.places}) == len(self.rows)
+        capacities = [layout.buffers[buffer].capacity for buffer, _ in layout.places]
+        assert all(c >= len(row) for c, row in zip(capacities, self.rows, strict=True))
         for capacity in {buffer.capacity for buffer in layout.buffers}:
             same = [i for i, b in enumerate(layout.buffers) if b.capacity == capacity]
             rows = sum(buffer in same for buffer, _ in layout.places)

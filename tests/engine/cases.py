@@ -158,7 +158,7 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     hidden = model.causal_lm.model(mx.array([text[:-1]]))
     start, num_kept = mx.array([0]), mx.array([held])
     packing = Packing(cache.layout, start, [held])
-    whole = Computed(hidden[0], mx.array([text[1:]]), start, num_kept, packing, cache)
+    whole = Computed(hidden[0], mx.array(text[1:]), start, num_kept, packing, cache)
     proposer.propose(state, whole, [0], batch.sampler)
     state.settle(cache)
     for mine, theirs in zip(ours, cache.head.row((0, 0)), strict=True):

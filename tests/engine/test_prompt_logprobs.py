@@ -111,11 +111,10 @@ def test_the_logits_of_few_positions_are_in_memory_at_once():
     mx.eval(table, states)
     sequence = SimpleNamespace(request=request("r", [5], greedy(1, prompt_logprobs=TOP)))
     chunk = SimpleNamespace(
-        tokens=np.zeros((1, count), dtype=np.int32),
-        following=np.arange(count, dtype=np.int32)[None],
+        following=np.arange(count, dtype=np.int32),
         num_computed=np.array([count]),
+        lengths=np.array([count]),
         is_last=np.array([False]),
-        own=np.ones((1, count), dtype=bool),
     )
     model = SimpleNamespace(logits=lambda hidden: hidden @ table)
     mx.clear_cache()

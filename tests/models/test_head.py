@@ -55,7 +55,7 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
         cache.reserve([start + length + DEPTH])
         window = Computed(
             hidden=hidden[0, mx.array(rows)],
-            targets=mx.array([[int(tokens[r + 1]) for r in rows]]),
+            targets=mx.array([int(tokens[r + 1]) for r in rows]),
             start=mx.array([start]),
             num_kept=mx.array([kept]),
             packing=Packing(cache.layout, mx.array([start]), [length]),
