@@ -86,6 +86,9 @@ class Layout:
             places[row] = self._free_place(capacity, {*places.values()}, waiting[capacity])
             waiting[capacity] -= 1
         self.places = [places[row] for row in range(self.num_rows)]
+        # Else a write would go to another row.
+        has_room = (self.buffers[b].capacity >= n for (b, _), n in zip(self.places, rooms))
+        assert all(has_room)
         moves = [(before[row], places[row]) for row in moving if row in before]
         return Change(kept, self.buffers[len(kept) :], moves)
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks.full_shape import decoding_core
 from mlx_mtp.cache import layout
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner
@@ -103,3 +105,21 @@ def test_ragged_rows_of_up_to_5000_tokens(tiny_models, seed, ties, monkeypatch):
     """Some 20,000 tokens."""
     family = FAMILIES[seed % len(FAMILIES)]
     play(tiny_models[family], seed, 5000, 160, ties, monkeypatch, oracle=bool(seed % 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_long_row_is_written_in_place(demo_model, overlap):
+    """On mlx's CPU backend, too, where a step in flight may still read what the next one writes."""
+    core = decoding_core(demo_model, depth=2, contexts=[60_000], overlap=overlap)
+    for _ in range(4):
+        core.step()
+    mx.synchronize()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    for _ in range(6):
+        core.step()
+    mx.synchronize()
+    caches = core.runner.batches.decoding.cache.attention()
+    largest = max(array.nbytes for cache in caches for array in cache.arrays())
+    assert mx.get_peak_memory() - held < largest
