@@ -51,6 +51,7 @@ class BatchCache:
         """Keep the first `num_kept[b]` positions of the window that just ran (int32 [B])."""
         self.offset = self.offset + num_kept
         for cache in self.layers:
+            del cache.packing  # its masks are large
             if isinstance(cache, GatedDeltaCache) and cache.coming is None:
                 cache.num_kept = num_kept
 

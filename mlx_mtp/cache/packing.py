@@ -111,7 +111,8 @@ class Part:
         self.positions = packing._positions[self.tokens]
         # Queries for a slot that is empty are those of another: their result isn't used.
         table = [slots.get(slot, rows[0]) for slot in range(self.used)]
-        self._packing = packing
+        # Not the packing: masks are large, and must not wait for Python to collect a cycle.
+        self._every_position = packing._positions
         self._rect = _index(packing.tokens[table, : self.length].reshape(-1))
 
     def rect(self, x: mx.array) -> mx.array:
@@ -121,7 +122,7 @@ class Part:
     @cached_property
     def mask(self) -> mx.array:
         """Causal: bool [slots, 1, T, limit]."""
-        last = self.rect(self._packing._positions)[:, None, :, None]
+        last = self.rect(self._every_position)[:, None, :, None]
         return mx.arange(self.limit) <= last
 
 
