@@ -61,4 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
     for add in (add_terminal, add_connect, add_bench, add_selftest, add_inspect, add_subcommands):
         add(commands)
+    for action in commands._choices_actions:
+        command = commands.choices[action.dest]
+        command.description = command.description or f"{action.help}."
     return parser

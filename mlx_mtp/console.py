@@ -34,18 +34,29 @@ def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> st
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int, width: int) -> str:
-    """A table as wide as the terminal at most; all columns but the first `left` are flush right."""
+    """A table as wide as the terminal at most; all columns but the first `left` are flush right.
+
+    Rows and columns change places where only then no cell needs two lines.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    cells: list[Sequence[str]] = [header, *rows]
+    turned: list[Sequence[str]] = list(zip(*cells))
+    if not _fits(cells, width) and _fits(turned, width):
+        cells, left = turned, 1
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, header_style="")
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
+    for number, name in enumerate(cells[0]):
+        table.add_column(Text(name), justify="left" if number < left else "right", overflow="fold")
+    for row in cells[1:]:
         table.add_row(*map(Text, row))
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as shown:
         console.print(table)
     return "\n".join(line.rstrip() for line in shown.get().strip("\n").split("\n"))
+
+
+def _fits(cells: Sequence[Sequence[str]], width: int) -> bool:
+    return sum(1 + max(map(len, column)) for column in zip(*cells)) < width

@@ -138,7 +138,7 @@ def banner(
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
-        else "off: turned off, or the model has no head",
+        else "off: --no-enable-mtp, or the model has no head",
         "backend": str(info),
         "prefixes": _prefixes(engine),
         "memory": "\n".join(memory),

@@ -178,7 +178,7 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
         ({"host": "0.0.0.0"}, {}, f"  network  http://{own_address('0.0.0.0')}:81\n"),
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
         ({}, {}, "MTP      on, 2 drafts per step; head from /m/mtp.safetensors\n"),
-        ({}, {"mtp_enabled": False}, "MTP      off: turned off, or the model has no head\n"),
+        ({}, {"mtp_enabled": False}, "MTP      off: --no-enable-mtp, or the model has no head\n"),
         ({}, {}, "prefixes up to 8.00 GB of earlier prompts and answers are kept\n"),
         ({}, {"kv_cache_quantization": 4}, "in 4 bits: answers that reuse them may differ slight"),
         ({}, {"prefix_cache_size": 0}, "prefixes not kept (--prefix-cache-size is 0)"),

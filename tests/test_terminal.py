@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import pytest
 
 from mlx_mtp.console import columns, labelled
 
@@ -106,22 +107,24 @@ curl http://127.0.0.1:PORT/v1/chat/completions \\
 
 Ready. Ctrl-C stops the server.
 
-HH:MM:SS INFO 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (0 cached), 40 out, \
+HH:MM:SS INFO 127.0.0.1 POST /v1/chat/completions 200 in S s, tokens: 13 in (0 cached), 40 out, \
 first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID
 HH:MM:SS INFO Stopping: up to 30 s for 1 unfinished; Ctrl-C again ends it now.
 HH:MM:SS INFO Ending what is unfinished: 1.
-HH:MM:SS WARNING 127.0.0.1 POST /v1/chat/completions 200 in S s, 13 tokens in (12 cached), N out, \
+HH:MM:SS WARNING 127.0.0.1 POST /v1/chat/completions 200 in S s, tokens: 13 in (12 cached), N out, \
 first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID: The server is shutting down.
 HH:MM:SS INFO Stopped.
 """
 
 
-def test_tables_and_labels_fit_and_keep_their_words() -> None:
+@pytest.mark.parametrize("num_rows", [1, 12])
+def test_tables_and_labels_fit_and_keep_their_words(num_rows: int) -> None:
     header = [f"tokens a chunk {n}" for n in range(11)]
-    rows = [["medium [b]", *(f"{n}23.4 ms" for n in range(10))]]
+    rows = [["medium [b]", *(f"{n}23.4 ms" for n in range(10))]] * num_rows
     found = columns(header, rows, 1, COLUMNS)
     assert all(len(line) <= COLUMNS for line in found.split("\n"))
-    assert "[b]" in found and all(f"{n}23.4" in found for n in range(10))
+    assert found.count("[b]") == num_rows and all(f"{n}23.4" in found for n in range(10))
+    assert all((f"{text} " in f"{found} ") == (num_rows == 1) for text in header)
     shown = labelled({"a": "word " * 40, "long label": "b\nc"}, COLUMNS)
     assert all(len(line) <= COLUMNS for line in shown.split("\n"))
     assert shown.count("word") == 40 and shown.endswith("\nlong label b\n           c")

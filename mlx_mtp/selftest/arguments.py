@@ -27,13 +27,14 @@ def add_selftest(subparsers: Any) -> None:
         DTYPE,
         Flag("--seconds SECONDS", seconds, at_least(1.0), default=60.0),
         Flag("--json FILE", "write everything that was measured", Path),
+        Flag("--report FILE", "write the table and all of that, to be pasted into an issue", Path),
     )
 
 
 def _run(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.report import check_writable
 
-    check_writable(options.json)
+    check_writable(options.json, options.report)
     if options.dtype == "float32":
         # TF32 would round float32 products; mlx reads this at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")

@@ -11,19 +11,20 @@ from typing import NamedTuple
 from mlx_mtp.bench.measure import Asking, measure, showing, summarize
 from mlx_mtp.bench.offline import OFF, EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import PromptSource
-from mlx_mtp.bench.report import write_json
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import EngineError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.selftest.kernels import check_model
+from mlx_mtp.selftest.products import measure_products
 from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
 from mlx_mtp.server.tokenizer import Tokenizer
 
 _DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
 _AUTO_SHARE = 0.4  # Of the time, that must be left for "auto", which calibrates itself first.
 _TIE = 1e-4  # Candidates closer than this may change places in float32 when shapes change.
+_PRODUCTS_SHARE = 0.2
 _COMPARED_TOKENS = 48
 _REFERENCE_SHARE, _FEWEST_REFERENCES = 0.15, 3
 _ROWS, _ROUNDS = (1, 4), 3
@@ -49,11 +50,14 @@ def run_selftest(
     with showing("selftest: kernels ..."):
         kernels = check_model(model)
     report = new_report(model, kernels, backend)
+    with showing("selftest: products ..."):
+        report.products = measure_products(
+            model, perf_counter() + _PRODUCTS_SHARE * options.seconds
+        )
     check_engines(report, model, tokenizer, options.seconds, began)
     report.seconds = perf_counter() - began
     print(report.table())
-    if options.json is not None:
-        write_json(options.json, report.content())
+    report.write(options.json, options.report)
     for failure in report.failures:
         print(f"mlx-mtp: failed: {failure}", file=sys.stderr)
     return 1 if report.failures else 0

@@ -1,22 +1,25 @@
 """A self-test as one table, and as JSON."""
 
 import dataclasses
+import json
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp import __version__
-from mlx_mtp.bench.report import rate_and_ratio, render
+from mlx_mtp.bench.report import rate_and_ratio, render, write_json
 from mlx_mtp.inspect.found import quantization
 from mlx_mtp.kernels import gpu
 from mlx_mtp.machine import physical_memory
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import KernelCheck, name_of
+from mlx_mtp.selftest.products import ROWS, Product
 
 _SHOWN_PARTINGS = 3
 _VERDICTS = {True: "ok", False: "FAILED"}
@@ -53,6 +56,7 @@ class Report:
     model: dict[str, Any]
     kernels: list[KernelCheck]
     strict: bool  # Differences between tokens are failures, but for ties.
+    products: list[Product] = field(default_factory=list)
     equality: list[Equality] = field(default_factory=list)
     speed: dict[str, Any] | None = None  # None if the engine failed before, or no time was left.
     skipped: list[str] = field(default_factory=list)
@@ -71,6 +75,14 @@ class Report:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
+    def write(self, figures: Path | None, whole: Path | None) -> None:
+        """What was measured as JSON, and the table with it in a file to paste into an issue."""
+        if figures is not None:
+            write_json(figures, self.content())
+        if whole is not None:
+            found = json.dumps(self.content(), indent=1, default=str)
+            whole.write_text(f"{self.table()}\n\n```json\n{found}\n```\n")
+
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model
         yield "versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()), ""
@@ -88,6 +100,14 @@ class Report:
                 yield name, check.problem or f"off by {check.difference:.1e} at most", verdict
             else:
                 yield name, "not for these sizes: portable code in use", ""
+        if self.products:
+            counts = ", ".join(map(str, ROWS))
+            yield "products of a layer", f"microseconds (over reading once) at {counts} rows", ""
+        for product in self.products:
+            pairs = zip(product.microseconds, product.reading, strict=True)
+            text = ", ".join(f"{took:.0f} ({took / once:.1f})" for took, once in pairs)
+            same = "" if product.independent else "; a row's bits depend on the others"
+            yield f"{product.name}, {product.layers} layers", text + same, ""
         for found in self.equality:
             # Where differences are no failure there is nothing to judge, only a rate.
             see = found.ok and found.partings and not self.strict

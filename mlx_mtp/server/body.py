@@ -35,6 +35,7 @@ LARGE_BODY = 256 << 10  # Longer bodies, in bytes, are parsed off the event loop
 MAX_DEPTH = 256  # Most objects and lists within each other, the body's own included.
 MAX_PARTS = 1 << 17  # Most objects, lists and strings (names included); agents send thousands.
 MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a million token ids.
+_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 _SMALL = 64 << 10
 _STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # 1 more than what they change.
@@ -82,12 +83,12 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     if encoding not in ("", "identity"):
         message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
         raise UnsupportedMediaTypeError(message)
-    # Curl users and old scripts leave the header out.
+    # Old scripts leave the header out, and `curl -d` puts its own.
     if (given := headers.get("content-type")) is not None:
         kind = Message()
         kind["content-type"] = given
         name, charset = kind.get_content_type(), kind.get_param("charset", "utf-8")
-        if name != "application/json" and not name.endswith("+json"):
+        if name not in _TYPES and not name.endswith("+json"):
             wanted = "the body must be JSON, with the header `Content-Type: application/json`"
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: {wanted}.")
         if str(charset).lower() not in _CHARSETS:

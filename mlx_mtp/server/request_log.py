@@ -30,7 +30,7 @@ _PARTS = {
     "path": " %(path)s",
     "status": " %(status)d",
     "seconds": " in %(seconds).2f s",
-    "prompt_tokens": ", %(prompt_tokens)d tokens in",
+    "prompt_tokens": ", tokens: %(prompt_tokens)d in",
     "cached_tokens": " (%(cached_tokens)d cached)",
     "completion_tokens": ", %(completion_tokens)d out",
     "first_token_seconds": ", first token after %(first_token_seconds).2f s",

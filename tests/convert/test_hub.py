@@ -29,6 +29,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        # What an earlier test of this process has found out of the real hub.
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("mlx_mtp.models.hub._unreachable", "")
         yield hub
 
 
@@ -104,8 +107,6 @@ def test_without_a_network_the_cache_is_used_and_nothing_is_tried_again(
 ):
     user.run()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("mlx_mtp.models.hub._unreachable", "")
     template = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     assert "Downloading" not in user.run(force=True)

@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_mtp import cli
@@ -17,6 +18,7 @@ from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
 from mlx_mtp.selftest.commands import Reference, compare, measure_speed, run_selftest
 from mlx_mtp.selftest.kernels import KernelCheck, check_kernels
+from mlx_mtp.selftest.products import measure_products
 from mlx_mtp.selftest.report import Equality, Parting, Report
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative import acceptance
@@ -32,29 +34,35 @@ def selftest(demo_model, monkeypatch, capsys, tmp_path):
 
     def run(seconds: str | None = None) -> tuple[int, str, str, dict]:
         if seconds is None:
-            options = argparse.Namespace(seconds=0.0, json=path)
+            options = argparse.Namespace(seconds=0.0, json=path, report=None)
             status = run_selftest(options, demo_model, Tokenizer.load(BUNDLED_MODEL), "mlx on it")
         else:
-            status = cli.main(["selftest", "--seconds", seconds, "--json", str(path)], {})
+            files = ["--json", str(path), "--report", str(tmp_path / "report.md")]
+            status = cli.main(["selftest", "--seconds", seconds, *files], {})
         shown = capsys.readouterr()
         return status, shown.out, shown.err, json.loads(path.read_text())
 
     return run
 
 
-def test_the_bundled_model_passes(selftest):
+def test_the_bundled_model_passes(selftest, tmp_path):
     status, out, err, found = selftest("2")
     assert (status, err) == (0, ""), out
     assert found["ok"] is True and found["failures"] == []
     assert set(found["machine"]["versions"]) == {"mlx-mtp", "mlx", "mlx-lm", "Python"}
     assert {k["shape"] for k in found["kernels"]} == {"this model", "80B"}
     assert all(k["ok"] and k["difference"] < kernels.TOLERANCE for k in found["kernels"])
+    assert found["products"][0]["name"].startswith("4 of 16 experts, 256 -> 64, float32")
+    assert all(len(p["microseconds"]) == len(p["reading"]) == 4 for p in found["products"])
+    assert "microseconds (over reading once) at 1, 2, 4, 8 rows" in out
     names = [e["name"] for e in found["equality"]]
     assert names == ["MTP off", "MTP, k = 1", "MTP, k = 2", "MTP, k = 3"]
     for depth, equality in enumerate(found["equality"]):
         assert equality["tokens"] > 0 and equality["ok"]
         assert len(equality["accepted"]) == depth
     assert out.startswith("| ") and "| mlx-mtp selftest " in out
+    table, _, rest = (tmp_path / "report.md").read_text().partition("\n\n```json\n")
+    assert table + "\n" == out and json.loads(rest.removesuffix("\n```\n")) == found
 
 
 def test_without_time_little_is_done_and_a_wrong_token_is_found(selftest, monkeypatch):
@@ -182,3 +190,22 @@ def test_the_table_and_the_failures():
         "ill",
     ):
         assert words in found.table()
+
+
+class Alone(nn.Linear):
+    def __call__(self, x):
+        return (x[..., None, :] * self.weight).sum(-1)
+
+
+class Coupled(Alone):
+    def __call__(self, x):
+        return super().__call__(x) + len(x)
+
+
+@pytest.mark.parametrize("kind", [Alone, Coupled])
+def test_a_row_that_depends_on_others_is_told(kind):
+    model = SimpleNamespace(model=kind(32, 16, bias=False), dtype=mx.float32)
+    (found,) = measure_products(model, float("inf"))
+    assert (found.name, found.layers) == ("32 -> 16, float32", 1)
+    assert found.independent == (kind is Alone)
+    assert min(found.microseconds + found.reading) > 0

@@ -222,6 +222,7 @@ def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
     for headers in (
         {"Content-Type": "application/json; charset=UTF-8"},
         {"Content-Type": "application/vnd.api+json"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
         {"Content-Encoding": "identity"},
         {"Origin": "http://localhost"},
     ):

@@ -51,7 +51,7 @@ def test_an_answer_ends_with_one_line(path: str, lines: Callable[[], list[dict[s
             assert line["prompt_tokens"] > line["cached_tokens"] == 0
             assert line["seconds"] >= line["first_token_seconds"] > 0
             assert line["tokens_per_second"] > 0 and "reason" not in line
-            for value in (line["id"], "tokens in (0 cached)", "drafts accepted"):
+            for value in (line["id"], " in (0 cached)", "drafts accepted"):
                 assert value in line["message"]
 
 

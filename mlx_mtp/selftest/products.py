@@ -1,0 +1,126 @@
+"""What the model's products cost by rows, and whether a row's bits depend on those beside it."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.selftest.kernels import name_of
+
+ROWS = (1, 2, 4, 8)
+_ROUNDS = 5
+_LEAST_SECONDS = 2e-3  # of a round: several layers' products, or their launch is all that is seen
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One kind of product, by `ROWS`: microseconds of a layer, and of reading its weights once."""
+
+    name: str
+    layers: int
+    microseconds: list[float]
+    reading: list[float]  # at the speed of mlx's own reduction over the same weights
+    independent: bool  # The first row has the same bits at each number of rows.
+
+
+class _Experts:
+    """The routed experts of a block, with random ones for each row."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.layer, count = block.switch_mlp, block.num_experts
+        drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(ROWS[-1])]
+        self.chosen = mx.stack(drawn)[:, : block.top_k]
+        self.count = count
+
+    def __call__(self, x: mx.array) -> mx.array:
+        result: mx.array = self.layer(x, self.chosen[: len(x)])
+        return result
+
+    def share(self, rows: int) -> float:
+        """Of the experts, that these rows read."""
+        return len(set(np.array(self.chosen[:rows]).flat)) / self.count
+
+
+class _Plain:
+    """A product that reads all of its weights."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, x: mx.array) -> mx.array:
+        result: mx.array = self.layer(x)
+        return result
+
+    def share(self, rows: int) -> float:
+        return 1.0
+
+
+def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
+    """Measure each kind of product, that with the most weights first, until the deadline."""
+    kinds: dict[str, list[_Experts | _Plain]] = {}
+    for module in model.model.modules():
+        if "switch_mlp" in module:  # a mixture of experts
+            inner = _name(module.switch_mlp.gate_proj)
+            name = f"{module.top_k} of {module.num_experts} experts, {inner}"
+            kinds.setdefault(name, []).append(_Experts(module))
+        elif isinstance(module, nn.Linear | nn.QuantizedLinear):
+            kinds.setdefault(_name(module), []).append(_Plain(module))
+    found = []
+    for name, layers in sorted(kinds.items(), key=lambda kind: -sum(map(_nbytes, kind[1]))):
+        if time.perf_counter() < deadline:
+            found.append(_measured(name, layers, model.dtype))
+    return found
+
+
+def _measured(name: str, layers: Sequence[_Experts | _Plain], dtype: mx.Dtype) -> Product:
+    weights = [[array for _, array in tree_flatten(each.layer.parameters())] for each in layers]
+    once = _microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
+    most = mx.random.normal((ROWS[-1], _sizes(layers[0].layer)[0]), key=mx.random.key(0))
+    rows = [most[:count].astype(dtype) for count in ROWS]
+    times = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+    first = [layers[0](x)[0] for x in rows]
+    return Product(
+        name,
+        len(layers),
+        [each / len(layers) for each in times],
+        [once / len(layers) * layers[0].share(count) for count in ROWS],
+        all(mx.array_equal(first[0], other).item() for other in first[1:]),
+    )
+
+
+def _microseconds(launch: Callable[[], list[mx.array]]) -> float:
+    """The median of what a launch takes, repeated in one evaluation until it takes long enough."""
+    repeats = 1
+    while (seconds := _seconds(launch, repeats)) < _LEAST_SECONDS:
+        repeats *= 2
+    rounds = [seconds, *(_seconds(launch, repeats) for _ in range(_ROUNDS - 1))]
+    return 1e6 * statistics.median(rounds) / repeats
+
+
+def _seconds(launch: Callable[[], list[mx.array]], repeats: int) -> float:
+    results = [result for _ in range(repeats) for result in launch()]
+    began = time.perf_counter()
+    mx.eval(results)
+    return time.perf_counter() - began
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int]:
+    layer = layer.get("gate_proj", layer)
+    outputs, packed = layer.weight.shape[-2:]
+    return packed * 32 // layer.bits if "bits" in vars(layer) else packed, outputs
+
+
+def _name(layer: nn.Module) -> str:
+    inputs, outputs = _sizes(layer)
+    bits = getattr(layer, "bits", None)
+    return f"{inputs} -> {outputs}, " + (f"{bits} bit" if bits else name_of(layer.weight.dtype))
+
+
+def _nbytes(product: _Experts | _Plain) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(product.layer.parameters()))
