@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
-from mlx_mtp.cache.layout import Buffer, Change, Layout, Place
+from mlx_mtp.cache.layout import Buffer, Change, Layout, Place, most_slots
 from mlx_mtp.cache.packing import Packing
 
 Buffers = list[mx.array]  # each [slots, heads, capacity, dim]
@@ -68,11 +68,12 @@ class RaggedKVCache:
                     start += piece.shape[1]
 
     def rearrange(self, change: Change) -> None:
-        """Follow a layout; evaluated at once, so that the copies of one layer exist at a time."""
+        """Follow a layout."""
         if self.keys:
             self.keys, self.values = _moved(self.keys, change), _moved(self.values, change)
-            touched = {buffer for _, (buffer, _) in change.moves}
-            mx.eval([each[b] for each in (self.keys, self.values) for b in touched])
+            # Of long rows at once, so that copies of one layer exist at a time.
+            copied = {b for _, (b, _) in change.moves if most_slots(self.keys[b].shape[2]) == 1}
+            mx.eval([each[b] for each in (self.keys, self.values) for b in copied])
 
     def row(self, place: Place) -> tuple[mx.array, mx.array]:
         """A row's keys and values, each [heads, capacity, dim]."""

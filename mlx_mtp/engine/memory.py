@@ -132,7 +132,7 @@ class MemoryPlan:
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
-        """Such as "16 of 8,000 tokens, 2 of 100,000, or 1 of 100,000 and 9 of 8,000"."""
+        """Such as "16 of 8,000 tokens or 2 of 100,000 or 1 of 100,000 and 9 of 8,000"."""
         short = min(_SHORT_ROW, self.max_model_len)
         long = next((n for n in _LONG_ROWS if short < n <= self.max_model_len), self.max_model_len)
         told = {n: f"{self.num_rows(n, max_num_seqs)} of {n:,}" for n in (short, long)}

@@ -105,7 +105,8 @@ class ModelRunner:
         arrays = ChunkArrays(chunk, int(warm))
         batch = batch or self._new_batch(sequences)
         assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
-        num_drafts = self._num_drafts(batch, depth if arrays.is_last.any() else 0)
+        wanted = zip(self._num_drafts(batch, depth), arrays.is_last.tolist())
+        num_drafts = [number if last else 0 for number, last in wanted]
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
         batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
         if warm and self._prefixes is not None and not self._prefixes.restore(batch):
