@@ -10,6 +10,7 @@ whether a draft is accepted is drawn at the rate given.
 """
 
 import argparse
+import copy
 import platform
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,9 @@ def main() -> None:
     options = parser.parse_args()
     check_writable(options.json)
     if options.shape:
-        config = dict(SHAPES[options.shape])
-        config["num_hidden_layers"] = options.layers or config["num_hidden_layers"]
+        config = copy.deepcopy(SHAPES[options.shape])
+        if options.layers:
+            config.get("text_config", config)["num_hidden_layers"] = options.layers
         model, _ = build(config, options.bits)
     else:
         model = load_model(BUNDLED_MODEL, enable_mtp=True)
