@@ -50,7 +50,7 @@ def measure(
         times[name] = step_ms
         found |= {f"{name} ms": round(step_ms, 2), f"{name} tok/s": round(rate, 1)}
         mx.clear_cache()
-    own = sum(-(-n // 256) * 256 for n in (*short, long))
+    own = sum(-(-(n + steps) // 256) * 256 for n in (*short, long))  # at the end, or more
     held = own * (caches.kv_per_token + caches.head_kv_per_token)
     found["of ideal"] = round((times["short"] + times["long"]) / times["both"], 2)
     return found | {"KV MB": round(nbytes / 1e6, 1), "of its rows": round(nbytes / held, 2)}
