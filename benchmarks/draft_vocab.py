@@ -30,6 +30,7 @@ import mlx.core as mx
 from benchmarks.contenders import Contender, take_turns
 from benchmarks.shapes import build, integers
 from mlx_mtp.bench.report import check_writable, write_json
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.models.loader import load_model
@@ -133,17 +134,20 @@ Step = Callable[[int], list[mx.array]]
 def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: SamplingParams) -> Step:
     """Drafts by the proposer itself, at position 512."""
     proposer = MTPProposer(model, head)
-    state = proposer.make_state([str(row) for row in range(rows)])
+    cache = model.make_cache(rows)
+    state = proposer.make_state([str(row) for row in range(rows)], [()] * rows, cache)
     sampler = Sampler([params] * rows, [[0]] * rows, model.vocab_size)
     hidden_size = model.causal_lm.args.hidden_size
     dtype = model.causal_lm.model.norm.weight.dtype
-    hidden = mx.random.normal((rows, 1, hidden_size), key=mx.random.key(0)).astype(dtype)
-    targets, ones = mx.full((rows, 1), 17, dtype=mx.int32), mx.ones(rows, dtype=mx.int32)
+    hidden = mx.random.normal((rows, hidden_size), key=mx.random.key(0)).astype(dtype)
+    targets, ones = mx.full((rows,), 17, dtype=mx.int32), mx.ones(rows, dtype=mx.int32)
 
     def step(count: int) -> list[mx.array]:
-        window = Computed(hidden, targets, start=512 * ones, num_kept=ones, limit=513)
-        drafts = proposer.propose(state, window, count, sampler)
-        return [drafts, *state.arrays()]
+        cache.reserve([513 + count] * rows)
+        packing = Packing(cache.layout, 512 * ones, [1] * rows)
+        window = Computed(hidden, targets, 512 * ones, ones, packing, cache)
+        drafts = proposer.propose(state, window, [count] * rows, sampler)
+        return [drafts, *state.arrays(), *cache.arrays()]
 
     return step
 

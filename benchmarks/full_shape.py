@@ -22,7 +22,6 @@ from mlx_lm.generate import BatchGenerator
 
 from benchmarks.shapes import build, integers
 from mlx_mtp.bench.report import check_writable, write_json
-from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
@@ -89,15 +88,17 @@ class SyntheticAcceptance:
         return accept(targets, window, **limits)
 
 
-def decoding_core(model: LoadedModel, *, rows: int, depth: int | None, context: int) -> EngineCore:
-    """An engine whose rows have all been prefilled and stretched to a length of `context`."""
-    config = EngineConfig(max_num_seqs=rows, prefill_step_size=512)
+def decoding_core(
+    model: LoadedModel, *, depth: int | None, contexts: list[int], overlap: bool = True
+) -> EngineCore:
+    """An engine whose rows have all been prefilled and stretched to these lengths."""
+    config = EngineConfig(max_num_seqs=len(contexts), prefill_step_size=512)
     proposer = None if depth is None else MTPProposer(model)
     runner = ModelRunner(model, proposer, model.vocab_size)
-    core = EngineCore(Scheduler(config, FixedDepth(depth or 0)), runner, overlap=True)
+    core = EngineCore(Scheduler(config, FixedDepth(depth or 0)), runner, overlap=overlap)
     sampling = SamplingParams(max_tokens=_ENDLESS, temperature=0.0)
     sequences = []
-    for row in range(rows):
+    for row in range(len(contexts)):
         tokens = mx.random.randint(10, model.vocab_size, (_PROMPT,), key=mx.random.key(row))
         request = Request(str(row), tuple(map(int, tokens)), sampling)
         sequences.append(Sequence(request, (), _ENDLESS))
@@ -106,27 +107,25 @@ def decoding_core(model: LoadedModel, *, rows: int, depth: int | None, context: 
         core.step()
     for _ in range(2):
         core.step()
-    _stretch(runner, sequences, context - _PROMPT)
+    _stretch(runner, sequences, contexts)
     return core
 
 
-def _stretch(runner: ModelRunner, sequences: list[Sequence], more: int) -> None:
-    """Pretend that every row is `more` tokens longer; what is attended to there is all zero."""
+def _stretch(runner: ModelRunner, sequences: list[Sequence], contexts: list[int]) -> None:
+    """Pretend that rows are as long as that; most of what is attended to is zero then."""
     batch = runner.batches.decoding
     assert batch is not None
-    batch.cache.offset = batch.cache.offset + more
-    caches = [c for c in batch.cache if isinstance(c, RaggedKVCache)]
-    for cache in caches:
-        cache.offset = batch.cache.offset
+    more = {s: context - _PROMPT for s, context in zip(sequences, contexts)}
+    batch.cache.offset = batch.cache.offset + mx.array([more[s] for s in batch.sequences])
     for sequence in sequences:
-        sequence.num_cached += more
+        sequence.num_cached += more[sequence]
 
 
 def measure_engine(
-    model: LoadedModel, *, rows: int, depth: int | None, context: int, steps: int
-) -> tuple[float, float, float]:
-    """Median milliseconds of a step, tokens a second, tokens a step and row."""
-    core = decoding_core(model, rows=rows, depth=depth, context=context)
+    model: LoadedModel, *, depth: int | None, contexts: list[int], steps: int, overlap: bool = True
+) -> tuple[float, float, float, int]:
+    """Median milliseconds of a step, tokens a second, tokens a step and row, bytes of KV."""
+    core = decoding_core(model, depth=depth, contexts=contexts, overlap=overlap)
     for _ in range(4):
         core.step()
     times, tokens = [], 0
@@ -137,7 +136,10 @@ def measure_engine(
         times.append(now - last)
         last = now
     rate = tokens / (last - started)
-    return 1e3 * statistics.median(times), rate, tokens / steps / rows
+    batch = core.runner.batches.decoding
+    assert batch is not None
+    nbytes = sum(a.nbytes for c in batch.cache.attention() for a in c.arrays())
+    return 1e3 * statistics.median(times), rate, tokens / steps / len(contexts), nbytes
 
 
 def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, context: int, steps: int) -> float:
@@ -192,8 +194,8 @@ def run(options: argparse.Namespace) -> list[Measured]:
                 mx.clear_cache()
             for depth in (None, *options.depths):
                 values = measure_engine(
-                    model, rows=rows, depth=depth, context=context, steps=options.steps
-                )
+                    model, depth=depth, contexts=[context] * rows, steps=options.steps
+                )[:3]
                 add("off" if depth is None else "mtp", rows, depth or 0, context, *values)
                 mx.clear_cache()
     return found

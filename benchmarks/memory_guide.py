@@ -23,6 +23,10 @@ _BEGINNERS = {
 }
 
 
+_AGENTS = ("Qwen3-Next-80B-A3B-Instruct", "Qwen3.6-35B-A3B", "Qwen3.6-27B")
+_LARGE = (64, 128)
+
+
 def cell(model: Published, gigabytes: int) -> str:
     """What fits a Mac: the longest context, and how many requests of 8,192 tokens at once."""
     plan = model.plan(mac_memory(gigabytes))
@@ -57,6 +61,13 @@ def tables() -> list[str]:
     fits = [(names, *(cell(model, n) for n in _MACHINES)) for names, model in unique]
     parts.append(_table(("model", *(f"{n} GB" for n in _MACHINES)), fits))
     parts.append(_table(("model", *headings), rows))
+    most = EngineConfig().max_num_seqs
+    plans = [(n, [of_name[name, 4].plan(mac_memory(n)) for name in _AGENTS]) for n in _LARGE]
+    beside = [
+        (f"{n} GB", *(plan.rows_at_once(most) if plan else "-" for plan in own)) for n, own in plans
+    ]
+    agents = (f"{name}, 4 bits" for name in _AGENTS)
+    parts.append(_table(("your Mac", *agents), beside))
     return parts
 
 

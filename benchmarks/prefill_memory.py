@@ -110,7 +110,8 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
     return Peaks(
         tokens,
         rows,
-        demand.caches.batch(rows + 1, tokens + ANSWER, DEPTH),
+        sum(map(demand.caches.kv, [tokens + ANSWER, *[SHORT_PROMPT + SHORT_ANSWER] * rows]))
+        + (rows + 1) * demand.caches.states_and_window(DEPTH),
         demand.heads * min(step, tokens) * tokens * 4,
         before,
         prefill,

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import prefix_cache
@@ -256,8 +257,8 @@ class OracleState:
     def extend(self, other: Self) -> None:
         self.known = mx.concatenate([self.known, other.known])
 
-    def prefix_kv(self) -> None:
-        return None
+    def settle(self, cache: BatchCache) -> None:
+        pass
 
     def arrays(self) -> list[mx.array]:
         return [self.known]
@@ -272,14 +273,14 @@ class OracleProposer:
         self.answers, self.vocab_size = answers, vocab_size
         self.rate, self.length = rate, length
 
-    def make_state(self, request_ids: Many[str], prompts: Many[Many[int]]) -> OracleState:
+    def make_state(self, request_ids, prompts, cache) -> OracleState:
         table = np.zeros((len(request_ids), self.length), dtype=np.int32)
         for row, name in enumerate(request_ids):
             table[row, : len(self.answers[name])] = self.answers[name]
         return OracleState(mx.array(table))
 
-    def propose(self, state, window: Computed, num_draft_tokens: int, sampler) -> mx.array:
-        position = (window.start + window.num_kept)[:, None] + 1 + mx.arange(num_draft_tokens)
+    def propose(self, state, window: Computed, num_drafts: Many[int], sampler) -> mx.array:
+        position = (window.start + window.num_kept)[:, None] + 1 + mx.arange(max(num_drafts))
         where = mx.minimum(position, self.length - 1)
         right = mx.take_along_axis(state.known, where, axis=1)
         spoiled = (right + 1) % self.vocab_size

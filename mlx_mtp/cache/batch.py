@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.layout import Layout
+from mlx_mtp.cache.packing import Packing
 
 LayerCache = RaggedKVCache | GatedDeltaCache
 
@@ -15,51 +17,75 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 class BatchCache:
     """The layers' caches of B rows of `offset` tokens; a pass is `begin`, the model, `commit`."""
 
-    def __init__(self, layers: list[LayerCache], batch_size: int) -> None:
-        self.layers = layers
-        self.offset = mx.zeros(batch_size, dtype=mx.int32)
+    def __init__(
+        self, layers: Sequence[LayerCache], num_rows: int, head: RaggedKVCache | None = None
+    ) -> None:
+        self.layers: list[LayerCache] = list(layers)
+        self.head = head  # KV of an MTP head, in the places of the trunk's
+        self.layout = Layout(num_rows)
+        self.offset = mx.zeros(num_rows, dtype=mx.int32)
 
-    def begin(self, limit: int, lengths: mx.array | None = None) -> None:
-        """Prepare for a window; `limit` is at least every row's length plus the window's.
+    def reserve(self, limits: Sequence[int], rooms: Sequence[int] | None = None) -> None:
+        """Make room for what each row is going to hold.
 
-        `lengths`, int32 [B], is how much of it each row will keep; None for a verify window.
+        Must precede every pass: a write past a row's room would go to the next row. `limits` are
+        bounds of the rows' lengths after the pass, and `rooms` what is allocated, if that is more.
         """
-        for cache in self.layers:
-            if isinstance(cache, RaggedKVCache):
-                cache.reserve(limit)
-            else:
-                cache.coming = lengths
+        if change := self.layout.arrange(limits, rooms or limits):
+            for cache in self.attention():
+                cache.rearrange(change)
 
-    def reserve_more(self, more: int) -> None:
-        """Make room for padding positions after the window, which are never kept."""
+    def begin(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
+        """Prepare for a window of each row, for which there is room.
+
+        `kept`, int32 [B], is how much of it each row will keep; None for a verify window.
+        """
+        packing = Packing(self.layout, self.offset, lengths)
         for cache in self.layers:
-            if isinstance(cache, RaggedKVCache):
-                cache.reserve(cache.limit + more)
+            cache.packing = packing
+            if isinstance(cache, GatedDeltaCache):
+                cache.coming = kept
+        return packing
 
     def commit(self, num_kept: mx.array) -> None:
         """Keep the first `num_kept[b]` positions of the window that just ran (int32 [B])."""
         self.offset = self.offset + num_kept
         for cache in self.layers:
-            if isinstance(cache, RaggedKVCache):
-                cache.offset = self.offset
-            elif cache.coming is None:
+            del cache.packing  # its masks are large
+            if isinstance(cache, GatedDeltaCache) and cache.coming is None:
                 cache.num_kept = num_kept
 
-    def select(self, rows: mx.array) -> BatchCache:
-        selected = BatchCache([cache.select(rows) for cache in self.layers], rows.shape[0])
-        selected.offset = self.offset[rows]
+    def select(self, rows: list[int]) -> BatchCache:
+        """The caches of these rows; KV stays where it is."""
+        where = mx.array(rows, dtype=mx.int32)
+        layout, buffers = self.layout.select(rows)
+        layers = [
+            c.select(where) if isinstance(c, GatedDeltaCache) else c.select(buffers)
+            for c in self.layers
+        ]
+        head = None if self.head is None else self.head.select(buffers)
+        selected = BatchCache(layers, len(rows), head)
+        selected.layout, selected.offset = layout, self.offset[where]
         return selected
 
     def extend(self, other: BatchCache) -> None:
         self.offset = mx.concatenate([self.offset, other.offset])
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
+        self.layout.extend(other.layout)
+        pairs = [*zip(self.layers, other.layers, strict=True), (self.head, other.head)]
+        for mine, theirs in pairs:
             assert type(mine) is type(theirs)
-            mine.extend(theirs)  # type: ignore[arg-type]
+            if mine is not None:
+                mine.extend(theirs)  # type: ignore[arg-type]
 
     def arrays(self) -> Iterator[mx.array]:
         yield self.offset
-        for cache in self.layers:
-            yield from cache.arrays()
+        for cache in (*self.layers, self.head):
+            if cache is not None:
+                yield from cache.arrays()
+
+    def attention(self) -> list[RaggedKVCache]:
+        """The KV of all layers, the head's included."""
+        return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]
 
     def __getitem__(self, index: int) -> LayerCache:
         return self.layers[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gated_delta import fold, run
 from mlx_mtp.kernels.inputs import prepare
 from mlx_mtp.kernels.portable import conv_tail
@@ -18,6 +19,8 @@ class GatedDeltaCache:
     After a verify the state is still the one before the window (arrays are immutable: that is the
     snapshot), and the window is kept until the next call folds the accepted prefix into it.
     """
+
+    packing: Packing  # of the pass
 
     def __init__(self, batch_size: int, kernel_size: int) -> None:
         self.batch_size = batch_size

@@ -29,7 +29,6 @@ _HEAD = "mtp"
 _HIDDEN = "hidden"
 _GROUP_SIZES = (64, 32)
 _PARTS = ("packed", "scales", "biases")
-_HEAD_ROOM = 16  # A head that drafts runs some rows ahead of the trunk.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +73,22 @@ def join(segments: Sequence[Segment], start: int) -> Segment:
     return Segment(start, last.end, arrays, last.bits)
 
 
-def take_segment(
-    trunk: BatchCache, head: RaggedKVCache | None, row: int, start: int, end: int, bits: int | None
-) -> Segment:
+def take_segment(batch: BatchCache, row: int, start: int, end: int, bits: int | None) -> Segment:
     """Copy the KV of a row's tokens `start` to `end`, in `bits`; the head's is one row behind."""
     arrays = Arrays()
-    for name, cache in _caches(RaggedKVCache, trunk, head):
-        assert cache.keys is not None and cache.values is not None
+    for name, cache in _caches(RaggedKVCache, batch):
         rows = slice(_row(name, start), _row(name, end))
-        for part, buffer in (("keys", cache.keys), ("values", cache.values)):
+        for part, whole in zip(("keys", "values"), cache.row(batch.layout.places[row])):
             # Contiguous, so that the batch's whole buffer isn't kept alive.
-            copied = mx.contiguous(buffer[row, :, rows])
+            copied = mx.contiguous(whole[:, rows])
             arrays.update(_stored(f"{name}.{part}", copied, bits))
     return Segment(start, end, arrays, bits)
 
 
-def take_snapshot(trunk: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
+def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
     """Copy a row's states as they are after its token `end`; `hidden` is [B, 1, H]."""
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
-    for name, cache in _caches(GatedDeltaCache, trunk):
+    for name, cache in _caches(GatedDeltaCache, batch):
         cache.fold()
         assert cache.state is not None and cache.history is not None
         arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
@@ -100,31 +96,27 @@ def take_snapshot(trunk: BatchCache, row: int, end: int, hidden: mx.array) -> Se
     return Segment(end, end, arrays)
 
 
-def restore(
-    trunk: BatchCache, head: RaggedKVCache | None, rows: Sequence[Entry], limit: int
-) -> mx.array:
+def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
     """Fill empty caches with a prefix for each row; returns the last hidden states, [B, 1, H]."""
-    trunk.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
-    for name, cache in _caches(RaggedKVCache, trunk, head):
-        cache.reserve(limit + (_HEAD_ROOM if name == _HEAD else 0))
+    batch.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
+    for name, cache in _caches(RaggedKVCache, batch):
         keys, values = (
             [[_loaded(segment, f"{name}.{part}") for segment in segments] for segments, _ in rows]
             for part in ("keys", "values")
         )
-        cache.load(keys, values)
-        if name != _HEAD:
-            cache.offset = trunk.offset
+        cache.load(batch.layout, zip(keys, values))
     snapshots = [snapshot.arrays for _, snapshot in rows]
-    for name, recurrent in _caches(GatedDeltaCache, trunk):
+    for name, recurrent in _caches(GatedDeltaCache, batch):
         recurrent.state = mx.stack([s[f"{name}.state"] for s in snapshots])
         recurrent.history = mx.stack([s[f"{name}.history"] for s in snapshots])
     return mx.stack([s[_HIDDEN] for s in snapshots])[:, None]
 
 
-def _caches(
-    kind: type[_Cache], trunk: BatchCache, head: RaggedKVCache | None = None
-) -> list[tuple[str, _Cache]]:
-    named = [*((f"layers.{index}", cache) for index, cache in enumerate(trunk)), (_HEAD, head)]
+def _caches(kind: type[_Cache], batch: BatchCache) -> list[tuple[str, _Cache]]:
+    named = [
+        *((f"layers.{index}", cache) for index, cache in enumerate(batch)),
+        (_HEAD, batch.head),
+    ]
     return [(name, cache) for name, cache in named if isinstance(cache, kind)]
 
 

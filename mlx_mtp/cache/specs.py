@@ -9,7 +9,8 @@ from functools import cached_property
 
 from mlx_mtp.cache.batch import LayerCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
-from mlx_mtp.cache.kv import RaggedKVCache, rounded_capacity
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.layout import most_slots, rounded_capacity
 from mlx_mtp.kernels.portable import CHUNK
 from mlx_mtp.kernels.window import Shape
 
@@ -65,7 +66,7 @@ class AttentionSpec(LayerSpec):
     head_dim: int
 
     def make_cache(self, batch_size: int) -> RaggedKVCache:
-        return RaggedKVCache(batch_size)
+        return RaggedKVCache()
 
     def activations(self) -> int:
         return 4 * (self.heads + self.kv_heads) * self.head_dim
@@ -122,7 +123,7 @@ class CacheMemory:
         total: Counter[str] = Counter()
         for layer in self.layers:
             total.update(layer.state_nbytes(self.itemsize))
-        total["counters"] = _INT32 * (1 if self.head is None else 2)  # lengths
+        total["counters"] = _INT32  # its length
         return dict(total)
 
     @property
@@ -135,7 +136,14 @@ class CacheMemory:
         always, drafts = (sum(each) for each in zip(*parts))
         return (depth + 1) * (always + (drafts if depth else 0)) + (_INT32 if always else 0)
 
-    def batch(self, rows: int, tokens: int, depth: int | None) -> int:
-        """All that rows of `tokens` take; `depth` is None between a prompt and the first step."""
-        kv = rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
-        return rows * (kv + self.row + (0 if depth is None else self.window(depth)))
+    def kv(self, tokens: int) -> int:
+        """The KV of a row that has room for so many tokens."""
+        return rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
+
+    def most_kv(self, tokens: int) -> int:
+        """With the empty slots that a class may have (see `Layout.arrange`)."""
+        return self.kv(tokens) * (2 if most_slots(rounded_capacity(tokens)) > 1 else 1)
+
+    def states_and_window(self, depth: int | None) -> int:
+        """The rest of a row; `depth` is None between a prompt and the first step."""
+        return self.row + (0 if depth is None else self.window(depth))

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 import mlx.core as mx
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
@@ -33,7 +33,7 @@ class Batch:
         params, prompts = [s.request.sampling for s in sequences], [s.prompt for s in sequences]
         self.sampler = Sampler(params, prompts, vocab_size, [s.stop_ids for s in sequences])
         self.last = mx.zeros(count, dtype=mx.int32)  # emitted last, not in the caches yet
-        # int32 [B, k], proposed to follow it, and how many of them count for each row, at most k.
+        # int32 [B, k], proposed to follow it, and how many of them each row has.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
         # int32 [B], tokens each row may still emit.
@@ -46,38 +46,34 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def set_drafts(self, drafts: mx.array) -> None:
-        """Set the next window's drafts, int32 [B, k]; a row may want fewer than k."""
-        self.num_drafts = [s.drafting.num_drafts(drafts.shape[1]) for s in self.sequences]
-        self.drafts = drafts[:, : max(self.num_drafts)]
-
     def draft_limits(self) -> mx.array | None:
         """`num_drafts` as int32 [B]; None where all drafts of all rows count."""
         if min(self.num_drafts) == self.drafts.shape[1]:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
 
-    def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
-        """Set `last_hidden` from a window's hidden states [B, T, H] (num_kept: int32 [B])."""
-        at_last = mx.maximum(num_kept - 1, 0)[:, None, None]
-        newest = mx.take_along_axis(hidden, at_last, axis=1)
+    def keep_hidden(self, hidden: mx.array, packing: Packing, num_kept: mx.array) -> None:
+        """Set `last_hidden` from a window's hidden states [N, H] (num_kept: int32 [B])."""
+        newest = hidden[packing.at(mx.maximum(num_kept - 1, 0))][:, None]
         if self.last_hidden.shape[-1]:
             newest = mx.where(num_kept[:, None, None] > 0, newest, self.last_hidden)
         self.last_hidden = newest
 
-    def draft_kv(self) -> RaggedKVCache | None:
-        """KV of the proposer that a cached prefix must hold; None if there is none."""
-        return None if self.draft_state is None else self.draft_state.prefix_kv()
+    def settle(self) -> None:
+        """Complete the caches, before rows come, go, or are copied."""
+        if self.draft_state is not None:
+            self.draft_state.settle(self.cache)
 
     def filter(self, wanted: Callable[[Sequence], bool]) -> Batch:
         """A batch of the wanted rows; itself when that is all of them."""
         chosen = [i for i, s in enumerate(self.sequences) if wanted(s)]
         if len(chosen) == len(self):
             return self
+        self.settle()
         rows = mx.array(chosen, dtype=mx.int32)
         batch = copy.copy(self)
         batch.sequences = [self.sequences[i] for i in chosen]
-        batch.cache = self.cache.select(rows)
+        batch.cache = self.cache.select(chosen)
         batch.sampler = self.sampler.select(chosen)
         if self.draft_state is not None:
             batch.draft_state = self.draft_state.select(rows)
@@ -88,23 +84,21 @@ class Batch:
         return batch
 
     def join(self, other: Batch) -> None:
+        self.settle()
+        other.settle()
         self.sequences += other.sequences
         self.cache.extend(other.cache)
         self.sampler.extend(other.sampler)
         if self.draft_state is not None and other.draft_state is not None:
             self.draft_state.extend(other.draft_state)
-        # A window is one rectangle, as deep as that of the rows that run already: a joining row
-        # with more drafts drops the last of them, and one with fewer has some that don't count.
-        depth = self.drafts.shape[1]
-        missing = max(depth - other.drafts.shape[1], 0)
-        drafts = mx.pad(other.drafts[:, :depth], [(0, 0), (0, missing)])
-        self.num_drafts = self.num_drafts + [min(n, depth) for n in other.num_drafts]
-        width = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
-        self.stop_ids = _widen(self.stop_ids, width)
-        theirs = other._row_arrays()
-        theirs |= {"drafts": drafts, "stop_ids": _widen(other.stop_ids, width)}
+        self.num_drafts = self.num_drafts + other.num_drafts
+        theirs, fill = other._row_arrays(), {"stop_ids": -1, "drafts": 0}
         for name, array in self._row_arrays().items():
-            setattr(self, name, mx.concatenate([array, theirs[name]]))
+            pair = [array, theirs[name]]
+            if name in fill:
+                width = max(each.shape[1] for each in pair)
+                pair = [_widen(each, width, fill[name]) for each in pair]
+            setattr(self, name, mx.concatenate(pair))
 
     def arrays(self) -> Iterator[mx.array]:
         yield from self._row_arrays().values()
@@ -178,5 +172,5 @@ def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
     return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 
 
-def _widen(stop_ids: mx.array, width: int) -> mx.array:
-    return mx.pad(stop_ids, [(0, 0), (0, width - stop_ids.shape[1])], constant_values=-1)
+def _widen(ids: mx.array, width: int, fill: int) -> mx.array:
+    return mx.pad(ids, [(0, 0), (0, width - ids.shape[1])], constant_values=fill)

@@ -1,18 +1,18 @@
 """What serving a model takes in memory, how that is shared out, and which rows fit."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mlx_mtp.cache.layout import STRIDE
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, LayerSpec
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit, text_bytes
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.units import size_text
 
-_COPIES = 2  # old arrays and new ones, while rows join, leave or grow
+_COPIES = 2  # of states, while rows join or leave
 _WINDOWS = 3  # launched and not read, or run beside them or by the head's recursion
-_ROUNDING = 256 + 64  # how much too long a rectangle may stay (cache/kv.py), and attention's stride
 _LOGITS = 6  # logits, their processed form, noise, and what sorting them takes (float32)
 PROMPT_POSITIONS = 32  # of a prompt whose logprobs are asked for: so many have logits at once
 _PROMPT_LOGITS = 8  # measured: logits, their logarithms, and what finds the largest
@@ -20,7 +20,8 @@ _MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of 
 
 MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
 _LEAST_TOKENS = 512  # a server with a shorter context is of no use; it is not started
-_SHORT_ROW = 4096
+_SHORT_ROW = 8000
+_LONG_ROWS = (100_000, 32_000)  # of an agent
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,23 @@ class Footprint:
     caches: CacheMemory
     depth: int  # most drafts a step
     heads: int  # attention heads of a layer
+    num_attention: int  # layers with attention, the head not included
     activations: int  # numbers that one position has in a layer of each kind together
     vocab_size: int
 
-    def rows(self, rows: int, tokens: int) -> int:
-        """Most bytes of rows, prefill apart, the longest of which holds `tokens` tokens."""
-        reach = tokens + _WINDOWS * (self.depth + 1) + _ROUNDING
-        caches = _COPIES * self.caches.batch(rows, reach, self.depth)
-        window = rows * (self.depth + 1)
-        scores = window * self.heads * reach * self.caches.itemsize
-        return caches + scores + window * self.vocab_size * 4 * _LOGITS
+    def rows(self, lengths: Iterable[int]) -> int:
+        """Most bytes of rows that hold so many tokens each, prefill apart."""
+        return sum(map(self.row, lengths))
+
+    def row(self, tokens: int) -> int:
+        """Most bytes of a row that holds so many tokens, prefill apart."""
+        reach, window = tokens + _WINDOWS * (self.depth + 1), self.depth + 1
+        kv = self.caches.most_kv(reach)
+        # Rows that outgrow their class are copied layer by layer.
+        copied = kv // max(self.num_attention, 1)
+        states = _COPIES * self.caches.states_and_window(self.depth)
+        scores = window * self.heads * (reach + STRIDE) * self.caches.itemsize
+        return kv + copied + states + scores + window * self.vocab_size * 4 * _LOGITS
 
     def chunk(self, step: int, tokens: int) -> int:
         """Most bytes that a prefill chunk of `step` positions takes beside the caches."""
@@ -88,6 +96,7 @@ def footprint_of(
         caches=CacheMemory(tuple(layers), attention[-1] if has_head else None, itemsize),
         depth=depth if has_head else 0,
         heads=max((layer.heads for layer in attention), default=0),
+        num_attention=len(attention),
         activations=kinds + max(layer.mlp.activations() for layer in layers),
         vocab_size=vocab_size,
     )
@@ -105,14 +114,16 @@ class MemoryPlan:
     max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
     reduced: bool  # memory made that less than what the model allows
 
-    def fits(self, rows: int, tokens: int) -> bool:
-        return self.footprint.rows(rows, tokens) <= self.rows
+    def fits(self, lengths: Iterable[int]) -> bool:
+        return self.footprint.rows(lengths) <= self.rows
 
-    def usage(self, rows: int, tokens: int) -> float:
-        return self.footprint.rows(rows, tokens) / self.rows
+    def usage(self, lengths: Iterable[int]) -> float:
+        return self.footprint.rows(lengths) / self.rows
 
-    def num_rows(self, tokens: int, most: int) -> int:
-        return _largest(1, most, lambda n: self.fits(n, tokens)) or 0
+    def num_rows(self, tokens: int, most: int, beside: int = 0) -> int:
+        """How many rows of so many tokens fit, beside one of that many."""
+        left = self.rows - (self.footprint.row(beside) if beside else 0)
+        return max(min(left // self.footprint.row(tokens), most - (beside > 0)), 0)
 
     def parts(self) -> dict[str, int]:
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
@@ -125,9 +136,15 @@ class MemoryPlan:
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
-        lengths = min(_SHORT_ROW, self.max_model_len), self.max_model_len
-        longest = {self.num_rows(length, max_num_seqs): length for length in lengths}
-        return " or ".join(f"{count} of {length:,} tokens" for count, length in longest.items())
+        """Such as "16 of 8,000 tokens or 2 of 100,000 or 1 of 100,000 and 9 of 8,000"."""
+        short = min(_SHORT_ROW, self.max_model_len)
+        long = next((n for n in _LONG_ROWS if short < n <= self.max_model_len), self.max_model_len)
+        told = {n: f"{self.num_rows(n, max_num_seqs)} of {n:,}" for n in (short, long)}
+        beside = self.num_rows(short, max_num_seqs, beside=long)
+        if short < long and beside:
+            told[0] = f"1 of {long:,} and {beside} of {short:,}"
+        first, *others = told.values()
+        return " or ".join([f"{first} tokens", *others])
 
     def lines(self, max_num_seqs: int) -> list[str]:
         less = ", less than the model allows: there is no memory for more" if self.reduced else ""
@@ -162,7 +179,7 @@ def plan_memory(
         return footprint.chunk(min(step, tokens), tokens)
 
     def need(tokens: int, step: int = prefill_step_size) -> int:
-        return chunk(tokens, step) + footprint.rows(1, tokens)
+        return chunk(tokens, step) + footprint.row(tokens)
 
     tokens = wanted or allowed
     least = min(_LEAST_TOKENS, tokens)

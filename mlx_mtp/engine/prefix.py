@@ -38,13 +38,13 @@ class PrefixCache:
         self._bits = bits
         self._ends: list[Save] = []
 
-    def restore(self, batch: Batch, limit: int) -> bool:
-        """Fill a new batch with its rows' prefixes, with room for `limit` tokens; False: failed."""
+    def restore(self, batch: Batch) -> bool:
+        """Fill a new batch, which has its layout, with its rows' prefixes; False: failed."""
         nodes = [s.prefix for s in batch.sequences if s.prefix is not None]
         try:
             rows = [node.entry() for node in nodes]
             assert len(rows) == len(batch.sequences)
-            batch.last_hidden = restore(batch.cache, batch.draft_kv(), rows, limit)
+            batch.last_hidden = restore(batch.cache, rows)
             mx.eval(*batch.arrays())
         except Exception:
             logger.exception("A prefix could not be restored; its prompt is computed instead")
@@ -95,8 +95,8 @@ class PrefixCache:
             # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
             if start < len(tokens):
-                head = batch.draft_kv()
-                segments = [take_segment(batch.cache, head, row, start, len(tokens), self._bits)]
+                batch.settle()
+                segments = [take_segment(batch.cache, row, start, len(tokens), self._bits)]
             snapshot = take_snapshot(batch.cache, row, len(tokens), batch.last_hidden)
             mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
         except Exception:

@@ -14,7 +14,7 @@ from mlx_mtp.sampling.sampler import logprobs
 
 def prompt_scores(
     model: LoadedModel,
-    hidden: mx.array,  # [B, T, H], post-norm
+    hidden: mx.array,  # [N, H], post-norm
     arrays: ChunkArrays,
     sequences: Many[Sequence],
     vocab_size: int,
@@ -29,16 +29,17 @@ def prompt_scores(
     counts = [0 if top is None else length - is_last for top, length, is_last in rows]
     if not any(counts):
         return None
-    wanted = np.arange(arrays.tokens.shape[1]) < np.array(counts)[:, None]
-    states = mx.flatten(hidden, 0, 1)[mx.array(np.flatnonzero(wanted))]
+    spans = zip(arrays.lengths.tolist(), counts)
+    wanted = np.concatenate([np.arange(length) < count for length, count in spans])
+    states = hidden[mx.array(np.flatnonzero(wanted))]
     following = mx.array(arrays.following[wanted])
     most = max(top for top in asked if top is not None)
     parts: list[tuple[mx.array, ...]] = []
     for start in range(0, len(states), PROMPT_POSITIONS):
         span = slice(start, start + PROMPT_POSITIONS)
-        some = states[None, span]
+        some = states[span]
         if parts:  # Not before the others are done, or their logits would be there at once.
             some = mx.depends(some, parts[-1])
-        logits = model.logits(some)[0, :, :vocab_size]
+        logits = model.logits(some)[:, :vocab_size]
         parts.append(logprobs(logits, following[span], most))
     return PromptScores(counts, tuple(mx.concatenate(list(pieces)) for pieces in zip(*parts)))

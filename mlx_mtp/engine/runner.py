@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.batch import Batch, Batches
 from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.prefix import PrefixCache
@@ -94,108 +97,117 @@ class ModelRunner:
         self.batches.clear()
         mx.clear_cache()
 
-    def _prefill(self, chunk: PrefillChunk, num_draft_tokens: int) -> InFlightStep:
+    def _prefill(self, chunk: PrefillChunk, depth: int) -> InFlightStep:
         sequences = tuple(s for s, _, _ in chunk.rows)
         batch = self.batches.prefilling.pop(chunk.group, None)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
         arrays = ChunkArrays(chunk, int(warm))
-        limit = max(s.max_cached for s in sequences) + arrays.tokens.shape[1]
         batch = batch or self._new_batch(sequences)
         assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
-        if warm and self._prefixes is not None and not self._prefixes.restore(batch, limit):
+        wanted = zip(self._num_drafts(batch, depth), arrays.is_last.tolist())
+        num_drafts = [number if last else 0 for number, last in wanted]
+        limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
+        batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
+        if warm and self._prefixes is not None and not self._prefixes.restore(batch):
             for sequence in sequences:
                 sequence.restart()
             return InFlightStep((), (), is_prefill=True)
 
         start = batch.cache.offset - arrays.before
-        hidden = self._chunk_hidden(batch, arrays, limit)
+        packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
+        hidden = self._chunk_hidden(batch, arrays, packing)
         num_kept = mx.array(arrays.lengths)
-        batch.keep_hidden(hidden, num_kept)
+        batch.keep_hidden(hidden, packing, num_kept)
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
         step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self._vocab_size)
+        targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
-        else:
-            targets, num_draft_tokens = mx.array(arrays.following), 0
-        computed = Computed(hidden, targets, start, num_kept, limit)
-        self._finish(batch, step, computed, num_draft_tokens)
+        computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
+        self._finish(batch, step, computed, num_drafts)
         if self._prefixes is not None:
             step.saves.extend(self._prefixes.save_prompts(batch))
         self.batches.store(chunk.group, batch, arrays.is_last.tolist())
         return step
 
-    def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, limit: int) -> mx.array:
-        """Post-norm hidden states of a chunk, [B, T, H]; nothing runs if all are known."""
-        known = batch.last_hidden
-        tokens = mx.array(arrays.tokens)[:, arrays.before :]
-        if not tokens.shape[1]:
+    def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, packing: Packing) -> mx.array:
+        """Post-norm hidden states [N, H] of a chunk; nothing runs if all are known."""
+        known, counts = batch.last_hidden[:, 0], arrays.num_computed
+        if not counts.any():
             return known
-        num_computed = mx.array(arrays.num_computed)
-        batch.cache.begin(limit, num_computed)
-        hidden = self._model.hidden(tokens, batch.cache)
-        batch.cache.commit(num_computed)
-        return mx.concatenate([known, hidden], axis=1) if arrays.before else hidden
+        computed = batch.cache.begin(counts.tolist(), mx.array(counts))
+        tokens = arrays.tokens
+        if arrays.before:
+            tokens = np.delete(tokens, arrays.ends - counts)
+        hidden = self._model.hidden(mx.array(tokens), computed, batch.cache)
+        batch.cache.commit(mx.array(counts))
+        return packing.after(known, hidden) if arrays.before else hidden
 
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
     ) -> mx.array:
-        """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [B, T]."""
-        following, done = mx.array(arrays.following), mx.array(arrays.is_last)
+        """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [N]."""
+        done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
-        at_end = mx.array(arrays.lengths - 1)[:, None]
-        window = mx.take_along_axis(mx.array(arrays.tokens), at_end, axis=1)
+        window = mx.array(arrays.tokens[arrays.ends])[:, None]
         logits = self._model.logits(batch.last_hidden)
         step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
         step.row_errors = batch.guide.errors()
-        known = mx.take_along_axis(following, at_end, axis=1)
-        newest = mx.where(done[:, None], step.drawn.tokens, known)
-        return mx.put_along_axis(following, at_end, newest, axis=1)
+        known = mx.array(arrays.following[arrays.ends])
+        newest = mx.where(done, step.drawn.tokens[:, 0], known)
+        return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
 
-    def _decode(self, wanted: tuple[Sequence, ...], num_draft_tokens: int) -> InFlightStep:
+    def _decode(self, wanted: tuple[Sequence, ...], depth: int) -> InFlightStep:
         batch = self.batches.gather(wanted)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
-        length = window.shape[1]
+        lengths = [1 + number for number in batch.num_drafts]
+        num_drafts = self._num_drafts(batch, depth)
+        batch.cache.reserve(_limits(batch, lengths, num_drafts))
         start = batch.cache.offset
-        limit = max(s.max_cached for s in batch.sequences) + length
         # Without drafts it is known beforehand what each row keeps, and no window is left pending.
-        lengths = mx.where(batch.ended, 0, 1) if length == 1 else None
+        kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
+        packing = batch.cache.begin(lengths, kept)
 
-        batch.cache.begin(limit, lengths)
-        hidden = self._model.hidden(window, batch.cache)
-        logits = self._model.logits(hidden)
+        hidden = self._model.hidden(packing.flat(window), packing, batch.cache)
+        logits = packing.rows(self._model.logits(hidden))
         batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
-        positions = start[:, None] + 1 + mx.arange(length)
+        positions = start[:, None] + 1 + mx.arange(window.shape[1])
         drawn = _draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
         num_kept = drawn.accepted.num_kept
         batch.cache.commit(num_kept)
-        batch.keep_hidden(hidden, num_kept)
+        batch.keep_hidden(hidden, packing, num_kept)
         rows = tuple(batch.sequences)
-        step = InFlightStep(rows, (length,) * len(rows), num_drafts=batch.num_drafts, drawn=drawn)
-        computed = Computed(hidden, drawn.tokens, start, num_kept, limit)
-        self._finish(batch, step, computed, num_draft_tokens)
+        step = InFlightStep(rows, tuple(lengths), num_drafts=batch.num_drafts, drawn=drawn)
+        targets = packing.flat(drawn.tokens)
+        computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
+        self._finish(batch, step, computed, num_drafts)
         step.row_errors = batch.guide.errors()
         return step
 
+    def _num_drafts(self, batch: Batch, depth: int) -> list[int]:
+        """Drafts to propose for each row."""
+        if self._proposer is None:
+            return [0] * len(batch)
+        return [s.drafting.num_drafts(depth) for s in batch.sequences]
+
     def _finish(
-        self, batch: Batch, step: InFlightStep, window: Computed, num_draft_tokens: int
+        self, batch: Batch, step: InFlightStep, window: Computed, num_drafts: list[int]
     ) -> None:
         if self._proposer is not None:
             sampler = DraftSampler(batch.sampler, batch.guide) if batch.guide else batch.sampler
-            state = batch.draft_state
-            batch.set_drafts(self._proposer.propose(state, window, num_draft_tokens, sampler))
-        step.num_proposed = batch.drafts.shape[1]
+            batch.drafts = self._proposer.propose(batch.draft_state, window, num_drafts, sampler)
+        batch.num_drafts = step.num_proposed = num_drafts
         mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
         for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
             sequence.launched(num_positions)
 
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
-        state = None
+        state, cache = None, self._model.make_cache(len(sequences))
         if self._proposer is not None:
             ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
-            state = self._proposer.make_state(ids, prompts)
-        cache = self._model.make_cache(len(sequences))
+            state = self._proposer.make_state(ids, prompts, cache)
         return Batch(sequences, cache, state, self._vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:
@@ -253,6 +265,12 @@ def _draw(
     if batch.guide:
         batch.guide.advance(tokens, accepted.num_kept)
     return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window)
+
+
+def _limits(batch: Batch, lengths: Many[int], num_drafts: Many[int]) -> list[int]:
+    """Bounds of what the rows' caches hold after a window and the drafts for the next one."""
+    rows = zip(batch.sequences, lengths, num_drafts, strict=True)
+    return [s.max_cached + length + max(drafts - 1, 0) for s, length, drafts in rows]
 
 
 def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:

@@ -19,8 +19,8 @@ class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
     A plan holds at most one chunk of a group of prompts, cut at multiples of `prefill_step_size`,
-    and one decode step. `memory` says whether so many rows fit, the longest of so many tokens, and
-    `usage` which share of the memory for rows they take.
+    and one decode step. `memory` says whether rows of so many tokens each fit, and `usage` which
+    share of the memory for rows they take.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Scheduler:
         config: EngineConfig,
         depth: DepthPolicy,
         reuse: PrefixReuse | None = None,
-        memory: Callable[[int, int], bool] | None = None,
+        memory: Callable[[list[int]], bool] | None = None,
         totals: EngineStats | None = None,
-        usage: Callable[[int, int], float] | None = None,
+        usage: Callable[[list[int]], float] | None = None,
     ) -> None:
         self._config = config
         self._depth = depth
@@ -65,7 +65,7 @@ class Scheduler:
         rows = [s for s in self._admitted() if not s.finished]
         usage = 0.0
         if rows and self._usage is not None:
-            usage = self._usage(len(rows), max(s.num_cached for s in rows))
+            usage = self._usage([s.num_cached for s in rows])
         return replace(
             self._totals,
             num_requests_running=len(rows),
@@ -129,8 +129,10 @@ class Scheduler:
                 drafting = step.sequences[row].drafting
                 outcomes.append(Outcome(drafting, num_drafts, num_accepted, cut=cut))
         if rows:
-            depth = step.num_positions[rows[0]] - 1
-            self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds))
+            lengths = {step.sequences[r].drafting.fixed: step.num_positions[r] for r in rows}
+            depth = lengths.get(None, max(lengths.values())) - 1
+            alike = len({*lengths.values()}) == 1  # else the cost is not that of this depth
+            self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds if alike else None))
 
     def _update_row(self, step: InFlightStep, row: int) -> RequestOutput | None:
         sequence, tokens = step.sequences[row], step.token_ids[row]
@@ -247,7 +249,7 @@ class Scheduler:
         """One alone always fits: `Engine.submit` rejects what could never run."""
         if self._memory is None or len(rows) == 1:
             return True
-        return self._memory(len(rows), max(row.most_cached for row in rows))
+        return self._memory([row.most_cached for row in rows])
 
     def _put_back(self) -> None:
         if self._reuse is None:

@@ -39,22 +39,23 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk on the host, padded on the right, after `before` cached tokens (0 or 1)."""
+    """A prefill chunk on the host, row after row, after `before` cached tokens of each (0 or 1)."""
 
     def __init__(self, chunk: PrefillChunk, before: int) -> None:
         self.before = before  # its hidden state is known
         # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
         self.num_computed = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
         self.lengths = self.num_computed + before
-        # int32 [B, T]: the tokens, and the one after each, 0 where the prompt ends.
-        self.tokens = np.zeros((len(chunk.rows), int(self.lengths.max())), dtype=np.int32)
-        self.following = np.zeros_like(self.tokens)
+        self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
         ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]  # in this chunk
         self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
-        for row, (sequence, start, length) in enumerate(chunk.rows):
-            piece = sequence.prompt[start - before : start + length + 1]
-            self.tokens[row, : length + before] = piece[: length + before]
-            self.following[row, : len(piece) - 1] = piece[1:]
+        spans = [(s.prompt, start - before, start + length) for s, start, length in chunk.rows]
+        # int32 [N]: the tokens, and the one after each, 0 where the prompt ends.
+        tokens = [prompt[low:high] for prompt, low, high in spans]
+        following = [(*prompt[low + 1 : high + 1], 0)[: high - low] for prompt, low, high in spans]
+        self.tokens, self.following = (
+            np.concatenate(parts).astype(np.int32) for parts in (tokens, following)
+        )
 
 
 class Drawn(NamedTuple):
@@ -87,7 +88,7 @@ class InFlightStep:
     num_positions: tuple[int, ...]  # length of each row's window
     is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
     num_drafts: list[int] = field(default_factory=list)  # that count for each row
-    num_proposed: int = 0  # drafts a row that the step proposes for the next window
+    num_proposed: list[int] = field(default_factory=list)  # drafts for the next window
     drawn: Drawn | None = None  # None if no row draws a token
     prompt: PromptScores | None = None  # None if no row asked for them
     error: MlxMtpError | None = None  # the whole step failed

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.cache.kv import rounded_capacity
+from mlx_mtp.cache.layout import GROWTH
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, footprint_of, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
@@ -115,19 +115,18 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
     rows = {
         "memory": f"{size_text(weights)} of weights {wanted.where}; computed in {name}",
         "  per token": f"{caches.kv_per_token:,} bytes of the trunk's keys and values{head}, "
-        f"allocated {rounded_capacity(1)} tokens at a time",
+        f"allocated in steps of a quarter, {GROWTH} tokens or more",
         "  per row": f"{caches.row:,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
     if has_head and wanted.lm_head_row is not None:
         rows["  draft vocab"] = f"{wanted.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
     rows["rows x tokens"] = (
-        f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step and "
-        "room for a copy"
+        f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step"
     )
     lengths = [tokens for tokens in _TOKENS if tokens <= wanted.allowed] or [wanted.allowed]
     for count, tokens in itertools.product(_ROWS, lengths):
-        taken = shape.rows(count, tokens)
+        taken = count * shape.row(tokens)
         chunk = shape.chunk(min(EngineConfig().prefill_step_size, tokens), tokens)
         total = size_text(taken + chunk + weights)
         rows[f"  {count} x {tokens:,}"] = (

@@ -10,6 +10,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3Next
 
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.kernels.window import Convolution, Projected, Shape
@@ -19,56 +20,46 @@ class RaggedAttention(Qwen3NextAttention):
     """Runs a window of all rows on a `RaggedKVCache`. With any other cache it is mlx-lm's own."""
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """All rows as one, [1, B*T, H] to [1, B*T, H], so that a projection is one product."""
+        """All rows as one, [1, N, H] to [1, N, H], so that a projection is one product."""
         if not isinstance(cache, RaggedKVCache):
             return super().__call__(x, mask, cache)
-        queries, gate = self.queries(x, cache.batch_size, cache.offset)
-        keys, values = self.keys_values(x, cache.batch_size, cache.offset)
-        keys, values = cache.update_and_fetch(keys, values)
-        return self.attend(queries, gate, keys, values, mask)
+        self.write(x, cache, cache.packing)
+        return self.attend(x, cache, cache.packing)
 
-    def queries(self, x: mx.array, batch: int, start: mx.array) -> tuple[mx.array, mx.array]:
-        """Queries [B, heads, T, D], rotated from `start[b]` on, and the gate [1, B*T, heads*D]."""
-        doubled = self.q_proj(x).reshape(batch, -1, self.num_attention_heads, 2 * self.head_dim)
+    def write(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
+        """Write the keys and values of a pass's tokens [1, N, H]."""
+        shape = (x.shape[1], self.num_key_value_heads, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).reshape(shape))
+        cache.write(packing, self._rotated(keys, packing), self.v_proj(x).reshape(shape))
+
+    def attend(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
+        """Attention of tokens [1, N, H] whose keys and values have been written."""
+        doubled = self.q_proj(x).reshape(x.shape[1], self.num_attention_heads, -1)
         queries, gate = mx.split(doubled, 2, axis=-1)
-        queries = self.q_norm(queries).transpose(0, 2, 1, 3)
-        return self.rope(queries, offset=start), gate.reshape(*x.shape[:2], -1)
+        queries = self._rotated(self.q_norm(queries), packing)
+        attended = cache.attend(packing, queries, self.scale)
+        return self.o_proj((attended * mx.sigmoid(gate)).reshape(*x.shape[:2], -1))
 
-    def keys_values(self, x: mx.array, batch: int, start: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys, rotated from `start[b]` (int32 [B]) on, and values, each [B, KV heads, T, D]."""
-        shape = (batch, -1, self.num_key_value_heads, self.head_dim)
-        keys = self.k_norm(self.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
-        values = self.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
-        return self.rope(keys, offset=start), values
-
-    def attend(
-        self,
-        queries: mx.array,
-        gate: mx.array,
-        keys: mx.array,  # [B, KV heads, S, D]
-        values: mx.array,
-        mask: mx.array | None,  # bool, broadcast to [B, heads, T, S]
-    ) -> mx.array:
-        attended = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, mask=mask
-        )
-        attended = attended.transpose(0, 2, 1, 3).reshape(gate.shape)
-        return self.o_proj(attended * mx.sigmoid(gate))
+    def _rotated(self, x: mx.array, packing: Packing) -> mx.array:
+        """Queries or keys [N, heads, D] at the tokens' positions."""
+        return self.rope(x[:, :, None], offset=packing.positions).squeeze(2)
 
 
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
-    def project(self, x: mx.array, batch: int) -> tuple[Projected, mx.array]:
-        """The input projections of [1, B*T, H], and the output's gate z [B, T, Hv, Dv]."""
+    def project(self, x: mx.array) -> tuple[Projected, mx.array]:
+        """The input projections of [1, N, H], all [N, ..], and the output's gate z [N, Hv, Dv]."""
         raise NotImplementedError
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         if not isinstance(cache, GatedDeltaCache):
             return super().__call__(x, mask, cache)
-        projected, z = self.project(x, cache.batch_size)
-        outputs = cache.run(projected, Convolution(self.conv1d.weight, self.A_log, self.dt_bias))
-        return self.out_proj(self.norm(outputs, z).reshape(*x.shape[:2], -1))
+        projected, z = self.project(x)
+        rows = Projected(*map(cache.packing.rows, projected))
+        outputs = cache.run(rows, Convolution(self.conv1d.weight, self.A_log, self.dt_bias))
+        normed = self.norm(cache.packing.flat(outputs), z)
+        return self.out_proj(normed.reshape(*x.shape[:2], -1))
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

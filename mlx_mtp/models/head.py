@@ -12,7 +12,8 @@ Qwen3-Next (the head of DeepSeek-V3's technical report, section 2.2, with gated 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_mtp.cache.kv import RaggedKVCache, causal_mask
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Packing
 
 
 class MTPHead(nn.Module):
@@ -27,30 +28,17 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
-        """The layer's input z from embeddings of the next tokens and hidden states: [B, T, H]."""
+        """The layer's input z from embeddings of the next tokens and hidden states: [N, H]."""
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        joined = self.fc(_as_one_row(mx.concatenate(parts, axis=-1)))
-        return joined.reshape(hidden.shape)
+        return self.fc(mx.concatenate(parts, axis=-1))
 
-    def write(self, z: mx.array, cache: RaggedKVCache, start: mx.array) -> None:
-        """Write keys and values of z [B, T, H] from position `start[b]` (int32 [B]) on."""
+    def write(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
+        """Write the keys and values of z [N, H]."""
         layer = self.layers[0]
-        x = _as_one_row(layer.input_layernorm(z))
-        keys, values = layer.self_attn.keys_values(x, z.shape[0], start)
-        cache.write(keys, values, start)
+        layer.self_attn.write(layer.input_layernorm(z)[None], cache, packing)
 
-    def run(self, z: mx.array, cache: RaggedKVCache, position: mx.array) -> mx.array:
-        """The full pass for one row a sequence, written up to `position`: m [B, 1, H] from z."""
-        layer = self.layers[0]
-        z = _as_one_row(z)
-        x = layer.input_layernorm(z)
-        queries, gate = layer.self_attn.queries(x, position.shape[0], position)
-        mask = causal_mask(position, 1, cache.limit)
-        x = z + layer.self_attn.attend(queries, gate, *cache.fetch(), mask)
-        m = self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))
-        return m.swapaxes(0, 1)
-
-
-def _as_one_row(x: mx.array) -> mx.array:
-    """[B, T, H] to [1, B*T, H], so that a projection is one matrix product."""
-    return x.reshape(1, -1, x.shape[-1])
+    def run(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
+        """The full pass for tokens that have been written: m [N, H] from z."""
+        layer, z = self.layers[0], z[None]
+        x = z + layer.self_attn.attend(layer.input_layernorm(z), cache, packing)
+        return self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))[0]

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.models.family import Family, text_config
@@ -130,29 +131,24 @@ class LoadedModel:
     def without_head(self) -> LoadedModel:
         return replace(self, head_source=None)
 
-    def make_cache(self, batch_size: int) -> BatchCache:
-        return BatchCache([spec.make_cache(batch_size) for spec in self.layer_specs], batch_size)
+    def make_cache(self, num_rows: int) -> BatchCache:
+        return BatchCache([spec.make_cache(num_rows) for spec in self.layer_specs], num_rows)
 
-    def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
-        """Post-norm hidden states [B, T, H] of token ids [B, T], for which the cache has begun."""
-        batch, length = tokens.shape
-        more = self.window_length(batch, length) - length
-        if more:
-            tokens = mx.pad(tokens, [(0, 0), (0, more)])
-            cache.reserve_more(more)
-        hidden = self.causal_lm.model(tokens.reshape(1, -1), cache)
-        return hidden.reshape(*tokens.shape, -1)[:, :length]
+    def hidden(self, tokens: mx.array, packing: Packing, cache: BatchCache) -> mx.array:
+        """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
+        packing.num_run = self.num_run(packing.num_tokens)
+        hidden = self.causal_lm.model(packing.fill_up(tokens)[None], cache)
+        packing.num_run = packing.num_tokens
+        return hidden[0, : packing.num_tokens]
 
-    def window_length(self, batch_size: int, length: int) -> int:
-        """Positions a row that a window of `length` is run as; what is added means nothing."""
-        few = _FEW_ROWS <= batch_size * length < _FULL_ROWS
+    def num_run(self, num_tokens: int) -> int:
+        """Tokens that a pass of so many is run as; those that are added mean nothing."""
+        few = self.slow_few_rows and _FEW_ROWS <= num_tokens < _FULL_ROWS
         # With experts the added rows would cost more than the others save.
-        if not few or not self.slow_few_rows or self.layer_specs[0].mlp.num_experts:
-            return length
-        return -(-_FULL_ROWS // batch_size)
+        return _FULL_ROWS if few and not self.layer_specs[0].mlp.num_experts else num_tokens
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
-        """[B, T, V] from post-norm states [B, T, H]; `layer` replaces lm_head (see `DraftHead`)."""
+        """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
         if layer is None:
             layer = self.output_layer
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -161,7 +157,7 @@ class LoadedModel:
         if self.slow_few_rows and 1 < count < _FULL_ROWS:
             rows = mx.pad(rows, [(0, _FULL_ROWS - count), (0, 0)])
         logits = layer.as_linear(rows) if hasattr(layer, "as_linear") else layer(rows)
-        return logits[:count].reshape(*hidden.shape[:2], -1)
+        return logits[:count].reshape(*hidden.shape[:-1], -1)
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.causal_lm.model.embed_tokens(tokens)

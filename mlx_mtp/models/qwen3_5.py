@@ -9,10 +9,10 @@ from mlx_mtp.models.head_weights import stack_experts
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
-    def project(self, x: mx.array, batch: int) -> tuple[Projected, mx.array]:
+    def project(self, x: mx.array) -> tuple[Projected, mx.array]:
         """q, k and v come from one projection, the others from one each."""
         ratio = self.num_v_heads // self.num_k_heads
-        by_key = (batch, -1, self.num_k_heads)
+        by_key = (x.shape[1], self.num_k_heads)
         q, k, v = mx.split(self.in_proj_qkv(x), [self.key_dim, 2 * self.key_dim], axis=-1)
         projected = Projected(
             q.reshape(*by_key, self.head_k_dim),
@@ -21,7 +21,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
             self.in_proj_a(x).reshape(*by_key, ratio),
             self.in_proj_b(x).reshape(*by_key, ratio),
         )
-        return projected, self.in_proj_z(x).reshape(batch, -1, self.num_v_heads, self.head_v_dim)
+        return projected, self.in_proj_z(x).reshape(x.shape[1], self.num_v_heads, self.head_v_dim)
 
 
 class Qwen35(Family):

@@ -8,16 +8,16 @@ from mlx_mtp.models.family import Family, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
-    def project(self, x: mx.array, batch: int) -> tuple[Projected, mx.array]:
+    def project(self, x: mx.array) -> tuple[Projected, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
-        by_head = (batch, -1, self.num_k_heads)
+        by_head = (x.shape[1], self.num_k_heads)
         qkvz = self.in_proj_qkvz(x).reshape(*by_head, 2 * dim + 2 * width)
         q, k, v, z = mx.split(qkvz, [dim, 2 * dim, 2 * dim + width], axis=-1)
         b, a = mx.split(self.in_proj_ba(x).reshape(*by_head, 2 * ratio), 2, axis=-1)
-        v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
-        z = z.reshape(*z.shape[:2], self.num_v_heads, self.head_v_dim)
+        v = v.reshape(*v.shape[:2], ratio, self.head_v_dim)
+        z = z.reshape(z.shape[0], self.num_v_heads, self.head_v_dim)
         return Projected(q, k, v, a, b), z
 
 

@@ -191,20 +191,17 @@ class DepthController:
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
         size = len(rows)
-        least = max((row.fixed for row in rows if row.fixed is not None), default=0)
         if all(row.fixed is not None for row in rows):
-            self.choices[size] = least
-            return least
+            return self.choices.get(size, 0)
         steady = steady and size == self._last_size
         self._last_size = size
-        probed = self._next_probe_window(size, least, steady=steady)
+        probed = self._next_probe_window(size, steady=steady)
         if probed is not None:
             return probed
         self._until_review -= 1
-        known = self.choices.get(size, -1) >= least
-        if not (steady and known and self._until_review > 0):
-            self._review(rows, least, steady=steady)
-            probed = self._next_probe_window(size, least, steady=steady)
+        if not (steady and size in self.choices and self._until_review > 0):
+            self._review(rows, steady=steady)
+            probed = self._next_probe_window(size, steady=steady)
         return self.choices[size] if probed is None else probed
 
     def observe(self, step: DecodeStep) -> None:
@@ -216,12 +213,12 @@ class DepthController:
         self._costs.observe(step.batch_size, step.depth, step.seconds)
         self._account(step)
 
-    def _review(self, rows: Sequence[DraftRow], least: int, *, steady: bool) -> None:
+    def _review(self, rows: Sequence[DraftRow], *, steady: bool) -> None:
         size = len(rows)
         costs = self._costs.relative(size)
         self._until_review = _STEPS_PER_REVIEW
         tokens = _expected_tokens(rows, self._pool.expected())
-        speeds = {k: tokens[k] / costs[k] for k in range(least, len(costs))}
+        speeds = {k: tokens[k] / costs[k] for k in range(len(costs))}
         best = max(speeds, key=speeds.__getitem__)
         choice = self.choices.get(size, -1)
         margin = _MARGIN if best > choice else 1
@@ -267,12 +264,12 @@ class DepthController:
             self._probe = _Probe(size, depth, windows)
             self._confirm_next = not self._confirm_next
 
-    def _next_probe_window(self, size: int, least: int, *, steady: bool) -> int | None:
+    def _next_probe_window(self, size: int, *, steady: bool) -> int | None:
         """The depth of the running probe; None without one, or if it can't go on."""
         probe = self._probe
         if probe is None:
             return None
-        if not steady or probe.batch_size != size or probe.depth < least:
+        if not steady or probe.batch_size != size:
             self._probe = None
             return None
         probe.left -= 1

@@ -88,8 +88,8 @@ class DraftRow:
     rates: RowRates = field(default_factory=lambda: RowRates(MAX_DRAFT_TOKENS))
 
     def num_drafts(self, depth: int) -> int:
-        """How many of a window's drafts count: all, unless its request wants fewer."""
-        return depth if self.fixed is None else min(self.fixed, depth)
+        """How many drafts it gets where `depth` was chosen: its request may have fixed them."""
+        return depth if self.fixed is None else self.fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Outcome:
     """What one row's window brought."""
 
     row: DraftRow
-    num_drafts: int  # that counted
+    num_drafts: int
     num_accepted: int
     cut: bool  # the row ended in this window, so the draft after these was not tried
 
@@ -107,7 +107,7 @@ class DecodeStep:
     """A decode step that has been read."""
 
     batch_size: int
-    depth: int  # drafts of its window
+    depth: int  # drafts of the rows whose requests leave that open
     outcomes: Sequence[Outcome]  # of the rows that had not ended before
     seconds: float | None  # its cost, where that is known (see `StepTimer`)
 
@@ -122,7 +122,10 @@ class DepthChoice(NamedTuple):
 
 
 class DepthPolicy(Protocol):
-    """Chooses the depth of each step; `choices` has the last by batch size, probes left out."""
+    """Chooses the depth of each step, for the rows whose requests leave that open.
+
+    `choices` has the last depth by batch size, probes left out.
+    """
 
     choices: dict[int, int]
     reason: DepthChoice | None  # of the last choice, if there was one
@@ -135,7 +138,7 @@ class DepthPolicy(Protocol):
 
 
 class FixedDepth:
-    """A `DepthPolicy` of one depth k, except where a request asks for another."""
+    """A `DepthPolicy` of one depth k."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
@@ -143,9 +146,8 @@ class FixedDepth:
         self.reason: DepthChoice | None = None
 
     def depth(self, rows: Sequence[DraftRow], *, steady: bool) -> int:
-        depth = max(self._num_draft_tokens if r.fixed is None else r.fixed for r in rows)
-        self.choices[len(rows)] = depth
-        return depth
+        self.choices[len(rows)] = self._num_draft_tokens
+        return self._num_draft_tokens
 
     def observe(self, step: DecodeStep) -> None:
         pass

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 
+from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.sampler import TokenSampler
@@ -19,29 +21,30 @@ _MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing 
 
 
 class Computed(NamedTuple):
-    """A window that was just computed: a prefill chunk or a verify window, T positions of B rows.
+    """A window that was just computed, N tokens of B rows: a prefill chunk or a verify window.
 
-    A row's last token is `targets[b, num_kept[b] - 1]`, at position `start[b] + num_kept[b]`.
+    A row's last token is that after its `num_kept[b]`th, at position `start[b] + num_kept[b]`.
     """
 
-    hidden: mx.array  # [B, T, H], the trunk's post-norm hidden states
-    targets: mx.array  # int32 [B, T], the token after each position
+    hidden: mx.array  # [N, H], the trunk's post-norm hidden states
+    targets: mx.array  # int32 [N], the token after each
     start: mx.array  # int32 [B], absolute position of the first one
     num_kept: mx.array  # int32 [B], how many positions are valid; 0 for ended rows
-    limit: int  # a bound of every row's length after the window
+    packing: Packing  # whose the N tokens are
+    cache: BatchCache  # with room for the window, and for all drafts but the last
 
 
 class DraftState(Protocol):
     """What a proposer keeps for the B rows of one batch."""
+
+    def settle(self, cache: BatchCache) -> None:
+        """Complete what it has in the cache, before rows come, go, or are copied."""
 
     def select(self, rows: mx.array) -> Self:
         """State of these rows, int32 [B'], in the order given; this one stays valid."""
 
     def extend(self, other: Self) -> None:
         """Append the other's rows."""
-
-    def prefix_kv(self) -> RaggedKVCache | None:
-        """KV, empty in a new state, that a cached prefix must hold besides the trunk's, if any."""
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated with a step."""
@@ -54,33 +57,33 @@ class DraftProposer(Protocol):
     """
 
     def make_state(
-        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]]
+        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]], cache: BatchCache
     ) -> DraftState:
-        """State for B new rows."""
+        """State for the B new rows of a cache; KV that prefixes must hold too is its `head`."""
 
     def propose(
-        self, state: Any, window: Computed, num_draft_tokens: int, sampler: TokenSampler
+        self, state: Any, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
     ) -> mx.array:
-        """Update a state from a window of its rows, and draft the k next tokens: int32 [B, k].
+        """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
 
-        Called after every prefill chunk and every verify window, in order; k may be 0. With a
-        prefix from the cache, the first window begins at the prefix's last position. `sampler`
-        draws drafts from logits with the noise that will draw the tokens themselves.
+        Returns int32 [B, k], k the largest of these numbers; what a row did not ask for means
+        nothing. Called after every prefill chunk and every verify window, in order. With a prefix
+        from the cache, the first window begins at the prefix's last position. `sampler` draws
+        drafts from logits with the noise that will draw the tokens themselves.
         """
 
 
-# Writes positions: (cache, hidden [B, T, H], targets int32 [B, T], start int32 [B]).
-Write = Callable[[RaggedKVCache, mx.array, mx.array, mx.array], object]
+# Writes tokens, int32 [N], with hidden states [N, H].
+Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
 
 
 class HeadState:
-    """The head's own KV of the rows of a batch, and the positions that are not written yet.
+    """The positions of the rows of a batch that are not in the head's KV yet.
 
-    While nothing is drafted these are deferred, so that a parked head costs almost nothing.
+    While nothing is drafted they are deferred, so that a parked head costs almost nothing.
     """
 
-    def __init__(self, cache: RaggedKVCache, write: Write) -> None:
-        self.cache = cache
+    def __init__(self, write: Write) -> None:
         self._write = write
         self._deferred: list[tuple[mx.array, mx.array]] = []
         self._start: mx.array | None = None
@@ -90,32 +93,26 @@ class HeadState:
             self._start = window.start
         self._deferred.append((window.hidden, window.targets))
         if len(self._deferred) == _MOST_DEFERRED:
-            self.catch_up()
+            self.settle(window.cache)
 
-    def catch_up(self) -> None:
-        """Write the deferred positions. The cache must have room for them (`reserve`)."""
-        if self._start is None:
-            return
-        hidden, targets = (mx.concatenate(list(each), axis=1) for each in zip(*self._deferred))
-        self._write(self.cache, hidden, targets, self._start)
+    def settle(self, cache: BatchCache) -> None:
+        if self._start is not None:
+            count, rows = len(self._deferred), self._start.shape[0]
+            deferred = (mx.stack(list(each), axis=1) for each in zip(*self._deferred))
+            hidden, targets = (each.flatten(0, 1) for each in deferred)
+            self._write(cache, Packing(cache.layout, self._start, [count] * rows), hidden, targets)
         self._deferred, self._start = [], None
 
     def select(self, rows: mx.array) -> HeadState:
-        self.catch_up()
-        return HeadState(self.cache.select(rows), self._write)
+        assert self._start is None
+        return HeadState(self._write)
 
     def extend(self, other: HeadState) -> None:
-        self.catch_up()
-        other.catch_up()
-        self.cache.extend(other.cache)
-
-    def prefix_kv(self) -> RaggedKVCache:
-        self.catch_up()
-        return self.cache
+        assert self._start is None and other._start is None
 
     def arrays(self) -> list[mx.array]:
         deferred = [a for position in self._deferred for a in position]
-        return [*self.cache.arrays(), *deferred, *([] if self._start is None else [self._start])]
+        return [*deferred, *([] if self._start is None else [self._start])]
 
 
 class MTPProposer:
@@ -129,57 +126,68 @@ class MTPProposer:
         self._ids = None if vocabulary is None else vocabulary.ids
 
     def make_state(
-        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]] = ()
+        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]], cache: BatchCache
     ) -> HeadState:
-        return HeadState(RaggedKVCache(len(request_ids)), self._write)
+        cache.head = RaggedKVCache()
+        return HeadState(self._write)
 
     def propose(
-        self, state: HeadState, window: Computed, num_draft_tokens: int, sampler: TokenSampler
+        self, state: HeadState, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
     ) -> mx.array:
-        hidden, targets, start, num_kept, limit = window
-        state.cache.reserve(limit + max(num_draft_tokens - 1, 0))
-        if num_draft_tokens == 0 and targets.shape[1] == 1:
+        hidden, targets, start, num_kept, packing, cache = window
+        nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
+        if not any(num_drafts) and packing.longest == 1:
             state.defer(window)
-            return targets[:, :0]
-        state.catch_up()
+            return nothing
+        state.settle(cache)
         # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
         # are written from the trunk's true hidden states, over what the recursion wrote before.
-        z = self._write(state.cache, hidden, targets, start)
-        if num_draft_tokens == 0:
-            return targets[:, :0]
+        z = self._write(cache, packing, hidden, targets)
+        if not any(num_drafts):
+            return nothing
         last = mx.maximum(num_kept - 1, 0)
-        z = mx.take_along_axis(z, last[:, None, None], axis=1)
-        history = mx.take_along_axis(targets, last[:, None], axis=1)
-        return self._recur(state.cache, z, history, start + last, num_draft_tokens, sampler)
+        at_last = packing.at(last)
+        history = targets[at_last][:, None]
+        return self._recur(cache, z[at_last], history, start + last, num_drafts, sampler)
 
     def _write(
-        self, cache: RaggedKVCache, hidden: mx.array, targets: mx.array, start: mx.array
+        self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
     ) -> mx.array:
-        """Write positions to the head's KV; returns their `MTPHead.join`, [B, T, H]."""
+        """Write tokens to the head's KV; returns their `MTPHead.join`, [N, H]."""
+        assert cache.head is not None
         z = self._head.join(self._model.embed(targets), hidden)
-        self._head.write(z, cache, start)
+        self._head.write(z, cache.head, packing)
         return z
 
     def _recur(
         self,
-        cache: RaggedKVCache,
-        z: mx.array,
-        history: mx.array,
-        position: mx.array,
-        num_draft_tokens: int,
+        cache: BatchCache,
+        z: mx.array,  # [B, H]
+        history: mx.array,  # int32 [B, 1], the last tokens
+        position: mx.array,  # int32 [B], of the head's rows that z is
+        num_drafts: Sequence[int],
         sampler: TokenSampler,
     ) -> mx.array:
-        """k passes of the head from row `position` and last token `history` on: [B, k]."""
-        while True:
-            m = self._head.run(z, cache, position)
+        """Passes of the head, each for the rows that want one draft more: int32 [B, k]."""
+        assert cache.head is not None
+        m: mx.array | None = None  # [B, 1, H], the head's output
+        for number in range(max(num_drafts)):
+            wanting = [int(wanted > number) for wanted in num_drafts]
+            packing = Packing(cache.layout, position, wanting)
+            if m is None:
+                z = packing.flat(z[:, None])
+            else:
+                z = self._write(cache, packing, packing.flat(m), packing.flat(history[:, -1:]))
+            out = self._head.run(z, cache.head, packing)
+            m = packing.rows(out)
             # The head's row p predicts the token at p + 2.
-            logits = self._model.logits(m, self._lm_head)
-            draft = sampler.draw(logits, position[:, None] + 2, history, ids=self._ids)
+            logits = self._model.logits(out, self._lm_head)
+            draft = sampler.draw(
+                packing.rows(logits), position[:, None] + 2, history, ids=self._ids
+            )
             history = mx.concatenate([history, draft], axis=1)
-            if history.shape[1] > num_draft_tokens:
-                return history[:, 1:]
             position = position + 1
-            z = self._write(cache, m, draft, position)
+        return history[:, 1:]
 
 
 def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPProposer | None:

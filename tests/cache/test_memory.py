@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.loaded import LoadedModel
@@ -32,27 +33,60 @@ def nbytes(arrays: Iterable[mx.array]) -> int:
     return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
 
-def window(model: LoadedModel, caches, length: int, lengths: list[int] | None, limit: int) -> int:
-    """Bytes of trunk's and head's caches of three rows after a window."""
-    (trunk, head), tokens = caches, mx.ones((3, length), dtype=mx.int32)
-    start, known = trunk.offset, None if lengths is None else mx.array(lengths)
-    trunk.begin(limit, known)
-    hidden = model.hidden(tokens, trunk)
-    trunk.commit(mx.ones(3, dtype=mx.int32) if known is None else known)
-    head.reserve(limit)
-    model.head.write(model.head.join(model.embed(tokens), hidden), head, start)
-    return nbytes([*trunk.arrays(), *head.arrays()])
+def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | None) -> int:
+    """Bytes of trunk's and head's caches after a window."""
+    start, kept = cache.offset, None if known is None else mx.array(known)
+    packing = cache.begin(lengths, kept)
+    tokens = mx.ones(sum(lengths), dtype=mx.int32)
+    hidden = model.hidden(tokens, packing, cache)
+    cache.commit(mx.ones(len(lengths), dtype=mx.int32) if kept is None else kept)
+    if cache.head is not None:
+        z = model.head.join(model.embed(tokens), hidden)
+        model.head.write(z, cache.head, Packing(cache.layout, start, lengths))
+    return nbytes(cache.arrays())
 
 
-@pytest.mark.parametrize("longest", [40, 256, 257])
+@pytest.mark.parametrize("longest", [40, 257, 900])
 def test_prefills_and_verify_windows(model, longest):
-    memory, alone = memory_of(model), memory_of(model.without_head())
+    """Each row has the KV of its own length."""
     for depth in (0, 1, 3, 8):
-        caches = model.make_cache(3), RaggedKVCache(3)
-        used = window(model, caches, longest, [3, longest, 1], longest)
-        assert used == memory.batch(3, longest, depth=None)
-        assert nbytes(caches[0].arrays()) == alone.batch(3, longest, depth=None)
-        for _ in range(2):
-            kept = [1, 0, 1] if depth == 0 else None
-            used = window(model, caches, depth + 1, kept, longest + 20)
-            assert used == memory.batch(3, longest + 20, depth)
+        for head in (None, RaggedKVCache()):
+            memory = memory_of(model.without_head() if head is None else model)
+            cache, lengths = model.make_cache(3), [3, longest, 30]
+            cache.head = head
+            cache.reserve(lengths)
+            used = window(model, cache, lengths, lengths)
+            kv = sum(map(memory.kv, lengths))
+            assert used == kv + 3 * memory.states_and_window(None)
+            for _ in range(2):
+                cache.reserve([length + 20 for length in lengths])
+                used = window(model, cache, [depth + 1] * 3, [1, 0, 1] if depth == 0 else None)
+                kv = sum(memory.kv(length + 20) for length in lengths)
+                assert used == kv + 3 * memory.states_and_window(depth)
+
+
+def test_a_batch_takes_what_its_rows_take(tiny_models):
+    """Joined one by one: the sum, and no more than the formula allows for empty slots."""
+    model = tiny_models["qwen3_next"]
+    memory, running = memory_of(model), None
+    lengths = [9000, 300, 300, 5000, 40, 300, 900, 300, 300, 40, 5000]
+    for number, length in enumerate(lengths):
+        cache = model.make_cache(1)
+        cache.head = RaggedKVCache()
+        cache.reserve([length])
+        window(model, cache, [2], [2])
+        running = running or cache
+        if running is not cache:
+            running.extend(cache)
+        held = lengths[: number + 1]
+        running.reserve(held)
+        used = sum(a.nbytes for c in running.attention() for a in c.arrays())
+        assert sum(map(memory.kv, held)) <= used <= sum(map(memory.most_kv, held))
+    own = sum(-(-n // 256) * 256 * memory.kv(1) // 256 for n in lengths)
+    assert used < 1.3 * own
+    mx.eval(*running.arrays())
+    rows = [0, 3, 10]
+    running = running.select(rows)
+    running.reserve([lengths[row] for row in rows])
+    used = sum(a.nbytes for c in running.attention() for a in c.arrays())
+    assert used == sum(memory.kv(lengths[row]) for row in rows)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
@@ -144,22 +145,25 @@ class Erratic:
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     """The head's KV of a running row is as if written in one go; the driver is run to its end."""
     batch = driver.runner.batches.decoding
-    ours = batch.draft_state.prefix_kv()
+    batch.settle()
     row = [s.request_id for s in batch.sequences].index(name)
     held = int(batch.cache.offset[row].item())
-    keys, values = np.array(ours.keys), np.array(ours.values)
+    ours = [np.array(a[:, :held]) for a in batch.cache.head.row(batch.cache.layout.places[row])]
     driver.run()
     prompt = next(s.prompt for s in batch.sequences if s.request_id == name)
     text = [*prompt, *driver.tokens(name)][: held + 1]
     proposer = MTPProposer(model)
-    state = proposer.make_state(["reference"])
+    cache = model.make_cache(1)
+    state = proposer.make_state(["reference"], [()], cache)
+    cache.reserve([held])
     hidden = model.causal_lm.model(mx.array([text[:-1]]))
-    whole = Computed(hidden, mx.array([text[1:]]), mx.array([0]), mx.array([held]), limit=held)
-    proposer.propose(state, whole, 0, batch.sampler)
-    reference = state.prefix_kv()
-    for mine, theirs in ((keys, reference.keys), (values, reference.values)):
-        theirs = np.array(theirs[0, :, :held])
-        np.testing.assert_allclose(mine[row, :, :held], theirs, atol=1e-3)
+    start, num_kept = mx.array([0]), mx.array([held])
+    packing = Packing(cache.layout, start, [held])
+    whole = Computed(hidden[0], mx.array(text[1:]), start, num_kept, packing, cache)
+    proposer.propose(state, whole, [0], batch.sampler)
+    state.settle(cache)
+    for mine, theirs in zip(ours, cache.head.row((0, 0)), strict=True):
+        np.testing.assert_allclose(mine, np.array(theirs[:, :held]), atol=1e-3)
 
 
 ROOM = 64 << 20

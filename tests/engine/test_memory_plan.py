@@ -34,6 +34,7 @@ LARGE = Footprint(
     caches=CacheMemory((LINEAR, LINEAR, LINEAR, ATTENTION) * 12, ATTENTION, itemsize=2),
     depth=8,
     heads=16,
+    num_attention=12,
     activations=150_000,
     vocab_size=151_936,
 )
@@ -61,12 +62,25 @@ def test_a_large_model_on_large_machines():
         assert found.rows + found.chunk == left - share
 
 
+def test_rows_are_counted_each_by_its_own_length():
+    found = plan(60 * GB)
+    text = found.rows_at_once(32)
+    long, beside = (found.num_rows(100_000, 32), found.num_rows(8000, 32, beside=100_000))
+    assert text.endswith(f" or {long} of 100,000 or 1 of 100,000 and {beside} of 8,000")
+    assert beside > 0
+    assert found.fits([100_000, *[8000] * beside])
+    assert not found.fits([100_000, *[8000] * (beside + 1)])
+    # The bytes are those of the rows, and not much more (the 1.5 GB are logits and scores).
+    own = 100_000 * LARGE.caches.kv(256) // 256
+    assert own < LARGE.row(100_000) < 1.3 * own + 10**9
+
+
 def test_the_context_is_cut_to_what_one_row_has_memory_for():
     found = plan(54 * GB)
     assert found.reduced
     assert 4096 < found.max_model_len < 262_144
     assert found.num_rows(found.max_model_len, 32) == 1
-    assert not found.fits(1, found.max_model_len + 100)
+    assert not found.fits([found.max_model_len + 100])
     assert plan(54 * GB, wanted=found.max_model_len) == replace(found, reduced=False)
     assert "less than the model allows" in found.lines(32)[1]
     assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
@@ -85,7 +99,7 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
         (40 * GB, {}, r"Of 40\.0 GB \(a test\) the weights take 46\.0 GB.*`mlx-mtp models`"),
         (46 * GB + MOST_TEXT_BYTES + 10**6, {"prefix_cache": None}, "512 tokens needs"),
         (60 * GB, {"prefix_cache": 14 * GB}, "512 tokens needs"),
-        (53 * GB, {"wanted": 80_000, "prefix_cache": None}, "80,000 tokens needs"),
+        (52 * GB, {"wanted": 80_000, "prefix_cache": None}, "80,000 tokens needs"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_flags_each_of_which_would_do(limit, given, told):
@@ -141,7 +155,7 @@ def test_no_more_is_used_than_was_planned(tmp_path):
     longest = tokens + prefill_memory.ANSWER
     short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
     for used in prefill_memory.measure_apart(tmp_path, [(tokens, 0), (tokens, 4)], step):
-        others = found.rows(used.rows, short) if used.rows else 0
-        assert used.prefill <= found.rows(1, longest) + others + chunk
-        assert used.joined <= found.rows(used.rows + 1, longest)
-        assert used.prefill > (found.rows(1, longest) + chunk) / 5
+        rows = found.rows([longest, *[short] * used.rows])
+        assert used.prefill <= rows + chunk
+        assert used.joined <= rows
+        assert used.prefill > (found.row(longest) + chunk) / 5

@@ -107,13 +107,13 @@ def test_they_read_no_cached_prefix_and_save_theirs(tiny_models, ties):
 
 def test_the_logits_of_few_positions_are_in_memory_at_once():
     count, size, hidden = 1024, 10_000, 16
-    table, states = mx.random.normal((hidden, size)), mx.random.normal((1, count, hidden))
+    table, states = mx.random.normal((hidden, size)), mx.random.normal((count, hidden))
     mx.eval(table, states)
     sequence = SimpleNamespace(request=request("r", [5], greedy(1, prompt_logprobs=TOP)))
     chunk = SimpleNamespace(
-        tokens=np.zeros((1, count), dtype=np.int32),
-        following=np.arange(count, dtype=np.int32)[None],
+        following=np.arange(count, dtype=np.int32),
         num_computed=np.array([count]),
+        lengths=np.array([count]),
         is_last=np.array([False]),
     )
     model = SimpleNamespace(logits=lambda hidden: hidden @ table)

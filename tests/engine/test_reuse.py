@@ -204,7 +204,7 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
 
 
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
-    world = World(memory=lambda rows, longest: rows * longest <= 100)
+    world = World(memory=lambda lengths: sum(lengths) <= 90)
     world.on_disk([*LONG, *LONG[:30]])
     world.add("runs", [9] * 40)
     world.step()

@@ -24,13 +24,9 @@ def sequence(
     return Sequence(request, (1,), max_tokens)
 
 
-def rectangle(rows: int, longest: int) -> int:
-    return rows * (longest + 10)
-
-
 def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
-    """With as many bytes for the rows' rectangle; None: without a limit."""
-    fits = None if memory is None else lambda rows, longest: rectangle(rows, longest) <= memory
+    """With memory for as many tokens in all rows; None: without a limit."""
+    fits = None if memory is None else lambda lengths: sum(lengths) <= memory
     return Scheduler(EngineConfig(**limits), FixedDepth(2), memory=fits)
 
 
@@ -211,12 +207,12 @@ def running(policy: Scheduler) -> list[Sequence]:
 @settings(max_examples=60)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 120), st.integers(2, 20)), min_size=1, max_size=25),
-    nbytes=st.integers(150, 800),
+    most=st.integers(150, 800),
     arrivals=st.integers(1, 5),
 )
-def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, nbytes, arrivals):
+def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, most, arrivals):
     """So a stream of small ones can't hold a large one up."""
-    policy = scheduler(nbytes, max_num_seqs=8, prefill_step_size=64)
+    policy = scheduler(most, max_num_seqs=8, prefill_step_size=64)
     coming = [sequence(str(i), prompt, answer) for i, (prompt, answer) in enumerate(requests)]
     everyone, order = list(coming), []
     for _ in range(1000):
@@ -227,8 +223,8 @@ def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, nb
         rows = running(policy)
         order += [s for s in rows if s not in order]
         # By the prompts and all that may be emitted, whatever the sequence says of itself.
-        longest = max((len(s.prompt) + s.max_new_tokens for s in rows), default=0)
-        assert len(rows) <= 1 or rectangle(len(rows), longest) <= nbytes
+        held = sum(len(s.prompt) + s.max_new_tokens for s in rows)
+        assert len(rows) <= 1 or held <= most
         if plan.chunk is not None:
             finish_chunk(policy, plan)
         finish_decode(policy, plan, stop=False)
@@ -250,7 +246,9 @@ class Clock:
 
 
 def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
-    return [InFlightStep(rows, (window + 1,) * len(rows), num_proposed=proposed, **more)]
+    return [
+        InFlightStep(rows, (window + 1,) * len(rows), num_proposed=[proposed] * len(rows), **more)
+    ]
 
 
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:

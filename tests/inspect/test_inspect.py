@@ -122,13 +122,13 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
     conv_input, written = 2 * 256 * 2, 2 * (64 * 2 + 4 * 33 * 4)
     for label, words in (
         ("per token", f"{2 * layer:,} bytes of the trunk's keys and values and {layer:,} of the "),
-        ("per row", f"{state + tail + 8:,} bytes at any length: {state:,} recurrent state (float"),
+        ("per row", f"{state + tail + 4:,} bytes at any length: {state:,} recurrent state (float"),
         ("per window", f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "),
     ):
         assert words in told[label]
     shape = demand(find(str(tmp_path)), "bfloat16").footprint
     for count in (1, 16):
-        assert told[f"{count} x 512"].startswith(f"{size_text(shape.rows(count, 512))}; ")
+        assert told[f"{count} x 512"].startswith(f"{size_text(count * shape.row(512))}; ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

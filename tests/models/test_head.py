@@ -5,6 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.loaded import DraftHead
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.sampler import Sampler
@@ -46,18 +47,21 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
 
     # Ours: the same rows in three windows of different lengths, the last with a rejected tail.
     proposer, sampler = MTPProposer(model), RecordingSampler()
-    state = proposer.make_state(["a"])
+    cache = model.make_cache(1)
+    state = proposer.make_state(["a"], [()], cache)
     start = 0
     for length, kept in ((6, 6), (1, 1), (8, 6)):
         rows = [min(start + j, 12) for j in range(length)]
+        cache.reserve([start + length + DEPTH])
         window = Computed(
-            hidden=hidden[:, mx.array(rows)],
-            targets=mx.array([[int(tokens[r + 1]) for r in rows]]),
+            hidden=hidden[0, mx.array(rows)],
+            targets=mx.array([int(tokens[r + 1]) for r in rows]),
             start=mx.array([start]),
             num_kept=mx.array([kept]),
-            limit=start + length,
+            packing=Packing(cache.layout, mx.array([start]), [length]),
+            cache=cache,
         )
-        proposer.propose(state, window, DEPTH, sampler)
+        proposer.propose(state, window, [DEPTH], sampler)
         start += kept
     # Thirteen rows kept, so the next token is at 13 and the drafts, with its noise, follow it.
     assert sampler.positions[-DEPTH:] == [14, 15, 16]

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.convert import convert as mlx_lm_convert
 from mlx_lm.utils import load_model as mlx_lm_load
 
+from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
@@ -138,12 +139,12 @@ def test_a_scaled_rope_decodes_on_another_thread_than_it_was_loaded_on(tmp_path)
     model = load_model(tmp_path, enable_mtp=True)
 
     def decode() -> list[mx.array]:
-        cache, tokens = model.make_cache(1), TOKENS[:, :1]
-        length = mx.array([1], dtype=mx.int32)
-        cache.begin(1, length)
-        hidden = model.hidden(tokens, cache)
-        queries, _ = model.head.layers[0].self_attn.queries(hidden, 1, length)
-        found = [model.logits(hidden), queries]
+        cache, head = model.make_cache(1), RaggedKVCache()
+        cache.reserve([1])
+        packing = cache.begin([1], mx.array([1], dtype=mx.int32))
+        hidden = model.hidden(TOKENS[0, :1], packing, cache)
+        model.head.write(hidden, head, packing)
+        found = [model.logits(hidden), *head.arrays()]
         mx.eval(found)
         return found
 

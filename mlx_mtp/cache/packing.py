@@ -1,0 +1,134 @@
+"""The tokens of a pass as one long row: whose they are, their positions, and their KV's places.
+
+Projections, norms, experts and lm_head see the N tokens of all rows side by side, and no padding.
+The recurrence needs them as a rectangle, `rows`, and attention as one rectangle a buffer, `parts`.
+Which token goes where is known on the host; only the positions are on the device.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.cache.layout import Layout
+
+Index = slice | mx.array
+
+
+class Packing:
+    """`lengths[b]` tokens of each row b, from position `start[b]` (int32 [B]) on."""
+
+    def __init__(self, layout: Layout, start: mx.array, lengths: Sequence[int]) -> None:
+        self.layout = layout
+        self.lengths = np.array(lengths)
+        self.num_tokens = int(self.lengths.sum())
+        self.num_run = self.num_tokens  # more while a pass of few tokens is run as one of 8
+        self.longest = int(self.lengths.max())
+        self._first = np.cumsum(self.lengths) - self.lengths
+        self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # of each token
+        self.step = np.arange(self.num_tokens) - self._first[self.row]  # and its place in the row
+        # The tokens of each row, [B, T]; after its last one that again.
+        steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
+        self.tokens = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
+        self._rect = _index(self.tokens.reshape(-1))
+        self._flat = _index(self.row * self.longest + self.step)
+        self._positions = start
+        if self.longest > 1 or self.num_tokens < len(self.lengths):
+            where, more = (mx.array(a.astype(np.int32)) for a in (self.row, self.step))
+            self._positions = start[where] + more
+
+    def fill_up(self, x: mx.array) -> mx.array:
+        """[N, ..] followed by what is run besides and means nothing."""
+        more = self.num_run - self.num_tokens
+        return mx.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) if more else x
+
+    @property
+    def positions(self) -> mx.array:
+        """Of every token that is run, int32."""
+        return self.fill_up(self._positions)
+
+    def rows(self, x: mx.array) -> mx.array:
+        """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite."""
+        return x[self._rect].reshape(*self.tokens.shape, *x.shape[1:])
+
+    def flat(self, x: mx.array) -> mx.array:
+        """[B, T, ..] to [N, ..]."""
+        return self.fill_up(x.reshape(-1, *x.shape[2:])[self._flat])
+
+    def at(self, step: mx.array) -> mx.array:
+        """The token of each row at its `step[b]` (int32 [B]): int32 [B]."""
+        return mx.array(self.tokens[:, 0].astype(np.int32)) + step
+
+    def after(self, known: mx.array, rest: mx.array) -> mx.array:
+        """[N, ..] from each row's first token, [B, ..], and the others in their order."""
+        order = np.where(
+            self.step == 0, self.row, np.arange(self.num_tokens) + len(known) - 1 - self.row
+        )
+        return mx.concatenate([known, rest])[_index(order)]
+
+    @cached_property
+    def parts(self) -> list["Part"]:
+        """The buffers that hold these rows."""
+        used = np.flatnonzero(self.lengths).tolist()
+        buffers = sorted({self.layout.places[row][0] for row in used})
+        return [
+            Part(self, buffer, [row for row in used if self.layout.places[row][0] == buffer])
+            for buffer in buffers
+        ]
+
+    @cached_property
+    def _from_parts(self) -> Index:
+        """Where each token is among the outputs of all parts."""
+        where = np.zeros(self.num_tokens, dtype=np.int64)
+        base = 0
+        for part in self.parts:
+            where[part.own] = base + part.slot * part.length + self.step[part.own]
+            base += part.used * part.length
+        return _index(where)
+
+    def join(self, outputs: list[mx.array]) -> mx.array:
+        """[N, ..] from the parts' outputs, each [slots, T, ..]."""
+        flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
+        joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        return self.fill_up(joined[self._from_parts])
+
+
+class Part:
+    """The tokens of a pass whose rows share a buffer."""
+
+    def __init__(self, packing: Packing, buffer: int, rows: list[int]) -> None:
+        layout = packing.layout
+        self.buffer = buffer
+        self.limit = min(max(layout.limits[row] for row in rows), layout.buffers[buffer].capacity)
+        self.length = int(packing.lengths[rows].max())
+        slots = {layout.places[row][1]: row for row in rows}
+        self.used = max(slots) + 1
+        self.own = np.flatnonzero(np.isin(packing.row, rows))
+        self.slot = np.array([layout.places[row][1] for row in packing.row[self.own]])
+        # What is written: these tokens, in these slots, at these positions.
+        self.tokens, self.slots = _index(self.own), mx.array(self.slot.astype(np.int32))
+        self.positions = packing._positions[self.tokens]
+        # Queries for a slot that is empty are those of another: their result isn't used.
+        table = [slots.get(slot, rows[0]) for slot in range(self.used)]
+        # Not the packing: masks are large, and must not wait for Python to collect a cycle.
+        self._every_position = packing._positions
+        self._rect = _index(packing.tokens[table, : self.length].reshape(-1))
+
+    def rect(self, x: mx.array) -> mx.array:
+        """[N, ..] to [slots, T, ..]."""
+        return x[self._rect].reshape(self.used, self.length, *x.shape[1:])
+
+    @cached_property
+    def mask(self) -> mx.array:
+        """Causal: bool [slots, 1, T, limit]."""
+        last = self.rect(self._every_position)[:, None, :, None]
+        return mx.arange(self.limit) <= last
+
+
+def _index(wanted: np.ndarray) -> Index:
+    """An index for these, a slice where they are consecutive."""
+    first, count = int(wanted[0]) if len(wanted) else 0, len(wanted)
+    if np.array_equal(wanted, np.arange(first, first + count)):
+        return slice(first, first + count)
+    return mx.array(wanted.astype(np.int32))

@@ -1,0 +1,125 @@
+"""Rows of any length side by side: each answer is plain decoding's, whatever its neighbours do."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from benchmarks.full_shape import decoding_core
+from mlx_mtp.cache import layout
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import runner
+from mlx_mtp.engine.request import Request
+from mlx_mtp.models.loaded import LoadedModel
+from tests.engine.cases import EOS, ROOM, SAMPLED, Erratic, words
+from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain
+from tests.tiny_models import FAMILIES, VOCAB
+
+
+@pytest.fixture
+def small_classes(monkeypatch):
+    """Rows of 768 tokens are long ones: all that happens to rows happens within few tokens."""
+    layout.rounded_capacity.cache_clear()
+    monkeypatch.setattr(layout, "_BLOCK", 1024)
+    yield
+    layout.rounded_capacity.cache_clear()
+
+
+def make_requests(random: np.random.Generator, count: int, longest: int, most: int):
+    """Prompts of all lengths, many of which begin alike; each request may fix its depth."""
+    texts = [words(number, longest) for number in range(3)]
+    for number in range(count):
+        # Many end shortly before a class does, which their answers then cross within a window.
+        border = int(layout.rounded_capacity(int(random.integers(1, longest))))
+        length = [border - int(random.integers(0, 30)), int(random.integers(1, longest))][
+            number % 2
+        ]
+        sampling = SAMPLED[number % 5] if number % 3 else greedy(1)
+        sampling = dataclasses.replace(
+            sampling, max_tokens=int(random.integers(1, most)), ignore_eos=bool(number % 4)
+        )
+        depth = (None, 8, None, 0, None, 3, 1)[number % 7]
+        prompt = tuple(texts[int(random.integers(3))][: min(length, longest)])
+        yield Request(f"r{number}", prompt, sampling, num_draft_tokens=depth)
+
+
+def play(
+    model: LoadedModel, seed: int, longest: int, most: int, ties: Ties, monkeypatch, oracle: bool
+) -> Driver:
+    random = np.random.default_rng(seed)
+    requests = list(make_requests(random, 10, longest, most))
+    stops = {r.request_id: () if r.sampling.ignore_eos else (EOS,) for r in requests}
+    known: dict[str, Plain] = {
+        r.request_id: plain(model, r, VOCAB, stops[r.request_id]) for r in requests
+    }
+    answers = {r.request_id: (*r.prompt_token_ids, *known[r.request_id].tokens) for r in requests}
+    driver = Driver(
+        model,
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(prefill_step_size=128, prefix_cache_size=ROOM, overlap=bool(seed % 2)),
+        proposer=OracleProposer(answers, VOCAB, 0.8, longest + most + 9) if oracle else None,
+        depth=Erratic(seed),
+    )
+    left = int(random.integers(12, 25))
+    accept = runner.accept
+
+    def failing(*given, **more):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise ValueError("a bug")
+        return accept(*given, **more)
+
+    monkeypatch.setattr(runner, "accept", failing)
+    arrivals: dict[int, list[Request]] = {}
+    for wanted in requests:
+        arrivals.setdefault(int(random.integers(0, 40)), []).append(wanted)
+    gone = [r.request_id for r in requests[:2]]
+    driver.run_arrivals(arrivals, {int(random.integers(5, 60)): gone})
+    for name, reference in known.items():
+        got = driver.tokens(name)
+        if not driver.outputs[name] or driver.reason(name) in (None, "error"):
+            reference = Plain(reference.tokens[: len(got)], reference.gaps)
+        ties.check(f"{seed} {name}", got, reference)
+    return driver
+
+
+@pytest.mark.usefixtures("small_classes")
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES[1:])]
+)
+def test_ragged_rows(tiny_models, family, ties, monkeypatch):
+    """Depths drawn per row and step, growth and joins in the middle of windows, hits, failures."""
+    number = FAMILIES.index(family)
+    driver = play(tiny_models[family], number, 600, 40, ties, monkeypatch, oracle=number == 0)
+    assert driver.reuse.num_hits > 0
+    assert sum(out.finish_reason == "error" for outs in driver.outputs.values() for out in outs)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(24))
+def test_ragged_rows_of_up_to_5000_tokens(tiny_models, seed, ties, monkeypatch):
+    """Some 20,000 tokens."""
+    family = FAMILIES[seed % len(FAMILIES)]
+    play(tiny_models[family], seed, 5000, 160, ties, monkeypatch, oracle=bool(seed % 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_long_row_is_written_in_place(demo_model, overlap):
+    """On mlx's CPU backend, too, where a step in flight may still read what the next one writes."""
+    core = decoding_core(demo_model, depth=2, contexts=[60_000], overlap=overlap)
+    for _ in range(4):
+        core.step()
+    mx.synchronize()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    for _ in range(6):
+        core.step()
+    mx.synchronize()
+    caches = core.runner.batches.decoding.cache.attention()
+    largest = max(array.nbytes for cache in caches for array in cache.arrays())
+    assert mx.get_peak_memory() - held < largest
