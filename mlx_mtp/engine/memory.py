@@ -139,6 +139,8 @@ class MemoryPlan:
         """Such as "16 of 8,000 tokens or 2 of 100,000 or 1 of 100,000 and 9 of 8,000"."""
         short = min(_SHORT_ROW, self.max_model_len)
         long = next((n for n in _LONG_ROWS if short < n <= self.max_model_len), self.max_model_len)
+        if self.num_rows(long, max_num_seqs) == max_num_seqs:
+            return f"{max_num_seqs} of {long:,} tokens"
         told = {n: f"{self.num_rows(n, max_num_seqs)} of {n:,}" for n in (short, long)}
         beside = self.num_rows(short, max_num_seqs, beside=long)
         if short < long and beside:
