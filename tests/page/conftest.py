@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.process import Server, running
 from tests.server.conftest import serve, tokenizer
 
 __all__ = ["serve", "tokenizer"]
@@ -27,6 +28,14 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="session")
+def mtp_server() -> Iterator[Server]:
+    """A server that always drafts: by itself it doesn't where a busy machine makes drafts dear."""
+    flags = ("--mtp-num-draft-tokens", "3", "--prefix-cache-size", "200MB", "--dtype", "float32")
+    with running(*flags) as server:
+        yield server
 
 
 @pytest.fixture
