@@ -17,8 +17,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 Open = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """While it is open, playwright's event loop runs on the thread of the tests."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
