@@ -44,7 +44,7 @@ function App() {
       <span class="model" title=${state.models?.join(", ")}>${state.models?.[0]}</span>`}
     </header>
     <div role="status">${state.lost && html`<p class="notice">${state.lost} This page goes on by itself when it does.</p>`}</div>
-    <main id="main" tabindex="-1">${state.locked ? html`<${Key} />` : html`<${View} />`}</main>`;
+    <main id="main" tabindex="0">${state.locked ? html`<${Key} />` : html`<${View} />`}</main>`;
 }
 
 document.getElementById("app").replaceChildren();
