@@ -16,6 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from mlx_mtp.cache import layout
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from tests.harness import MEASURED
@@ -57,6 +58,15 @@ def mtp_server() -> Iterator[Server]:
     flags = ("--enable-mtp", "--calibration-seconds", "0.5", "--prefix-cache-size", "200MB")
     with running(*flags, "--dtype", "float32") as server:
         yield server
+
+
+@pytest.fixture
+def small_classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows of 768 tokens are long ones: all that happens to rows happens within few tokens."""
+    layout.rounded_capacity.cache_clear()
+    monkeypatch.setattr(layout, "_BLOCK", 1024)
+    yield
+    layout.rounded_capacity.cache_clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache import layout
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
@@ -84,16 +83,7 @@ class KVRows:
             np.testing.assert_array_equal(np.array(array), then)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Rows of 768 tokens are long ones."""
-    layout.rounded_capacity.cache_clear()
-    monkeypatch.setattr(layout, "_BLOCK", 1024)
-    yield
-    layout.rounded_capacity.cache_clear()
-
-
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_classes")
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -17,15 +17,6 @@ from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain
 from tests.tiny_models import FAMILIES, VOCAB
 
 
-@pytest.fixture
-def small_classes(monkeypatch):
-    """Rows of 768 tokens are long ones: all that happens to rows happens within few tokens."""
-    layout.rounded_capacity.cache_clear()
-    monkeypatch.setattr(layout, "_BLOCK", 1024)
-    yield
-    layout.rounded_capacity.cache_clear()
-
-
 def make_requests(random: np.random.Generator, count: int, longest: int, most: int):
     """Prompts of all lengths, many of which begin alike; each request may fix its depth."""
     texts = [words(number, longest) for number in range(3)]
