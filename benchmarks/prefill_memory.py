@@ -112,7 +112,7 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
         rows,
         sum(map(demand.caches.kv, [tokens + ANSWER, *[SHORT_PROMPT + SHORT_ANSWER] * rows]))
         + (rows + 1) * demand.caches.states_and_window(DEPTH),
-        demand.heads * min(step, tokens) * tokens * 4,
+        min(step, tokens) * demand.scores(tokens),
         before,
         prefill,
         joined,

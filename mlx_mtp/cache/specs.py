@@ -107,8 +107,12 @@ class CacheMemory:
     """Bytes that rows take in the caches."""
 
     layers: tuple[LayerSpec, ...]  # of the trunk
-    head: LayerSpec | None  # the MTP head's layer
+    has_head: bool  # whose layer is as the trunk's attention
     itemsize: int  # bytes of an activation
+
+    @cached_property
+    def attention(self) -> list[AttentionSpec]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionSpec)]
 
     @cached_property
     def kv_per_token(self) -> int:
@@ -116,7 +120,7 @@ class CacheMemory:
 
     @cached_property
     def head_kv_per_token(self) -> int:
-        return 0 if self.head is None else self.head.token_nbytes(self.itemsize)
+        return self.attention[-1].token_nbytes(self.itemsize) if self.has_head else 0
 
     @cached_property
     def states(self) -> dict[str, int]:

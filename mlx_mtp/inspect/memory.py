@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_mtp.cache.layout import GROWTH
+from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, footprint_of, plan_memory
+from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
@@ -47,14 +48,13 @@ def demand(found: Found, dtype: str) -> Demand:
         except ModelError as error:
             refusal = str(error)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
-    shape = footprint_of(
-        target.family.layer_specs(target.args),
-        int(target.args.vocab_size),
+    layers = tuple(target.family.layer_specs(target.args))
+    shape = Footprint(
         weights=found.trunk[0],
         head=found.head_bytes,
-        has_head=has_head,
-        itemsize=in_use.size,
-        depth=MAX_DRAFT_TOKENS,
+        caches=CacheMemory(layers, has_head, in_use.size),
+        depth=MAX_DRAFT_TOKENS if has_head else 0,
+        vocab_size=int(target.args.vocab_size),
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
     return Demand(shape, in_use, "as stored", int(allowed), refusal=refusal)
@@ -105,11 +105,10 @@ def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
 def memory_rows(wanted: Demand) -> dict[str, str]:
     """What each part takes, in bytes."""
     shape, caches = wanted.footprint, wanted.footprint.caches
-    has_head = caches.head is not None
     name = str(wanted.dtype).removeprefix("mlx.core.")
     weights = shape.weights + shape.head
-    head = f" and {caches.head_kv_per_token:,} of the head's" if has_head else ""
-    depths = _DEPTHS if has_head else _DEPTHS[:1]
+    head = f" and {caches.head_kv_per_token:,} of the head's" if caches.has_head else ""
+    depths = _DEPTHS if caches.has_head else _DEPTHS[:1]
     windows = ", ".join(f"{caches.window(k):,} with {k}" for k in depths)
     states = ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items())
     rows = {
@@ -119,7 +118,7 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
         "  per row": f"{caches.row:,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
-    if has_head and wanted.lm_head_row is not None:
+    if caches.has_head and wanted.lm_head_row is not None:
         rows["  draft vocab"] = f"{wanted.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
     rows["rows x tokens"] = (
         f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step"

@@ -31,11 +31,8 @@ LINEAR = GatedDeltaSpec(EXPERTS, QWEN3_NEXT_80B)
 LARGE = Footprint(
     weights=45 * GB,
     head=GB,
-    caches=CacheMemory((LINEAR, LINEAR, LINEAR, ATTENTION) * 12, ATTENTION, itemsize=2),
+    caches=CacheMemory((LINEAR, LINEAR, LINEAR, ATTENTION) * 12, has_head=True, itemsize=2),
     depth=8,
-    heads=16,
-    num_attention=12,
-    activations=150_000,
     vocab_size=151_936,
 )
 
