@@ -111,7 +111,6 @@ def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     """Put a prompt's prefix on the disk: the states of its first tokens, and random KV."""
     store = open_store(folder)
     prefixes = prefix_cache(_CONFIG, store)
-    assert prefixes is not None
     runner = ModelRunner(model, MTPProposer(model), model.vocab_size, prefixes)
     reuse = PrefixReuse(prefixes.tree, (), _CONFIG.prefill_step_size)
     core = EngineCore(Scheduler(_CONFIG, FixedDepth(1), reuse), runner, overlap=True)

@@ -185,10 +185,9 @@ class Driver:
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
-        self.prefixes, self.reuse = prefix_cache(config, store), None
-        if self.prefixes is not None:
-            step = config.prefill_step_size
-            self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
+        self.prefixes = prefix_cache(config, store)
+        step = config.prefill_step_size
+        self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
         self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
         self.scheduler = Scheduler(config, depth, self.reuse)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)

@@ -103,12 +103,10 @@ def build_engine(
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
-        reuse = None
-        if prefixes is not None:
-            turn_ends = frozenset(info.eos_token_ids)
-            reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
-        fits, usage = (None, None) if memory is None else (memory.fits, memory.usage)
-        scheduler = Scheduler(config, depth, reuse, fits, totals, usage)
+        turn_ends = frozenset(info.eos_token_ids)
+        reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
+        usage = None if memory is None else memory.usage
+        scheduler = Scheduler(config, depth, reuse, usage, totals)
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
@@ -145,14 +143,14 @@ def prefix_store(
     return PrefixStore(path, mark, max_bytes)
 
 
-def prefix_cache(config: EngineConfig, store: PrefixStore | None = None) -> PrefixCache | None:
+def prefix_cache(config: EngineConfig, store: PrefixStore | None = None) -> PrefixCache:
     """The prefix cache of a config; UsageError if its size or its bits are out of range."""
     size, bits = config.prefix_cache_size, config.kv_cache_quantization
     if size < 0:
         raise UsageError(f"prefix_cache_size is {size}; it must be 0 or more bytes.")
     if bits not in (None, 4, 8):
         raise UsageError(f"kv_cache_quantization is {bits!r}; it must be None, 8 or 4.")
-    return PrefixCache(size, bits, store) if size else None
+    return PrefixCache(size, bits, store)
 
 
 def plan_for(

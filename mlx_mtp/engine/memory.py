@@ -34,10 +34,6 @@ class Footprint:
     depth: int  # most drafts a step
     vocab_size: int
 
-    def rows(self, lengths: Iterable[int]) -> int:
-        """Most bytes of rows that hold so many tokens each, prefill apart."""
-        return sum(map(self.row, lengths))
-
     def row(self, tokens: int) -> int:
         """Most bytes of a row that holds so many tokens, prefill apart."""
         reach, window = tokens + _WINDOWS * (self.depth + 1), self.depth + 1
@@ -88,11 +84,9 @@ class MemoryPlan:
     max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
     reduced: bool  # memory made that less than what the model allows
 
-    def fits(self, lengths: Iterable[int]) -> bool:
-        return self.footprint.rows(lengths) <= self.rows
-
     def usage(self, lengths: Iterable[int]) -> float:
-        return self.footprint.rows(lengths) / self.rows
+        """The share of the memory for rows that rows of so many tokens each take, at most."""
+        return sum(map(self.footprint.row, lengths)) / self.rows
 
     def num_rows(self, tokens: int, most: int, beside: int = 0) -> int:
         """How many rows of so many tokens fit, beside one of that many."""

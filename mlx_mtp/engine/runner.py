@@ -38,7 +38,7 @@ class ModelRunner:
         self._model = model
         self._proposer = proposer
         self._vocab_size = vocab_size
-        self._prefixes = prefixes
+        self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
         self._num_steps = 0
         self._failed_last = False
@@ -70,28 +70,15 @@ class ModelRunner:
                 others = tuple(s for s in dropped if s not in step.sequences)
                 steps.append(_failed(others, step.error))
             else:
-                if self._prefixes is not None:
-                    self._prefixes.commit(step.saves)
+                self.prefixes.commit(step.saves)
         return steps
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
-        """Copy the caches of rows that have just ended; `settle` puts them into the cache."""
-        running = self.batches.decoding
-        if self._prefixes is None or running is None:
-            return
+        """Copy the caches of rows that have just ended."""
         rows = (row for step in steps for row in zip(step.sequences, step.finished, step.token_ids))
         ended = {s for s, finished, tokens in rows if finished and tokens and s.ended}
-        if ended:
-            self._prefixes.save_ends(running, ended)
-
-    def settle(self) -> None:
-        """Put the copied ends of answers into the prefix cache, for the next lookup."""
-        if self._prefixes is not None:
-            self._prefixes.settle()
-
-    def clear_prefixes(self) -> None:
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if ended and self.batches.decoding is not None:
+            self.prefixes.save_ends(self.batches.decoding, ended)
 
     def release(self) -> None:
         self.batches.clear()
@@ -109,7 +96,7 @@ class ModelRunner:
         num_drafts = [number if last else 0 for number, last in wanted]
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
         batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
-        if warm and self._prefixes is not None and not self._prefixes.restore(batch):
+        if warm and not self.prefixes.restore(batch):
             for sequence in sequences:
                 sequence.restart()
             return InFlightStep((), (), is_prefill=True)
@@ -126,8 +113,7 @@ class ModelRunner:
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
-        if self._prefixes is not None:
-            step.saves.extend(self._prefixes.save_prompts(batch))
+        step.saves.extend(self.prefixes.save_prompts(batch))
         self.batches.store(chunk.group, batch, arrays.is_last.tolist())
         return step
 
@@ -233,7 +219,7 @@ class ModelRunner:
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
-            self.clear_prefixes()  # The only memory that can be given up.
+            self.prefixes.clear()  # The only memory that can be given up.
         return reported
 
 

@@ -54,11 +54,6 @@ class Sequence:
         self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property
-    def reuses_prefixes(self) -> bool:
-        """Not if it wants logprobs of its prompt: hidden states of a cached prefix are not kept."""
-        return self.request.sampling.prompt_logprobs is None
-
-    @property
     def num_output(self) -> int:
         return len(self.output)
 

@@ -25,12 +25,12 @@ OTHER = [6] * 60
 class World:
     """A scheduler with a prefix cache, and a runner that only saves what it should."""
 
-    def __init__(self, rows: int = 8, step: int = STEP, limit: int = 100_000, memory=None) -> None:
+    def __init__(self, rows: int = 8, step: int = STEP, limit: int = 100_000, usage=None) -> None:
         self.disk = FakeDisk()
         self.tree = PrefixTree(limit, self.disk)
         self.reuse = PrefixReuse(self.tree, {END}, step, GAIN)
         config = EngineConfig(max_num_seqs=rows, prefill_step_size=step)
-        self.policy = Scheduler(config, FixedDepth(2), self.reuse, memory)
+        self.policy = Scheduler(config, FixedDepth(2), self.reuse, usage)
         self.saves = True
         self.computed: dict[str, int] = {}  # prompt tokens that each request had computed
         self.admitted: list[str] = []  # in the order in which their prompts began
@@ -204,7 +204,7 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
 
 
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
-    world = World(memory=lambda lengths: sum(lengths) <= 90)
+    world = World(usage=lambda lengths: sum(lengths) / 90)
     world.on_disk([*LONG, *LONG[:30]])
     world.add("runs", [9] * 40)
     world.step()

@@ -26,8 +26,8 @@ def sequence(
 
 def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
     """With memory for as many tokens in all rows; None: without a limit."""
-    fits = None if memory is None else lambda lengths: sum(lengths) <= memory
-    return Scheduler(EngineConfig(**limits), FixedDepth(2), memory=fits)
+    usage = None if memory is None else lambda lengths: sum(lengths) / memory
+    return Scheduler(EngineConfig(**limits), FixedDepth(2), usage=usage)
 
 
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
