@@ -90,7 +90,6 @@ def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Se
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
     for name, cache in _caches(GatedDeltaCache, batch):
         cache.fold()
-        assert cache.state is not None and cache.history is not None
         arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
         arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
     return Segment(end, end, arrays)

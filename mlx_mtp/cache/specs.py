@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+import mlx.core as mx
+
 from mlx_mtp.cache.batch import LayerCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
@@ -38,7 +40,7 @@ class LayerSpec:
 
     mlp: MLPSpec
 
-    def make_cache(self, batch_size: int) -> LayerCache:
+    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> LayerCache:
         raise NotImplementedError
 
     def activations(self) -> int:
@@ -65,7 +67,7 @@ class AttentionSpec(LayerSpec):
     kv_heads: int
     head_dim: int
 
-    def make_cache(self, batch_size: int) -> RaggedKVCache:
+    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> RaggedKVCache:
         return RaggedKVCache()
 
     def activations(self) -> int:
@@ -81,8 +83,8 @@ class GatedDeltaSpec(LayerSpec):
 
     shape: Shape
 
-    def make_cache(self, batch_size: int) -> GatedDeltaCache:
-        return GatedDeltaCache(batch_size, self.shape.conv_size)
+    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> GatedDeltaCache:
+        return GatedDeltaCache(num_rows, self.shape, dtype)
 
     def activations(self) -> int:
         hk, dk, hv, dv, _ = self.shape

@@ -132,7 +132,8 @@ class LoadedModel:
         return replace(self, head_source=None)
 
     def make_cache(self, num_rows: int) -> BatchCache:
-        return BatchCache([spec.make_cache(num_rows) for spec in self.layer_specs], num_rows)
+        layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
+        return BatchCache(layers, num_rows)
 
     def hidden(self, tokens: mx.array, packing: Packing, cache: BatchCache) -> mx.array:
         """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""

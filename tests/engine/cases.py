@@ -162,7 +162,7 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     whole = Computed(hidden[0], mx.array(text[1:]), start, num_kept, packing, cache)
     proposer.propose(state, whole, [0], batch.sampler)
     state.settle(cache)
-    for mine, theirs in zip(ours, cache.head.row((0, 0)), strict=True):
+    for mine, theirs in zip(ours, cache.head.row(cache.layout.places[0]), strict=True):
         np.testing.assert_allclose(mine, np.array(theirs[:, :held]), atol=1e-3)
 
 
