@@ -33,6 +33,4 @@ class Qwen35(Family):
 
     def prepare_weights(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Stack experts stored one by one; mlx-lm's class knows the stacked layout alone."""
-        if not any(".experts.0." in key for key in weights):
-            return weights
         return stack_experts(weights)
