@@ -149,15 +149,8 @@ class Engine:
         stats = replace(self._stats, active_memory=mx.get_active_memory())
         if self._store is None:
             return stats
-        disk = self._store.stats()
-        prefixes = replace(
-            stats.prefix_cache,
-            num_files=disk.num_nodes,
-            file_nbytes=disk.nbytes,
-            num_files_written=disk.num_written,
-            num_files_dropped=disk.num_dropped,
-        )
-        return replace(stats, prefix_cache=prefixes)
+        disk = self._store.stats()._asdict()
+        return replace(stats, prefix_cache=replace(stats.prefix_cache, **disk))
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len
