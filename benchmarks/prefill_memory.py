@@ -99,7 +99,7 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
     prefill, joined = 0, 0
     while not prompt.finished:
         # The step that reads the first token has launched nothing of the joined batch yet.
-        prefilling = prompt.num_output == 0
+        prefilling = not prompt.output
         peak = step_peak()
         prefill, joined = max(prefill, prefilling * peak), max(joined, (not prefilling) * peak)
     for sequence in others:

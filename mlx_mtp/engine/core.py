@@ -130,7 +130,7 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
 
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
     """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
-    chunks = [p.chunk.rows for p in (plan, last) if p.chunk is not None]
+    chunks = [p.chunk for p in (plan, last) if p.chunk]
     tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))
     drafts = max(plan.num_draft_tokens, last.num_draft_tokens)

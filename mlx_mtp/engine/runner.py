@@ -49,8 +49,8 @@ class ModelRunner:
         self._clear_cache(plan)
         depth = plan.num_draft_tokens
         launched = []
-        if (chunk := plan.chunk) is not None:
-            rows = tuple(s for s, _, _ in chunk.rows)
+        if chunk := plan.chunk:
+            rows = tuple(s for s, _, _ in chunk)
             launched.append(self._guard(rows, lambda: self._prefill(chunk, depth)))
         if plan.decode:
             launched.append(self._guard(plan.decode, lambda: self._decode(plan.decode, depth)))
@@ -85,13 +85,13 @@ class ModelRunner:
         mx.clear_cache()
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> InFlightStep:
-        sequences = tuple(s for s, _, _ in chunk.rows)
-        batch = self.batches.prefilling.pop(chunk.group, None)
+        sequences = tuple(s for s, _, _ in chunk)
+        batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
         arrays = ChunkArrays(chunk, int(warm))
+        assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
         batch = batch or self._new_batch(sequences)
-        assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
         wanted = zip(self._num_drafts(batch, depth), arrays.is_last.tolist())
         num_drafts = [number if last else 0 for number, last in wanted]
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
@@ -114,7 +114,7 @@ class ModelRunner:
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
-        self.batches.store(chunk.group, batch, arrays.is_last.tolist())
+        self.batches.store(batch, arrays.is_last.tolist())
         return step
 
     def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, packing: Packing) -> mx.array:
@@ -199,7 +199,7 @@ class ModelRunner:
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        due = plan.empty or plan.chunk is not None or self._num_steps % _CLEAR_STEPS == 0
+        due = plan.empty or plan.chunk or self._num_steps % _CLEAR_STEPS == 0
         if due or self._failed_last:
             mx.clear_cache()
         self._failed_last = False

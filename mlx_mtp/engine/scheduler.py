@@ -39,9 +39,8 @@ class Scheduler:
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
         self._held: list[Sequence] = []  # another request computes their prefix, or it is read
-        self._groups: deque[tuple[int, list[Sequence]]] = deque()
+        self._groups: deque[list[Sequence]] = deque()  # prompts that are computed together
         self._running: list[Sequence] = []
-        self._next_group = 0
         self._last_size = 0
 
     @property
@@ -49,12 +48,8 @@ class Scheduler:
         return len(self._waiting) + len(self._held)
 
     @property
-    def num_running(self) -> int:
-        return sum(1 for s in self._admitted() if not s.finished)
-
-    @property
     def idle(self) -> bool:
-        return self.num_waiting == 0 and self.num_running == 0
+        return self.num_waiting == 0 and all(s.finished for s in self._admitted())
 
     @property
     def seconds_left(self) -> float:
@@ -148,7 +143,7 @@ class Scheduler:
         sequence.output += tokens
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING and tokens:
-            for _, group in self._groups:
+            for group in self._groups:
                 if sequence in group:
                     group.remove(sequence)
             sequence.status = Status.DECODING
@@ -173,21 +168,20 @@ class Scheduler:
             else None,
         )
 
-    def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
+    def _num_draft_tokens(self, chunk: PrefillChunk, decode: tuple[Sequence, ...]) -> int:
         """Drafts for the next window of the rows that decode, or will when this step has run."""
-        spans = chunk.rows if chunk is not None else ()
-        ending = (s for s, start, length in spans if start + length == s.num_prompt)
+        ending = (s for s, start, length in chunk if start + length == s.num_prompt)
         rows = [s.drafting for s in (*decode, *ending)]
         if not rows:
             return 0
         self._last_size = len(rows)
-        return self._depth.depth(rows, steady=chunk is None)
+        return self._depth.depth(rows, steady=not chunk)
 
     def _admitted(self) -> list[Sequence]:
         return [*self._prefilling(), *self._running]
 
     def _prefilling(self) -> list[Sequence]:
-        return [s for _, group in self._groups for s in group]
+        return [s for group in self._groups for s in group]
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
@@ -195,8 +189,8 @@ class Scheduler:
             if sequence.finished or sequence.begun:
                 self._reuse.release(sequence)
         self._running = [s for s in self._running if not s.finished]
-        groups = ((n, [s for s in g if not s.finished]) for n, g in self._groups)
-        self._groups = deque((number, group) for number, group in groups if group)
+        groups = ([s for s in group if not s.finished] for group in self._groups)
+        self._groups = deque(filter(None, groups))
 
     def _admit(self) -> None:
         """Form a group of the first waiting prompts whose padded chunk fits the step."""
@@ -216,8 +210,7 @@ class Scheduler:
             sequence.admitted_at = perf_counter()
             group.append(sequence)
         if group:
-            self._groups.append((self._next_group, group))
-            self._next_group += 1
+            self._groups.append(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
         """The first that there is memory for; those that wait for their prefix are set aside.
@@ -248,10 +241,10 @@ class Scheduler:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)
 
-    def _next_chunk(self) -> PrefillChunk | None:
+    def _next_chunk(self) -> PrefillChunk:
         step = self._config.prefill_step_size
         for _ in range(len(self._groups)):
-            number, group = self._groups[0]
+            group = self._groups[0]
             self._groups.rotate(-1)
             rows = tuple(
                 (s, s.num_computed, s.next_cut(step) - s.num_computed)
@@ -262,5 +255,5 @@ class Scheduler:
                 for sequence, start, length in rows:
                     sequence.num_computed = start + length
                     sequence.begun = True
-                return PrefillChunk(number, rows)
-        return None
+                return rows
+        return ()

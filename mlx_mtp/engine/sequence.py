@@ -54,17 +54,13 @@ class Sequence:
         self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property
-    def num_output(self) -> int:
-        return len(self.output)
-
-    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
     @property
     def surely_finished(self) -> bool:
         """Every step emits a token, so the steps in flight reach its limit at the latest."""
-        return self.num_output + self._steps_in_flight >= self.max_new_tokens
+        return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property
     def needs_host(self) -> bool:

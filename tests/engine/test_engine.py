@@ -294,7 +294,7 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
             if name == "b":
                 served.engine.cancel(name)
         wait_until(lambda: left)
-        assert left.pop() == (None, [], {}, 0)
+        assert left.pop() == (None, [], [], 0)
 
 
 def test_settings_out_of_range_are_refused(tiny_models):

@@ -56,7 +56,7 @@ class World:
     def step(self, fail: bool = False) -> StepPlan:
         plan = self.policy.schedule()
         steps = []
-        for row, start, length in plan.chunk.rows if plan.chunk else ():
+        for row, start, length in plan.chunk:
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
             row.launched(length)
@@ -73,7 +73,7 @@ class World:
             steps.append(InFlightStep((row,), (length,), is_prefill=True, token_ids=[tokens]))
         for row in plan.decode:
             row.launched(1)
-            read = {"num_cached": [1], "token_ids": [(7,)], "finished": [row.num_output >= 1]}
+            read = {"num_cached": [1], "token_ids": [(7,)], "finished": [len(row.output) >= 1]}
             steps.append(InFlightStep((row,), (1,), **read))
         self.policy.update(steps)
         return plan
@@ -157,7 +157,7 @@ def test_a_request_waits_only_for_those_before_it():
     for round_ in range(30):
         world.add(f"later {round_}", [*[5] * 32, *[7] * 60, round_ + 10])
         world.step()
-    assert waiting.num_output, "it was overtaken for ever"
+    assert waiting.output, "it was overtaken for ever"
     world.run()
 
 
