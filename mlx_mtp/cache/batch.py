@@ -84,9 +84,3 @@ class BatchCache:
     def attention(self) -> list[RaggedKVCache]:
         """The KV of all layers, the head's included."""
         return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]
-
-    def __getitem__(self, index: int) -> LayerCache:
-        return self.layers[index]
-
-    def __iter__(self) -> Iterator[LayerCache]:
-        return iter(self.layers)

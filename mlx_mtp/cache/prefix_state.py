@@ -112,10 +112,8 @@ def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
 
 
 def _caches(kind: type[_Cache], batch: BatchCache) -> list[tuple[str, _Cache]]:
-    named = [
-        *((f"layers.{index}", cache) for index, cache in enumerate(batch)),
-        (_HEAD, batch.head),
-    ]
+    named = [(f"layers.{index}", cache) for index, cache in enumerate(batch.layers)]
+    named += [] if batch.head is None else [(_HEAD, batch.head)]
     return [(name, cache) for name, cache in named if isinstance(cache, kind)]
 
 

@@ -54,9 +54,9 @@ class LayerSpec:
         """What a row takes in the cache whatever its length, by what it is."""
         return {}
 
-    def window_nbytes(self, itemsize: int) -> tuple[int, int]:
-        """What a position of a decode step leaves to the next step, and how much more of drafts."""
-        return 0, 0
+    def window_nbytes(self, depth: int, itemsize: int) -> int:
+        """What a decode step of a row with so many drafts leaves to the next step."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class GatedDeltaSpec(LayerSpec):
             "convolution": (kernel - 1) * self.shape.channels * itemsize,
         }
 
-    def window_nbytes(self, itemsize: int) -> tuple[int, int]:
+    def window_nbytes(self, depth: int, itemsize: int) -> int:
         hk, dk, hv, dv, _ = self.shape
-        keys, deltas, decays = hk * dk * itemsize, hv * dv * _FLOAT32, hv * _FLOAT32
-        return self.shape.channels * itemsize, keys + deltas + decays
+        pending = hk * dk * itemsize + hv * dv * _FLOAT32 + hv * _FLOAT32
+        return (depth + 1) * (self.shape.channels * itemsize + (pending if depth else 0))
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,8 @@ class CacheMemory:
 
     def window(self, depth: int) -> int:
         """What each decode step with so many drafts leaves to the next, besides."""
-        parts = [layer.window_nbytes(self.itemsize) for layer in self.layers]
-        always, drafts = (sum(each) for each in zip(*parts))
-        return (depth + 1) * (always + (drafts if depth else 0)) + (_INT32 if always else 0)
+        left = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.layers)
+        return left + (_INT32 if left else 0)
 
     def kv(self, tokens: int) -> int:
         """The KV of a row that has room for so many tokens."""

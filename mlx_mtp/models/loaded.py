@@ -138,7 +138,7 @@ class LoadedModel:
     def hidden(self, tokens: mx.array, packing: Packing, cache: BatchCache) -> mx.array:
         """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
         packing.num_run = self.num_run(packing.num_tokens)
-        hidden = self.causal_lm.model(packing.fill_up(tokens)[None], cache)
+        hidden = self.causal_lm.model(packing.fill_up(tokens)[None], cache.layers)
         packing.num_run = packing.num_tokens
         return hidden[0, : packing.num_tokens]
 

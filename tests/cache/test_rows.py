@@ -43,8 +43,8 @@ class KVRows:
         packing = self.cache.begin(lengths.tolist())
         count = int(lengths.sum())
         q, k, v = self.random.standard_normal((3, count, HEADS, DIM)).astype(np.float32)
-        self.cache[0].write(packing, mx.array(k), mx.array(v))
-        outputs = np.array(self.cache[0].attend(packing, mx.array(q), 0.5))
+        self.cache.layers[0].write(packing, mx.array(k), mx.array(v))
+        outputs = np.array(self.cache.layers[0].attend(packing, mx.array(q), 0.5))
         kept, token = self.random.integers(0, lengths + 1), 0
         for row, length, number in zip(self.rows, lengths.tolist(), kept.tolist()):
             seen = [*row, *zip(k[token : token + length], v[token : token + length])]
@@ -75,11 +75,11 @@ class KVRows:
 
     def leave(self, row: int) -> None:
         keep = [i for i in range(len(self.rows)) if i != row]
-        before, old = self.cache, [np.array(a) for a in self.cache[0].arrays()]
+        before, old = self.cache, [np.array(a) for a in self.cache.layers[0].arrays()]
         self.cache = self.cache.select(keep)
         self.rows = [self.rows[i] for i in keep]
         self.window(1)
-        for array, then in zip(before[0].arrays(), old, strict=True):
+        for array, then in zip(before.layers[0].arrays(), old, strict=True):
             np.testing.assert_array_equal(np.array(array), then)
 
 
