@@ -9,7 +9,6 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from mlx_mtp.cache.batch import LayerCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
@@ -35,34 +34,10 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """A decoder layer. Sizes are in bytes; an activation has `itemsize` of them."""
-
-    mlp: MLPSpec
-
-    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> LayerCache:
-        raise NotImplementedError
-
-    def activations(self) -> int:
-        """Numbers that one position has in the layer, the MLP apart."""
-        raise NotImplementedError
-
-    def token_nbytes(self, itemsize: int) -> int:
-        return 0
-
-    def state_nbytes(self, itemsize: int) -> dict[str, int]:
-        """What a row takes in the cache whatever its length, by what it is."""
-        return {}
-
-    def window_nbytes(self, depth: int, itemsize: int) -> int:
-        """What a decode step of a row with so many drafts leaves to the next step."""
-        return 0
-
-
-@dataclass(frozen=True)
-class AttentionSpec(LayerSpec):
+class AttentionSpec:
     """Full attention with a gate."""
 
+    mlp: MLPSpec
     heads: int
     kv_heads: int
     head_dim: int
@@ -71,27 +46,32 @@ class AttentionSpec(LayerSpec):
         return RaggedKVCache()
 
     def activations(self) -> int:
+        """Numbers that one position has in the layer, the MLP apart."""
         return 4 * (self.heads + self.kv_heads) * self.head_dim
 
     def token_nbytes(self, itemsize: int) -> int:
+        """What a token takes in the cache, where a number has so many bytes."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
 @dataclass(frozen=True)
-class GatedDeltaSpec(LayerSpec):
+class GatedDeltaSpec:
     """A GatedDeltaNet layer."""
 
+    mlp: MLPSpec
     shape: Shape
 
     def make_cache(self, num_rows: int, dtype: mx.Dtype) -> GatedDeltaCache:
         return GatedDeltaCache(num_rows, self.shape, dtype)
 
     def activations(self) -> int:
+        """Numbers that one position has in the layer, the MLP apart."""
         hk, dk, hv, dv, _ = self.shape
         # Projections and convolution; the chunkwise rule has as many key heads as value heads.
         return 4 * (hk * dk + hv * dv) + self.shape.channels + hv * (4 * dk + 6 * CHUNK)
 
     def state_nbytes(self, itemsize: int) -> dict[str, int]:
+        """What a row takes in the cache whatever its length, by what it is."""
         _, dk, hv, dv, kernel = self.shape
         return {
             "recurrent state (float32)": hv * dv * dk * _FLOAT32,
@@ -99,9 +79,13 @@ class GatedDeltaSpec(LayerSpec):
         }
 
     def window_nbytes(self, depth: int, itemsize: int) -> int:
+        """What a decode step of a row with so many drafts leaves to the next step."""
         hk, dk, hv, dv, _ = self.shape
         pending = hk * dk * itemsize + hv * dv * _FLOAT32 + hv * _FLOAT32
         return (depth + 1) * (self.shape.channels * itemsize + (pending if depth else 0))
+
+
+LayerSpec = AttentionSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True)
@@ -117,8 +101,12 @@ class CacheMemory:
         return [layer for layer in self.layers if isinstance(layer, AttentionSpec)]
 
     @cached_property
+    def recurrent(self) -> list[GatedDeltaSpec]:
+        return [layer for layer in self.layers if isinstance(layer, GatedDeltaSpec)]
+
+    @cached_property
     def kv_per_token(self) -> int:
-        return sum(layer.token_nbytes(self.itemsize) for layer in self.layers)
+        return sum(layer.token_nbytes(self.itemsize) for layer in self.attention)
 
     @cached_property
     def head_kv_per_token(self) -> int:
@@ -127,7 +115,7 @@ class CacheMemory:
     @cached_property
     def states(self) -> dict[str, int]:
         total: Counter[str] = Counter()
-        for layer in self.layers:
+        for layer in self.recurrent:
             total.update(layer.state_nbytes(self.itemsize))
         total["counters"] = _INT32  # its length
         return dict(total)
@@ -138,7 +126,7 @@ class CacheMemory:
 
     def window(self, depth: int) -> int:
         """What each decode step with so many drafts leaves to the next, besides."""
-        left = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.layers)
+        left = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
         return left + (_INT32 if left else 0)
 
     def kv(self, tokens: int) -> int:

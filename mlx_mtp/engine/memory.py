@@ -45,7 +45,8 @@ class Footprint:
         return kv + copied + states + scores + window * self.vocab_size * 4 * _LOGITS
 
     def chunk(self, step: int, tokens: int) -> int:
-        """Most bytes that a prefill chunk of `step` positions takes beside the caches."""
+        """Most bytes that a chunk of up to `step` positions of a prompt takes beside the caches."""
+        step = min(step, tokens)
         # One layer's attention scores and mask: not every head size has a fused kernel.
         scores = step * (self.scores(tokens) + tokens)
         # The numbers that a position has in a layer of each kind.
@@ -145,11 +146,8 @@ def plan_memory(
         prefix_cache = min(max(left, 0) // 4, MOST_PREFIX_CACHE)
     room = left - prefix_cache
 
-    def chunk(tokens: int, step: int = prefill_step_size) -> int:
-        return footprint.chunk(min(step, tokens), tokens)
-
     def need(tokens: int, step: int = prefill_step_size) -> int:
-        return chunk(tokens, step) + footprint.row(tokens)
+        return footprint.chunk(step, tokens) + footprint.row(tokens)
 
     tokens = wanted or allowed
     least = min(_LEAST_TOKENS, tokens)
@@ -181,12 +179,13 @@ def plan_memory(
             f"Not enough memory: one request of {asked:,} tokens needs {size_text(needed)}. "
             f"{told}. What would do: {', or '.join(advice)}."
         )
+    chunk = footprint.chunk(prefill_step_size, found)
     return MemoryPlan(
         limit=limit,
         footprint=footprint,
         prefix_cache=prefix_cache,
-        chunk=chunk(found),
-        rows=room - chunk(found),
+        chunk=chunk,
+        rows=room - chunk,
         max_model_len=found,
         reduced=found < tokens,
     )

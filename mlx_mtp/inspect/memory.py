@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,7 +15,6 @@ from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.family import text_config
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import DTYPES, load_model
 from mlx_mtp.server.params import model_defaults
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def demand(found: Found, dtype: str) -> Demand:
         try:
             model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
             shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
-            refusal = _refusal(model)
+            refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
             refusal = str(error)
@@ -60,10 +60,10 @@ def demand(found: Found, dtype: str) -> Demand:
     return Demand(shape, in_use, "as stored", int(allowed), refusal=refusal)
 
 
-def _refusal(model: LoadedModel) -> str | None:
+def _refusal(path: Path, generation_config: dict[str, Any]) -> str | None:
     try:
-        Tokenizer.load(model.path)
-        model_defaults(model.generation_config)
+        Tokenizer.load(path)
+        model_defaults(generation_config)
     except ModelError as error:
         return str(error)
     return None
@@ -126,7 +126,7 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
     lengths = [tokens for tokens in _TOKENS if tokens <= wanted.allowed] or [wanted.allowed]
     for count, tokens in itertools.product(_ROWS, lengths):
         taken = count * shape.row(tokens)
-        chunk = shape.chunk(min(EngineConfig().prefill_step_size, tokens), tokens)
+        chunk = shape.chunk(EngineConfig().prefill_step_size, tokens)
         total = size_text(taken + chunk + weights)
         rows[f"  {count} x {tokens:,}"] = (
             f"{size_text(taken)}; {total} with a prefill chunk and the weights"
