@@ -169,9 +169,6 @@ class Batches:
         self.prefilling = [b for b in self.prefilling if b not in hit]
         return [s for batch in hit for s in batch.sequences]
 
-    def clear(self) -> None:
-        self.prefilling, self.ready, self.decoding = [], [], None
-
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
     width = max(map(len, ids))

@@ -114,25 +114,19 @@ def prefix_store(
     if not config.prefix_cache_size:
         raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
     device = mx.device_info()
-    try:
-        mark = prefix_fingerprint(
-            model.config,
-            model.path.glob("*.safetensors"),
-            head=model.head_source,
-            draft_source=config.draft_source,
-            kv_bits=config.kv_cache_quantization,
-            dtype=dtype,
-            prefill_step_size=config.prefill_step_size,
-            device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
-            platform=[platform.system(), platform.machine()],
-            mlx=metadata.version("mlx"),
-            version=__version__,
-        )
-    except OSError as error:
-        raise UsageError(
-            f"--prefix-cache-dir needs to know the model's files, but {error.filename} can't be "
-            f"read: {error.strerror}."
-        ) from None
+    mark = prefix_fingerprint(
+        model.config,
+        model.path.glob("*.safetensors"),
+        head=model.head_source,
+        draft_source=config.draft_source,
+        kv_bits=config.kv_cache_quantization,
+        dtype=dtype,
+        prefill_step_size=config.prefill_step_size,
+        device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
+        platform=[platform.system(), platform.machine()],
+        mlx=metadata.version("mlx"),
+        version=__version__,
+    )
     return PrefixStore(path, mark, max_bytes)
 
 

@@ -81,7 +81,7 @@ class ModelRunner:
             self.prefixes.save_ends(self.batches.decoding, ended)
 
     def release(self) -> None:
-        self.batches.clear()
+        self.batches = Batches()
         mx.clear_cache()
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> InFlightStep:

@@ -225,8 +225,9 @@ class Scheduler:
             sequence = self._waiting.peek()
             if not reuse.held_back(sequence, prefilling):
                 rows = [*self._admitted(), *group, sequence]
+                most = [row.num_prompt + row.max_new_tokens for row in rows]
                 # One alone always fits: `Engine.submit` rejects what could never run.
-                if len(rows) > 1 and self._usage([row.most_cached for row in rows]) > 1:
+                if len(rows) > 1 and self._usage(most) > 1:
                     return None
                 # Another prompt may be computing what could not be read after all.
                 if not (reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)):

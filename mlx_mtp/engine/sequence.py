@@ -72,11 +72,6 @@ class Sequence:
         """Most positions in its caches once all steps in flight have run."""
         return self.num_cached + self._positions_in_flight
 
-    @property
-    def most_cached(self) -> int:
-        """Most positions its caches can ever hold."""
-        return self.num_prompt + self.max_new_tokens
-
     def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""
         self.first_turn = first_turn
