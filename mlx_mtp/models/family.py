@@ -123,18 +123,10 @@ class Family:
             ours = RaggedAttention if is_attention else self.gated_delta_net
             name = "self_attn" if is_attention else "linear_attn"
             inner = layer[name]
-            missing = [n for n in _NEEDED if not (is_attention or hasattr(inner, n))]
-            if type(inner) not in ours.__bases__ or missing:
-                lack = f" (no {', '.join(missing)})" if missing else ""
+            if type(inner) not in ours.__bases__:
                 raise UnsupportedModelError(
-                    f"Layer {index}'s {name}{lack} is not the module that this version of mlx-mtp "
+                    f"Layer {index}'s {name} is not the module that this version of mlx-mtp "
                     "patches. The installed mlx-lm is newer or older than the tested range: "
                     "install mlx-lm>=0.32.2,<0.33."
                 )
             inner.__class__ = ours
-
-
-_NEEDED = (
-    *("conv1d", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads"),
-    *("head_k_dim", "head_v_dim", "A_log", "dt_bias", "norm", "out_proj"),
-)
