@@ -72,12 +72,21 @@ class Layout:
         self._num_settled, self._left = len(self.places), False
         if not moving:
             return []
-        before, waiting = self.places.copy(), Counter(moving.values())
+        before = self.places.copy()
         taken = [place for row, place in enumerate(before) if row not in moving]
-        for row, capacity in moving.items():
-            self.places[row] = _free_place(capacity, taken, waiting[capacity])
-            taken.append(self.places[row])
-            waiting[capacity] -= 1
+        for capacity in dict.fromkeys(moving.values()):
+            rows = [row for row, own in moving.items() if own == capacity]
+            same = dict.fromkeys(buffer for buffer, _ in taken if buffer.capacity == capacity)
+            slots = [(buffer, slot) for buffer in same for slot in range(buffer.slots)]
+            free = [place for place in slots if place not in taken]
+            while len(free) < len(rows):
+                # As many as there are: so a class that rows join one by one has few buffers.
+                count = max(len(rows) - len(free), len(slots) + 1)
+                buffer = Buffer(min(count, most_slots(capacity)), capacity)
+                new = [(buffer, slot) for slot in range(buffer.slots)]
+                slots, free = slots + new, free + new
+            for row, place in zip(rows, free):
+                self.places[row] = place
         # Else a write would go to another row.
         assert all(buffer.capacity >= n for (buffer, _), n in zip(self.places, rooms))
         return [(before[row], self.places[row]) for row in moving if before[row] != _NOWHERE]
@@ -118,15 +127,3 @@ class Layout:
                 for row, (buffer, _) in enumerate(self.places):
                     if buffer is emptiest:
                         moving.setdefault(row, capacity)
-
-
-def _free_place(capacity: int, taken: Sequence[Place], waiting: int) -> Place:
-    """A place for one of the rows of a class that wait for one."""
-    same = dict.fromkeys(buffer for buffer, _ in taken if buffer.capacity == capacity)
-    places = [(buffer, slot) for buffer in same for slot in range(buffer.slots)]
-    free = next((place for place in places if place not in taken), None)
-    if free is not None:
-        return free
-    # As many as there are: so a class that rows join one by one has few buffers.
-    slots = min(most_slots(capacity), max(waiting, len(places) + 1))
-    return Buffer(slots, capacity), 0
