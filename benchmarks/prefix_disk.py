@@ -128,8 +128,7 @@ def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     }
     segment = Segment(node.end, len(prompt), arrays)
     assert prefixes.tree.insert(root_key(None), prompt, [segment], node.snapshot)
-    assert store.flush(_PATIENCE)
-    store.close()
+    store.close(_PATIENCE)
 
 
 def stall(times: Sequence[float], began: float, ended: float) -> float:

@@ -142,11 +142,6 @@ class PrefixStore:
             written = [file.nbytes for file in self._files.values() if file.content is None]
             return StoreStats(len(written), sum(written), self._num_written, self._num_dropped)
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until the thread has nothing left to do; False if that takes longer."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not (self._began or self._tasks), seconds)
-
     def close(self, seconds: float = 10.0) -> None:
         """Write what is queued, for so long at most, and leave the directory to others."""
         if self._deadline < math.inf:

@@ -46,7 +46,7 @@ class EngineCore:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.seconds_left  # None is admitted: all wait for the disk.
+        return self._scheduler.reuse.seconds_left  # None is admitted: all wait for the disk.
 
     def add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)

@@ -34,7 +34,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._depth = depth
-        self._reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
+        self.reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
@@ -50,10 +50,6 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return self.num_waiting == 0 and all(s.finished for s in self._admitted())
-
-    @property
-    def seconds_left(self) -> float:
-        return self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
         depths = self._depth.choices
@@ -71,7 +67,7 @@ class Scheduler:
             depths=tuple(sorted(depths.items())),
             choice=self._depth.reason,
             parked=depths.get(self._last_size) == 0,
-            prefix_cache=self._reuse.stats(),
+            prefix_cache=self.reuse.stats(),
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -81,7 +77,7 @@ class Scheduler:
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if request_id in (None, sequence.request_id):
                 sequence.status = Status.FINISHED
-                self._reuse.release(sequence)
+                self.reuse.release(sequence)
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
         self._held = [s for s in self._held if not s.finished]
 
@@ -187,7 +183,7 @@ class Scheduler:
         for sequence in self._admitted():
             # What was planned has been launched since, and so has copied its prefix.
             if sequence.finished or sequence.begun:
-                self._reuse.release(sequence)
+                self.reuse.release(sequence)
         self._running = [s for s in self._running if not s.finished]
         groups = ([s for s in group if not s.finished] for group in self._groups)
         self._groups = deque(filter(None, groups))
@@ -198,14 +194,14 @@ class Scheduler:
         group: list[Sequence] = []
         step, longest = self._config.prefill_step_size, 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
-            prefix = self._reuse.find(sequence)
+            prefix = self.reuse.find(sequence)
             start = 0 if prefix is None else prefix.end
             longest = max(longest, min(sequence.num_prompt - start, step))
             alike = not group or (group[0].prefix is None) == (prefix is None)
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
             self._waiting.pop()
-            self._reuse.begin(sequence, prefix)
+            self.reuse.begin(sequence, prefix)
             sequence.status = Status.PREFILLING
             sequence.admitted_at = perf_counter()
             group.append(sequence)
@@ -218,7 +214,7 @@ class Scheduler:
         None overtakes a request that waits for memory: running rows end some time and none joins
         them meanwhile, so a stream of small requests can't hold a large one up.
         """
-        reuse = self._reuse
+        reuse = self.reuse
         self._put_back()
         prefilling = self._prefilling() + group
         while len(self._waiting):
@@ -237,7 +233,7 @@ class Scheduler:
 
     def _put_back(self) -> None:
         held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
-        self._held = [s for s in held if self._reuse.waits(s)]
+        self._held = [s for s in held if self.reuse.waits(s)]
         for sequence in held:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)

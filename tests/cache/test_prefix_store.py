@@ -19,7 +19,7 @@ from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
-from tests.cache.prefixes import FINGERPRINT, PATIENCE, ROOT, fetch, is_whole, keep, same
+from tests.cache.prefixes import FINGERPRINT, ROOT, fetch, flush, is_whole, keep, same
 
 SALTS = st.sampled_from([ROOT, root_key("a")])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
@@ -31,7 +31,7 @@ def files(folder: Path, pattern: str = "*.safetensors") -> list[Path]:
 
 def check_integrity(store: PrefixStore) -> None:
     """What is on the disk is what the index says, within its limit, each with all its ancestors."""
-    assert store.flush(PATIENCE)
+    assert flush(store)
     here = files(store.path)
     index = store._files.values()
     assert {path.name for path in here} == {store._directory._name(file) for file in index}
@@ -92,7 +92,7 @@ def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
         store.touch(ROOT, (2,))
     assert here(store) == [2, 17, 18, 19]
     store.touch(ROOT, (17,))
-    assert store.flush(PATIENCE)
+    assert flush(store)
     again = open_store(max_bytes=4 * size)
     keep(again, 20)
     assert here(again) == [2, 17, 19, 20]
@@ -207,7 +207,7 @@ def test_other_files_are_left_alone_and_unfit_ones_of_ours_removed(open_store, f
         (folder / each).write_text("x")
     (folder / f"{name}ffffffff-{key}-{key}-0-3.safetensors").symlink_to(folder / "a.tmp")
     (folder / blocked).mkdir()
-    assert open_store().flush(PATIENCE)
+    assert flush(open_store())
     left = {path.name for path in folder.iterdir()}
     assert left == {*others, blocked, "mlx-mtp-prefix.lock"}
     assert (folder / "a.tmp").read_text() == "x"
