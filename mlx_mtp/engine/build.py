@@ -86,9 +86,6 @@ def build_engine(
         mtp_enabled=proposer is not None,
         max_num_seqs=config.max_num_seqs,
         prefix_cache_size=config.prefix_cache_size,
-        kv_cache_quantization=config.kv_cache_quantization,
-        prefix_cache_dir=None if store is None else store.path,
-        prefix_cache_dir_size=0 if store is None else store.max_bytes,
         memory={} if memory is None else memory.parts(),
         draft_source=config.draft_source,
     )
