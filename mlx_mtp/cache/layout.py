@@ -66,7 +66,12 @@ class Layout:
         Afterwards at most half of the slots of a class are empty; of a class of long rows, none.
         """
         self.limits = [-(-limit // STRIDE) * STRIDE for limit in limits]
-        moving = self._outgrown(rooms)
+        moving = {  # rows that need another place, and the capacity of their class
+            row: rounded_capacity(max(room, buffer.capacity))
+            for row, ((buffer, _), room) in enumerate(zip(self.places, rooms, strict=True))
+            if buffer.capacity < room
+            or (row >= self._num_settled and most_slots(buffer.capacity) > 1)
+        }
         if self._left or any(row < self._num_settled for row in moving):
             self._thin(moving)
         self._num_settled, self._left = len(self.places), False
@@ -101,16 +106,6 @@ class Layout:
     def extend(self, other: Layout) -> None:
         self.places = self.places + other.places
         self.limits = self.limits + other.limits
-
-    def _outgrown(self, rooms: Sequence[int]) -> dict[int, int]:
-        """Rows that need another place, and the capacity of their class."""
-        moving = {}
-        for row, ((buffer, _), room) in enumerate(zip(self.places, rooms, strict=True)):
-            if buffer.capacity < room:
-                moving[row] = rounded_capacity(room)
-            elif row >= self._num_settled and most_slots(buffer.capacity) > 1:
-                moving[row] = buffer.capacity
-        return moving
 
     def _thin(self, moving: dict[int, int]) -> None:
         """Let rows move out of the emptiest buffers of a class of which more than half is empty."""
