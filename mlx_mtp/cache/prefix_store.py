@@ -164,9 +164,10 @@ class PrefixStore:
             if file.key in self._files:
                 return True
             ancestors = sum(each.nbytes for each in self._lineage(file.parent))
+            queued = sum(len(each.content or b"") for each in self._files.values())
             if (
                 ancestors + at_most > self.max_bytes
-                or self._queued_bytes() + at_most > self._max_queued_bytes
+                or queued + at_most > self._max_queued_bytes
                 or time.monotonic() < self._refused_until
                 or self._deadline < math.inf
             ):
@@ -184,9 +185,6 @@ class PrefixStore:
         return True
 
     # These are called with the lock held.
-
-    def _queued_bytes(self) -> int:
-        return sum(len(file.content or b"") for file in self._files.values())
 
     def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """Lengths and keys of the prefixes of a prompt that files may end at, and of the whole."""

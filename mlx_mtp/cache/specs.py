@@ -120,10 +120,6 @@ class CacheMemory:
         total["counters"] = _INT32  # its length
         return dict(total)
 
-    @property
-    def row(self) -> int:
-        return sum(self.states.values())
-
     def window(self, depth: int) -> int:
         """What each decode step with so many drafts leaves to the next, besides."""
         left = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
@@ -139,4 +135,4 @@ class CacheMemory:
 
     def states_and_window(self, depth: int | None) -> int:
         """The rest of a row; `depth` is None between a prompt and the first step."""
-        return self.row + (0 if depth is None else self.window(depth))
+        return sum(self.states.values()) + (0 if depth is None else self.window(depth))

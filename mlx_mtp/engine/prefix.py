@@ -27,9 +27,8 @@ class Save(NamedTuple):
 class PrefixCache:
     """The arrays behind a tree of prefixes, which may take `limit` bytes; KV is stored in `bits`.
 
-    With a limit of 0 it keeps nothing.
-    Nothing that goes wrong here hits a request: what can't be saved is not saved, and a prompt
-    whose prefix can't be restored is computed.
+    With a limit of 0 nothing is kept. Nothing that goes wrong here hits a request: what can't be
+    saved is not saved, and a prompt whose prefix can't be restored is computed.
     """
 
     def __init__(

@@ -65,7 +65,8 @@ class ModelRunner:
                 step.read()
             except Exception as error:
                 logger.exception("A step failed on the device")
-                step.fail(self._as_step_error(error))
+                step.error = self._as_step_error(error)
+                step.num_cached = [0] * len(step.sequences)
                 dropped = self.batches.drop(step.sequences)
                 others = tuple(s for s in dropped if s not in step.sequences)
                 steps.append(_failed(others, step.error))
@@ -199,7 +200,7 @@ class ModelRunner:
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        due = plan.empty or plan.chunk or self._num_steps % _CLEAR_STEPS == 0
+        due = plan.chunk or not plan.decode or self._num_steps % _CLEAR_STEPS == 0
         if due or self._failed_last:
             mx.clear_cache()
         self._failed_last = False

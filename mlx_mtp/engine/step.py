@@ -26,10 +26,6 @@ class StepPlan(NamedTuple):
     live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
 
     @property
-    def empty(self) -> bool:
-        return not (self.chunk or self.decode)
-
-    @property
     def needs_host(self) -> bool:
         return any(s.needs_host for s in self.decode)
 
@@ -139,10 +135,6 @@ class InFlightStep:
             rows = np.array(window)[:, 1:].tolist()
             self.drafts = [tuple(row[:n]) for row, n in zip(rows, self.num_drafts)]
         self.drawn = None
-
-    def fail(self, error: MlxMtpError) -> None:
-        self.error = error
-        self.num_cached = [0] * len(self.sequences)
 
     def error_of(self, row: int) -> MlxMtpError | None:
         return self.error or self.row_errors.get(row)

@@ -115,7 +115,7 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
         "memory": f"{size_text(weights)} of weights {wanted.where}; computed in {name}",
         "  per token": f"{caches.kv_per_token:,} bytes of the trunk's keys and values{head}, "
         f"allocated in steps of a quarter, {GROWTH} tokens or more",
-        "  per row": f"{caches.row:,} bytes at any length: {states}",
+        "  per row": f"{sum(caches.states.values()):,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
     if caches.has_head and wanted.lm_head_row is not None:

@@ -70,7 +70,6 @@ def gated_delta(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     cases = Cases(0, shape, dtype)
     first, second, state = cases.window(2, 2), cases.window(2, 3), cases.state(2)
     kept = mx.array([1, 2], dtype=mx.int32)
-    mx.eval(first, second, state, kept)
 
     def windows(step: Launch) -> list[mx.array]:
         _, folded, pending = step(*first, state, None, None)
@@ -87,7 +86,6 @@ def inputs(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     convolution, history = cases.convolution(), cases.history(2, 0)
     first, second = cases.projected(2, 2), cases.projected(2, 3)
     kept = mx.array([1, 2], dtype=mx.int32)
-    mx.eval(convolution, first, second, history, kept)
 
     def windows(prepare: Launch) -> list[mx.array]:
         _, _, conv_input = prepare(first, convolution, history, None)

@@ -163,9 +163,7 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
         head.load_weights(list(weights.items()))
     except ValueError as error:
         why = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The head in {source} does not fit this model: {why:.1000}"
-        ) from error
+        raise CheckpointError(f"The head in {source} does not fit: {why:.1000}") from error
     head.eval()
 
 
