@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from time import monotonic, perf_counter
 
@@ -27,6 +27,7 @@ from mlx_mtp.sampling.params import check_token_ids
 logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds without outputs after which `read_outputs` checks the engine's health
+NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
 
 Deliver = Callable[[Many[RequestOutput]], None]
 # The outputs of each step, with the time (`perf_counter`) at which they were delivered.
@@ -105,6 +106,8 @@ class Engine:
         """Start the thread, as `start` does otherwise; ModelError if the model can't answer."""
         self._thread.start()
         atexit.register(self.stop)
+        while not wait([self._answered], NOTICE_SECONDS).done:
+            logger.warning("The first answer is still being computed.")
         try:
             self._answered.result()
         except Exception as error:
