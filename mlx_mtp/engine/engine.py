@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from time import monotonic, perf_counter
 
@@ -27,6 +27,7 @@ from mlx_mtp.sampling.params import check_token_ids
 logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds without outputs after which `run_requests` checks the engine's health
+NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
 
 Deliver = Callable[[Many[RequestOutput]], None]
 
@@ -103,6 +104,8 @@ class Engine:
         """Start the thread, as `start` does otherwise; ModelError if the model can't answer."""
         self._thread.start()
         atexit.register(self.stop)
+        while not wait([self._answered], NOTICE_SECONDS).done:
+            logger.warning("The first answer is still being computed.")
         try:
             self._answered.result()
         except Exception as error:

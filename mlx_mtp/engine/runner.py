@@ -14,7 +14,7 @@ from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.prompt_logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
-from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
+from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
 from mlx_mtp.speculative.acceptance import accept
@@ -210,12 +210,14 @@ class ModelRunner:
     ) -> InFlightStep:
         try:
             return launch()
-        except Exception as error:
+        except BaseException as error:
+            if not is_fault(error):  # As a panic is, of the Rust that makes grammars' masks.
+                raise
             logger.exception("A step failed while it was launched")
             self.batches.drop(rows)
             return _failed(rows, self._as_step_error(error))
 
-    def _as_step_error(self, error: Exception) -> StepError:
+    def _as_step_error(self, error: BaseException) -> StepError:
         # Its buffers are free once the error, which refers to them, has been handled.
         self._failed_last = True
         reported = step_error(error)

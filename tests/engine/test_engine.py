@@ -12,6 +12,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import build as build_module
+from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
@@ -213,6 +215,17 @@ def test_an_engine_that_cannot_start_says_so_and_ends_what_waits(client, monkeyp
     wait_until(lambda: served.engine.stats().num_restarts == 3 and not served.engine.healthy)
     assert "no room for the model" in served.engine.unhealthy_reason
     assert served.outputs["a"][:1] == [] or served.outputs["a"][-1].finish_reason == "error"
+
+
+def test_a_first_answer_that_takes_long_is_told(tiny_models, monkeypatch, caplog):
+    monkeypatch.setattr(engine_module, "NOTICE_SECONDS", 0.001)
+    monkeypatch.setattr(
+        build_module, "check_answers", lambda *_: wait_until(lambda: caplog.records)
+    )
+    engine = build_engine(tiny_models["qwen3_next"], EngineConfig(), VOCAB, (), check=True)
+    engine.launch()
+    engine.stop()
+    assert "first answer" in caplog.records[0].getMessage()
 
 
 def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
