@@ -92,7 +92,9 @@ def answer_questions(answers: Callable[[Any], Callable[[Any], Any]]) -> None:
     """The process's side: `answers` makes of the header what answers questions, one at a time."""
     source, sink = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No library writes between the answers.
+    signal.alarm(int(START_SECONDS))  # Who started it may have been killed, and ends it no more.
     answer = answers(json.loads(source.readline()))
+    signal.alarm(0)
     print("null", file=sink, flush=True)
     while line := source.readline():
         print(json.dumps(answer(json.loads(line))), file=sink, flush=True)

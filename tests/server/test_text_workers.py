@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,19 @@ def test_what_a_models_files_do_costs_its_request_alone(
     assert word in error_of(refused, path, 400)
     assert refused.json()["error"]["param"] == param
     assert client.post(CHAT, json=GOOD[CHAT]).status_code == 200
+
+
+def test_a_tokenizer_that_grows_at_the_start_ends_its_process(
+    hostile: Path, tmp_path: Path
+) -> None:
+    """Also where nobody is left to end it: its memory is bounded before it loads anything."""
+    shutil.copy(hostile / "tokenizer_config.json", tmp_path)
+    text = (hostile / "tokenizer.json").read_text("utf-8").replace("z" * 1000, "a" * 1000)
+    (tmp_path / "tokenizer.json").write_text(text.replace('{"String": "z"}', '{"String": "a"}'))
+    command = [sys.executable, "-m", "mlx_mtp.server.text_worker"]
+    header = json.dumps([str(tmp_path), 1 << 28]) + "\n"
+    done = subprocess.run(command, input=header, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and not done.stdout
 
 
 def test_prompts_are_those_of_this_process(tokenizer: Tokenizer) -> None:
