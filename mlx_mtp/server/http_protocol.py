@@ -174,7 +174,8 @@ class LimitedProtocol(H11Protocol):
         """Write something that clients skip: the system of one that has left hangs up on it."""
         # That it has hung up is known at the next write.
         cycle = self.cycle
-        if not self._busy or cycle.response_started or after > _LAST_PROBE:
+        answered = not self._busy or cycle.response_started or self._dropped is not None
+        if answered or after > _LAST_PROBE:
             return
         if cycle.scope["http_version"] == "1.0":  # which knows nothing of the kind
             self.transport.abort()
@@ -247,6 +248,7 @@ class LimitedProtocol(H11Protocol):
             log_request(scope)
         else:  # If the application reads the body, it writes the line when it gives up.
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False  # It is too late for that.
             cycle.message_event.set()
         self._dropped = 0
         if self.transport.can_write_eof():

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -234,6 +235,24 @@ def test_who_only_sends_no_more_is_answered_and_who_left_is_not(serve: Serve) ->
         answers = incoming(waiting)
         assert [Answer(answers).status for _ in range(2)] == [200, 200]
         assert answers.read(1) == b""
+
+
+def test_who_sends_no_more_after_half_a_request_is_told_once(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The wait for the first answer doesn't go on in the second, which is a refusal."""
+    valve = Valve()
+    engine = FakeEngine(valve)
+    body = request_bytes("POST", CHAT, body=json.dumps(GOOD[CHAT]).encode())
+    with serve(engine) as client, connect(client) as raw:
+        raw.sendall(body + request_bytes("POST", CHAT, {"Transfer-Encoding": "chunked"}, b"zz\r\n"))
+        raw.shutdown(socket.SHUT_WR)
+        wait_until(lambda: len(engine.submitted) == 1)
+        valve.is_open = True
+        answers = incoming(raw)
+        assert [Answer(answers).status for _ in range(2)] == [200, 400]
+        wait_until(lambda: not client.server.server_state.connections)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_bodies_that_do_not_end_are_bounded_in_all(serve: Serve) -> None:

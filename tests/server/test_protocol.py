@@ -1,6 +1,7 @@
 """HTTP on the wire: whatever bytes arrive, they get the right answer, and the server goes on."""
 
 import json
+import logging
 import random
 import socket
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ CASES = [
     Case("chunks in HTTP/1.0", 400, "HTTP/1.0", raw=OLD + b"Transfer-Encoding: chunked\r\n\r\n"),
     Case("a version of the future", 400, "version", raw=b"GET / HTTP/9.9\r\nHost: a\r\n\r\n"),
     Case("a chunk without a size", 400, "chunk", b"zz\r\n", CHUNKED),
+    Case("a wait for 100 Continue", 400, "chunk", b"zz\r\n", CHUNKED | {"Expect": "100-continue"}),
     Case("a chunk cut off", 400, "ended", b"ff\r\n{}", CHUNKED, end=True),
     Case("small chunks", 400, "too small", chunks(*[b" "] * (FREE_CHUNKS + 100), b""), CHUNKED),
     Case("as many as allowed", 400, "empty", chunks(*[b" "] * (FREE_CHUNKS - 9), b""), CHUNKED),
@@ -79,14 +81,16 @@ def client(serve: Serve) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_refusals(client: Served, case: Case) -> None:
+def test_refusals(client: Served, case: Case, caplog: pytest.LogCaptureFixture) -> None:
     sent = case.raw or request_bytes("POST", TEXT, case.headers, case.body)
+    caplog.set_level(logging.ERROR, "uvicorn.error")
     refused = exchange(client, sent, end=case.end)
     assert refused.status == case.status
     assert case.word in error_of(refused, "/")
     assert b"Secret" not in refused.body
     assert refused.headers["content-type"].startswith("application/json")
     assert exchange(client, request_bytes("POST", TEXT, body=BODY)).status == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_what_careful_clients_send_passes(client: Served) -> None:
