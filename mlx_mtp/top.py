@@ -44,6 +44,7 @@ def _top(given: argparse.Namespace) -> int:
     key = resolve(given, [API_KEY], given.environ).api_key
     headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
     url = given.url if "//" in given.url else f"http://{given.url}"
+    url = url.rstrip("/").removesuffix("/v1")  # as clients are given it
     console, last = Console(), None
     with httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_SECONDS) as client:
         states = _states(client)

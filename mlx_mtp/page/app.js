@@ -43,7 +43,7 @@ function App() {
         html`<a key=${each} href="#${each}" aria-current=${isShown(each) ? "page" : undefined}>${label}</a>`)}</nav>
       <span class="model" title=${state.models?.join(", ")}>${state.models?.[0]}</span>`}
     </header>
-    <div role="status">${state.lost && html`<p class="notice">${state.lost} This page goes on by itself when it does.</p>`}</div>
+    <div role="status">${state.lost && html`<p class="notice">${state.lost} This page goes on by itself when the server is back.</p>`}</div>
     <main id="main" tabindex="0">${state.locked ? html`<${Key} />` : html`<${View} />`}</main>`;
 }
 

@@ -141,9 +141,13 @@ function add(chat, parent, fields) {
 }
 
 export function remove(chat) {
+  localStorage.removeItem(PREFIX + chat.id);
+  forget(chat);
+}
+
+function forget(chat) {
   for (const node of Object.values(chat.nodes)) stop(node);
   chats.delete(chat.id);
-  localStorage.removeItem(PREFIX + chat.id);
   if (view.id === chat.id) view.id = sorted()[0]?.id ?? null;
   changed();
 }
@@ -176,21 +180,37 @@ export function save(chat) {
 function load(key, text) {
   try {
     const chat = JSON.parse(text);
-    if (chat.nodes && chat.settings) chats.set(key.slice(PREFIX.length), chat);
+    if (!chat.nodes || !chat.settings) return;
+    const own = chats.get(key.slice(PREFIX.length));
+    if (own) merge(own, chat);
+    else chats.set(key.slice(PREFIX.length), chat);
   } catch {
     // Not ours, or written by another version.
   }
 }
 
+const hasEnded = (node) => ["done", "stopped", "failed"].includes(node?.state);
+
+/** Take over what another tab wrote of a chat, and write again what it did not have. */
+function merge(own, { nodes, leaf, title, settings, at }) {
+  const lacks = Object.values(own.nodes).some((node) => !nodes[node.id] || (hasEnded(node) && !hasEnded(nodes[node.id])));
+  for (const node of Object.values(nodes)) {
+    if (!running.has(node.id) && !hasEnded(own.nodes[node.id])) own.nodes[node.id] = node;
+  }
+  Object.assign(own, { title, settings, at });
+  // Each tab shows its own branch, and what another one adds to that.
+  if (path(own, leaf).some((node) => node.id === own.leaf)) own.leaf = leaf;
+  if (lacks) save(own);
+}
+
 for (const [key, text] of Object.entries(localStorage)) if (key.startsWith(PREFIX)) load(key, text);
 view.id = sorted()[0]?.id ?? null;
-// Another tab has written a chat.
+// Another tab has written or deleted a chat.
 addEventListener("storage", ({ key, newValue }) => {
   if (!key?.startsWith(PREFIX)) return;
-  const id = key.slice(PREFIX.length);
-  if (Object.keys(chats.get(id)?.nodes ?? {}).some((node) => running.has(node))) return;
-  if (newValue === null) chats.delete(id);
-  else load(key, newValue);
+  const own = chats.get(key.slice(PREFIX.length));
+  if (newValue !== null) load(key, newValue);
+  else if (own) forget(own);
   changed();
 });
 

@@ -97,7 +97,7 @@ function Chart({ title, unit, points, digits = 0, dots = false }) {
   const at = points.map(([time, value]) => [x(time).toFixed(1), y(value).toFixed(1)]);
   const line = at.map((point) => point.join(" ")).join(" L");
   const last = points.at(-1)?.[1];
-  const told = points.length ? `${dots ? "last" : "now"} ${number(last, digits)}, at most ${number(most, digits)} ${unit}` : "nothing yet";
+  const told = points.length ? `last ${number(last, digits)}, at most ${number(most, digits)} ${unit}` : "nothing yet";
   return html`<figure class="chart">
     <figcaption><b>${title}</b> <span>${told}</span></figcaption>
     <svg viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="${title}: ${told}" preserveAspectRatio="none">
@@ -206,12 +206,14 @@ export function Live() {
   const { now, samples, error } = watched;
   if (!now) return html`<div class="live">${error ? html`<${Failure}>${error} Trying again…<//>` : html`<p class="hint">Waiting for the first figures…</p>`}</div>`;
   const { server, drafts } = now;
-  const [tokens] = rates(samples, perSecond("generation_tokens")).slice(-1);
+  // Samples are taken at times, and messages come between them.
+  const before = samples.findLast((each) => now.totals.time - each.time >= SAMPLE_SECONDS);
+  const tokens = before ? perSecond("generation_tokens")(now.totals, before, now.totals.time - before.time) : 0;
   const status = { ready: "ready", stopping: "stopping: it finishes what it has and takes nothing new", failed: `failed: ${server.reason}` };
   return html`<div class="live">
     ${error && html`<${Failure}>${error} These figures are old; trying again…<//>`}
-    <p class="headline"><b class=${server.state}>${status[server.state]}</b> for ${seconds(server.uptime)} ·
-      ${" "}<b>${number(tokens?.[1] ?? 0, 1)}</b> tokens/s · <b>${now.running}</b> running, <b>${now.waiting}</b> waiting ·
+    <p class="headline"><b class=${server.state}>${status[server.state]}</b> · up ${seconds(server.uptime)} ·
+      ${" "}<b>${number(tokens, 1)}</b> tokens/s · <b>${now.running}</b> running, <b>${now.waiting}</b> waiting ·
       ${" "}<b>${percent(now.totals.accepted, now.totals.drafts)}</b> of drafts accepted · context ${number(server.context)} · mlx-mtp ${server.version}</p>
     <${Card} title="Answers now" wide><${Rows} rows=${now.rows} source=${server.source} /><//>
     <${Card} title="The last minutes" wide><div class="charts">

@@ -19,7 +19,7 @@ from tests.clients.npm import installed
 from tests.page.conftest import Open
 from tests.process import STORY, Server, running
 from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import FakeEngine, FakeInfo, Output, out
+from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, out
 from tests.server.wire_help import saying
 
 MOST_BYTES = 80_000
@@ -209,6 +209,41 @@ def test_stop_and_the_tabs_of_one_browser(serve: Serve, tokenizer: Tokenizer, op
         # Where the reading tab is closed another one goes on.
         with context.expect_event("request", lambda r: r.url.endswith("/live")):
             lives[0].close()
+
+
+@browsed
+def test_two_tabs_with_one_chat(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
+    """What one asks while the other's answer grows is kept; what one deletes is gone in both."""
+    (token,) = tokenizer.encode(" fox")
+
+    def script(request: Request) -> Iterator[Output]:
+        while "bear" not in tokenizer.text_of(request.prompt_token_ids):
+            yield out(token)
+            yield from [None] * 50
+        yield out(EOS, finish="stop")
+
+    engine = FakeEngine(script)
+    with serve(engine) as client, opened(address(client)) as tab:
+        say(tab, "A wolf?")
+        tab.locator("article.assistant .markdown").wait_for()
+        other = tab.context.new_page()
+        other.goto(tab.url)
+        other.get_by_text("A wolf?").last.wait_for()
+        say(other, "A bear?")
+        # The first goes on writing the chat, every second, while its answer grows.
+        tab.locator("article").nth(3).wait_for()
+        for each in (tab, other):
+            each.locator("article.assistant .figures").wait_for()
+            each.wait_for_timeout(2500)
+            assert each.locator("article").count() == 4
+        assert len(engine.running) == 1
+        other.evaluate("window.confirm = () => true")
+        other.get_by_role("button", name="Delete A wolf?").click()
+        assert engine.wait_for(lambda: not engine.running)
+        for each in (tab, other):
+            each.get_by_text("A wolf?").first.wait_for(state="detached")
+        tab.reload()
+        tab.locator(".empty").wait_for()
 
 
 @browsed
