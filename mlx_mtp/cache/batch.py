@@ -58,12 +58,13 @@ class BatchCache:
         """The caches of these rows; KV stays where it is."""
         where = mx.array(rows, dtype=mx.int32)
         selected = copy.copy(self)
-        selected.layout, selected.offset = self.layout.select(rows), self.offset[where]
+        selected.layout, copies = self.layout.select(rows)
+        selected.offset = self.offset[where]
         selected.layers = [
-            c.select(where) if isinstance(c, GatedDeltaCache) else c.select(selected.layout)
+            c.select(where) if isinstance(c, GatedDeltaCache) else c.select(copies)
             for c in self.layers
         ]
-        selected.head = self.head and self.head.select(selected.layout)
+        selected.head = self.head and self.head.select(copies)
         return selected
 
     def extend(self, other: BatchCache) -> None:

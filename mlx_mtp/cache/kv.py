@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import mlx.core as mx
 
@@ -60,17 +61,18 @@ class RaggedKVCache:
     def rearrange(self, layout: Layout, moves: Moves) -> None:
         """Follow a layout whose rows have moved."""
         moved = [(self.row(old), new) for old, new in moves if old[0] in self.buffers]
-        self.buffers = self.select(layout).buffers
+        self.buffers = {b: self.buffers[b] for b in layout.buffers if b in self.buffers}
         for (keys, values), place in moved:
             self.put(place, 0, keys, values)
         # Of long rows at once, so that copies of one layer exist at a time.
         long = {buffer for _, (buffer, _) in moved if most_slots(buffer.capacity) == 1}
         mx.eval([self.buffers[buffer] for buffer in long])
 
-    def select(self, layout: Layout) -> RaggedKVCache:
-        """A cache of the rows of this layout."""
+    def select(self, copies: Mapping[Buffer, Buffer]) -> RaggedKVCache:
+        """A cache of copies of these buffers; nothing is copied before it is written."""
         selected = RaggedKVCache()
-        selected.buffers = {b: self.buffers[b] for b in layout.buffers if b in self.buffers}
+        pairs = copies.items()
+        selected.buffers = {b: self.buffers[old] for b, old in pairs if old in self.buffers}
         return selected
 
     def extend(self, other: RaggedKVCache) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 GROWTH = 256  # capacities are multiples of this
@@ -96,12 +96,19 @@ class Layout:
         assert all(buffer.capacity >= n for (buffer, _), n in zip(self.places, rooms))
         return [(before[row], self.places[row]) for row in moving if before[row] != _NOWHERE]
 
-    def select(self, rows: Sequence[int]) -> Layout:
+    def select(self, rows: Sequence[int]) -> tuple[Layout, dict[Buffer, Buffer]]:
+        """The layout of these rows in buffers of their own, and of which of these each is a copy.
+
+        Parts of one batch write to theirs, and may join again.
+        """
+        copies = {self.places[row][0]: replace(self.places[row][0]) for row in rows}
         selected = Layout(len(rows))
-        selected.places = [self.places[row] for row in rows]
+        selected.places = [
+            (copies[buffer], slot) for buffer, slot in map(self.places.__getitem__, rows)
+        ]
         selected.limits = [self.limits[row] for row in rows]
         selected._left = True
-        return selected
+        return selected, {copy: buffer for buffer, copy in copies.items()}
 
     def extend(self, other: Layout) -> None:
         self.places = self.places + other.places

@@ -73,6 +73,16 @@ class KVRows:
         self.cache.extend(other.cache)
         self.rows += other.rows
 
+    def part_and_join(self, longest: int) -> None:
+        """Two parts that each write to what were the same buffers, as prompts of one group do."""
+        other, middle = KVRows(longest, 0), len(self.rows) // 2
+        other.rows, self.rows = self.rows[middle:], self.rows[:middle]
+        other.cache = self.cache.select([*range(middle, middle + len(other.rows))])
+        self.cache = self.cache.select([*range(middle)])
+        self.window(longest)
+        other.window(longest)
+        self.join(other)
+
     def leave(self, row: int) -> None:
         keep = [i for i in range(len(self.rows)) if i != row]
         before, old = self.cache, [np.array(a) for a in self.cache.layers[0].arrays()]
@@ -87,7 +97,7 @@ class KVRows:
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(seed=SEEDS, steps=steps(["window", "join", "leave"], [1, 2, 4, 9, 130, 400], 12))
+@given(seed=SEEDS, steps=steps(["window", "join", "leave", "part"], [1, 2, 4, 9, 130, 400], 12))
 def test_rows_hold_what_was_kept_of_them(seed, steps):
     model = KVRows(seed, 2)
     model.window(3)
@@ -98,6 +108,8 @@ def test_rows_hold_what_was_kept_of_them(seed, steps):
             model.join(other)
         elif kind == "leave" and len(model.rows) > 1:
             model.leave(value % len(model.rows))
+        elif kind == "part" and len(model.rows) > 1:
+            model.part_and_join(value)
         else:
             model.window(value)
         assert model.cache.offset.tolist() == [len(r) for r in model.rows]
@@ -130,7 +142,7 @@ def test_what_joins_leaves_or_grows_copies_no_other_row():
     assert moved(limits) == [3]
     limits[0] = rows.places[0][0].capacity + 1
     assert moved(limits) == [0]
-    rows = rows.select([1, 2])
+    rows, _ = rows.select([1, 2])
     assert moved([500, 30_000]) == []
 
 
