@@ -94,7 +94,7 @@ def footprint_of(
         weights=weights,
         head=head,
         caches=CacheMemory(tuple(layers), attention[-1] if has_head else None, itemsize),
-        depth=depth if has_head else 0,
+        depth=depth,
         heads=max((layer.heads for layer in attention), default=0),
         num_attention=len(attention),
         activations=kinds + max(layer.mlp.activations() for layer in layers),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_mtp.cache.layout import GROWTH
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, footprint_of, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
@@ -41,7 +41,7 @@ def demand(found: Found, dtype: str) -> Demand:
     if found.directory is not None:
         try:
             model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
-            shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
+            shape, row = footprint(model, MAX_COPY_TOKENS), model.row_nbytes()
             refusal = _refusal(model)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
@@ -54,7 +54,7 @@ def demand(found: Found, dtype: str) -> Demand:
         head=found.head_bytes,
         has_head=has_head,
         itemsize=in_use.size,
-        depth=MAX_DRAFT_TOKENS,
+        depth=MAX_COPY_TOKENS,
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
     return Demand(shape, in_use, "as stored", int(allowed), refusal=refusal)
