@@ -139,10 +139,10 @@ def replay(
     """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
     chance, costs = random.Random(seed), StepCosts()
     table: Seconds = {}
-    for rows, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
+    for size, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
         passes = drafts if source == HEAD else 0
-        shape = Shape(rows, rows * drafts, passes, source == COPY)
-        cell = table.setdefault(rows, {}).setdefault(source, {})
+        shape = Shape(size, size * drafts, passes, source == COPY)
+        cell = table.setdefault(size, {}).setdefault(source, {})
         cell[drafts] = prices.seconds(shape, host)
     costs.load(table)
     policy = DraftsByWorth(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)

@@ -177,7 +177,6 @@ class DraftsByWorth:
         self.choices: dict[int, float] = {}
         self.reason: DraftChoice | None = None
         self._choice = Choice((), ())
-        self._even = 0  # the best number that is the same for all rows
         self._until_review = 0
         self._probe: Iterator[int] = iter(())
         self._probes: Counter[Shape] = Counter()  # steps of probes that have not been observed
@@ -223,8 +222,7 @@ class DraftsByWorth:
         head = [row.rates.chances(pool) for row in rows]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
         speeds = [_speed(prices, choice, head) for choice in even]
-        self._even = max(range(len(even)), key=speeds.__getitem__)
-        best = even[self._even]._replace(speed=speeds[self._even])
+        best = max((c._replace(speed=s) for c, s in zip(even, speeds)), key=lambda c: c.speed)
 
         own = [(row.fixed, chances) for row, chances in zip(rows, head) if row.fixed is not None]
         fixed = [count for count, _ in own]

@@ -71,7 +71,7 @@ def test_its_time_is_bounded_and_a_failure_ends_it(runner, monkeypatch):
     work = Calibration(costs, config, CELLS, clock=lambda: 0.1 * next(ticks))
     while not work.over:
         work.step(runner)
-    assert 8.0 < 0.1 * next(ticks) < 12.0
+    assert 8.0 < 0.1 * next(ticks) < 16.0  # a step reads it more than once
     calls, original = itertools.count(), MTPProposer.propose
 
     def failing(self, *parts):

@@ -13,13 +13,11 @@ from tests.engine.test_engine import Client
 from tests.harness import Driver, greedy, plain, request
 from tests.tiny_models import VOCAB
 
-CHEAP = {1: {HEAD: {0: 1.0, 1: 1.1, 8: 1.4}, COPY: {4: 1.1, 16: 1.2}}}
 
-
-def cheap(head: bool = True) -> DraftsByWorth:
-    """A policy that thinks drafts cost next to nothing."""
+def cheap(head: bool = True, draft: float = 0.05) -> DraftsByWorth:
+    """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
     costs = StepCosts()
-    costs.load(CHEAP)
+    costs.load({1: {HEAD: {n: 1.0 + draft * n for n in (0, 1, 8)}, COPY: {4: 1.1, 16: 1.2}}})
     return DraftsByWorth(costs, 8 if head else 0)
 
 
@@ -53,7 +51,7 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
 
 def test_a_request_that_fixed_its_drafts_copies_nothing(tiny_models):
     model = tiny_models["qwen3_5"]
-    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig("auto"), depth=cheap())
+    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig("auto"), depth=cheap(draft=2.0))
     asked = request("a", [5, 6], greedy(60, ignore_eos=True, logit_bias=((9, 100.0),)))
     driver.add(dataclasses.replace(asked, num_draft_tokens=1))
     driver.add(dataclasses.replace(asked, request_id="b"))

@@ -30,7 +30,7 @@ class FakeInfo:
     prefix_cache_dir: Path | None = None
     prefix_cache_dir_size: int = 0
     memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 10**9})
-    draft_source: str = "mtp"
+    draft_sources: tuple[str, ...] = ("mtp",)
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

@@ -70,7 +70,7 @@ PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASO
 
 
 def test_the_engines_counters_under_their_promised_names() -> None:
-    for info in (FakeInfo(), FakeInfo(num_draft_tokens=0, mtp_enabled=False)):
+    for info in (FakeInfo(), FakeInfo(num_draft_tokens=0, mtp_enabled=False, draft_sources=())):
         engine = FakeEngine(answer([300]), info)
         engine.reported = EngineStats(**STATS, prefix_cache=PrefixCacheStats(**PREFIXES))
         with in_process(engine) as client:
