@@ -55,7 +55,13 @@ def tables() -> list[str]:
     for names, model in unique:
         shape = model.demand.footprint
         kv = 1000 * (shape.caches.kv_per_token + shape.caches.head_kv_per_token)
-        sizes = (shape.weights, shape.head, model.head_download, shape.caches.row, kv)
+        sizes = (
+            shape.weights,
+            shape.head,
+            model.head_download,
+            shape.caches.states_and_window(None),
+            kv,
+        )
         rows.append((names, *map(size_text, sizes)))
     headings = ("weights", "head", "head in BF16", "states of a row", "KV of 1,000 tokens")
     fits = [(names, *(cell(model, n) for n in _MACHINES)) for names, model in unique]

@@ -21,8 +21,14 @@ WATCHERS = (0, 1, 10)
 STREAMS = 16
 
 
-async def tokens_per_second(client: httpx.AsyncClient, tokens: int, watchers: int) -> float:
-    """The rate of all streams together while so many read /live."""
+async def processor_seconds(client: httpx.AsyncClient) -> float:
+    """What the server's process has used so far."""
+    metrics = (await client.get("/metrics")).text
+    return float(metrics.split("\nprocess_cpu_seconds_total ")[1].split()[0])
+
+
+async def costs(client: httpx.AsyncClient, tokens: int, watchers: int) -> tuple[float, float]:
+    """Seconds of all streams together while so many read /live, and of the server's processor."""
 
     async def watch() -> None:
         async with client.stream("GET", "/live") as response:
@@ -39,31 +45,34 @@ async def tokens_per_second(client: httpx.AsyncClient, tokens: int, watchers: in
 
     reading = [asyncio.create_task(watch()) for _ in range(watchers)]
     await asyncio.sleep(SECONDS if watchers else 0)
-    began = time.perf_counter()
+    used, began = await processor_seconds(client), time.perf_counter()
     await asyncio.gather(*map(answer, range(STREAMS)))
     seconds = time.perf_counter() - began
+    used = await processor_seconds(client) - used
     for task in reading:
         task.cancel()
     await asyncio.gather(*reading, return_exceptions=True)
-    return STREAMS * tokens / seconds
+    return seconds, used
 
 
 async def measure(url: str, rounds: int, tokens: int) -> None:
-    """Print the median ratio to the rounds without watchers before and after."""
+    """Print the median ratios to the rounds without watchers before and after."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        await tokens_per_second(client, tokens, 0)
-        ratios: dict[int, list[float]] = {count: [] for count in WATCHERS[1:]}
-        plain = await tokens_per_second(client, tokens, 0)
+        await costs(client, tokens, 0)
+        ratios: dict[int, list[tuple[float, ...]]] = {count: [] for count in WATCHERS[1:]}
+        before = await costs(client, tokens, 0)
         for _ in range(rounds):
             for count, found in ratios.items():
-                rate = await tokens_per_second(client, tokens, count)
-                after = await tokens_per_second(client, tokens, 0)
-                found.append(2 * rate / (plain + after))
-                plain = after
+                watched = await costs(client, tokens, count)
+                after = await costs(client, tokens, 0)
+                each = zip(watched, before, after)
+                found.append(tuple(2 * now / (last + next_) for now, last, next_ in each))
+                before = after
     for count, found in ratios.items():
-        low, middle, high = statistics.quantiles(found, n=4)
-        print(f"{count} watch: {middle:.3f} of the rate (quartiles {low:.3f} to {high:.3f})")
+        for name, values in zip(("time", "processor time"), zip(*found)):
+            low, middle, high = statistics.quantiles(values, n=4)
+            print(f"{count} watch: {middle:.4f} of the {name} ({low:.4f} to {high:.4f})")
 
 
 def main() -> None:

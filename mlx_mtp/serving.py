@@ -58,13 +58,14 @@ def serve(
         limits = from_options(EngineConfig, options, prefix_cache_size=0)
         memory = plan_memory(loaded, options, limits)
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
-        store = None
+        store, kept = None, prefixes_text(limits)
         if options.prefix_cache_dir is not None:
             from mlx_mtp.engine.build import prefix_store
 
             size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
             path = Path(options.prefix_cache_dir).expanduser()
             store = prefix_store(loaded, limits, options.dtype, path, size)
+            kept += f"; up to {size / 1e9:.2f} GB in {path}"
         loaded.read()
         engine = factories.engine(loaded, tokenizer, options, limits, memory=memory, store=store)
         name, *others = options.served_model_name or [model_name(options.model)]
@@ -85,7 +86,7 @@ def serve(
         gc.freeze()
         engine.launch()  # Where it can't answer there is nothing to serve.
         plan = memory.lines(options.max_num_seqs)
-        text = banner(config, loaded, engine.info, info, plan, width_of(sys.stdout))
+        text = banner(config, loaded, engine.info, info, plan, kept, width_of(sys.stdout))
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)
@@ -124,9 +125,13 @@ def banner(
     engine: EngineInfo,
     info: BackendInfo,
     memory: Sequence[str],
+    prefixes: str,
     width: int | None = None,  # of the terminal
 ) -> str:
-    """Addresses, model, backend, memory plan (its lines), a curl command to try, how to stop."""
+    """Addresses, model, backend, memory plan (its lines), a curl command to try, how to stop.
+
+    `prefixes` says which are kept, and where.
+    """
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     depth = engine.num_draft_tokens
     drafts = (
@@ -148,7 +153,7 @@ def banner(
         if "copy" in engine.draft_sources
         else "off: --drafts, or a fixed number of drafts",
         "backend": str(info),
-        "prefixes": _prefixes(engine),
+        "prefixes": prefixes,
         "memory": "\n".join(memory),
     }
     curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]
@@ -179,14 +184,13 @@ def _url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _prefixes(engine: EngineInfo) -> str:
-    if not engine.prefix_cache_size:
+def prefixes_text(config: EngineConfig) -> str:
+    """Which prefixes are kept in memory."""
+    if not config.prefix_cache_size:
         return "not kept (--prefix-cache-size is 0)"
-    text = f"up to {engine.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
-    if (bits := engine.kv_cache_quantization) is not None:
+    text = f"up to {config.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
+    if (bits := config.kv_cache_quantization) is not None:
         text += f", in {bits} bits: answers that reuse them may differ slightly"
-    if engine.prefix_cache_dir is not None:
-        text += f"; up to {engine.prefix_cache_dir_size / 1e9:.2f} GB in {engine.prefix_cache_dir}"
     return text
 
 

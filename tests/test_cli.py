@@ -17,12 +17,12 @@ import pytest
 
 from mlx_mtp import __version__, cli, factories
 from mlx_mtp.backend import BackendInfo
-from mlx_mtp.config import ServerConfig
+from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models import loader
 from mlx_mtp.server.serve import bind
-from mlx_mtp.serving import banner, model_name, own_address
+from mlx_mtp.serving import banner, model_name, own_address, prefixes_text
 from tests.process import running
 from tests.server.fake_engine import FakeInfo
 
@@ -179,10 +179,7 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
         ({}, {}, "MTP      on, 2 drafts per step; head from /m/mtp.safetensors\n"),
         ({}, {"mtp_enabled": False}, "MTP      off: --no-enable-mtp, or the model has no head\n"),
-        ({}, {}, "prefixes up to 8.00 GB of earlier prompts and answers are kept\n"),
-        ({}, {"kv_cache_quantization": 4}, "in 4 bits: answers that reuse them may differ slight"),
-        ({}, {"prefix_cache_size": 0}, "prefixes not kept (--prefix-cache-size is 0)"),
-        ({}, {"prefix_cache_dir": Path("/p"), "prefix_cache_dir_size": 10**9}, "1.00 GB in /p\n"),
+        ({}, {}, "prefixes kept\n"),
         ({}, {}, "\n  memory   8.0 GB: 1.0 GB weights\n           rows: 3\n"),
         ({"api_keys": ("a'b",)}, {}, '"Authorization: Bearer $MLX_MTP_API_KEY"'),
     ],
@@ -192,16 +189,28 @@ def test_the_banner(config, engine, shown):
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
     info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
-    text = banner(config, loaded, FakeInfo(**engine), info, memory)
+    text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept")
     assert shown in text and "a'b" not in text
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
-    narrow = banner(config, loaded, FakeInfo(**engine), info, memory, width=60)
+    narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", width=60)
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
     assert narrow.split() == text.split()
     assert ("Authorization" in text) == bool(config.api_keys)
     command = text[text.index("curl ") : text.index("\n\nReady")]
     words = shlex.split(command.replace("\\\n", " "))
     assert json.loads(words[-1])["model"] == "it's"
+
+
+def test_the_banners_line_on_prefixes():
+    size = {"prefix_cache_size": 8 * 10**9}
+    kept = "up to 8.00 GB of earlier prompts and answers are kept"
+    rounded = ", in 4 bits: answers that reuse them may differ slightly"
+    for settings, shown in (
+        (size, kept),
+        (size | {"kv_cache_quantization": 4}, kept + rounded),
+        ({}, "not kept (--prefix-cache-size is 0)"),
+    ):
+        assert prefixes_text(EngineConfig(**settings)) == shown
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ The recurrence needs them as a rectangle, `rows`, and attention as one rectangle
 Which token goes where is known on the host; only the positions are on the device.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.layout import Layout
+from mlx_mtp.cache.layout import Buffer, Layout
 
 Index = slice | mx.array
 
@@ -70,12 +71,10 @@ class Packing:
     @cached_property
     def parts(self) -> list["Part"]:
         """The buffers that hold these rows."""
-        used = np.flatnonzero(self.lengths).tolist()
-        buffers = sorted({self.layout.places[row][0] for row in used})
-        return [
-            Part(self, buffer, [row for row in used if self.layout.places[row][0] == buffer])
-            for buffer in buffers
-        ]
+        rows = defaultdict[Buffer, list[int]](list)
+        for row in np.flatnonzero(self.lengths).tolist():
+            rows[self.layout.places[row][0]].append(row)
+        return [Part(self, buffer, own) for buffer, own in rows.items()]
 
     @cached_property
     def _from_parts(self) -> Index:
@@ -97,10 +96,10 @@ class Packing:
 class Part:
     """The tokens of a pass whose rows share a buffer."""
 
-    def __init__(self, packing: Packing, buffer: int, rows: list[int]) -> None:
+    def __init__(self, packing: Packing, buffer: Buffer, rows: list[int]) -> None:
         layout = packing.layout
         self.buffer = buffer
-        self.limit = min(max(layout.limits[row] for row in rows), layout.buffers[buffer].capacity)
+        self.limit = min(max(layout.limits[row] for row in rows), buffer.capacity)
         self.length = int(packing.lengths[rows].max())
         slots = {layout.places[row][1]: row for row in rows}
         self.used = max(slots) + 1

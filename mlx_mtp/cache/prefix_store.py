@@ -27,10 +27,10 @@ _MANY_TASKS = 10_000
 class StoreStats(NamedTuple):
     """Gauges and counters of a store."""
 
-    num_nodes: int  # files on the disk
-    nbytes: int  # of these
-    num_written: int  # files, since the start
-    num_dropped: int
+    num_files: int  # on the disk
+    file_nbytes: int  # of these
+    num_files_written: int  # since the start
+    num_files_dropped: int
 
 
 class PrefixStore:
@@ -142,11 +142,6 @@ class PrefixStore:
             written = [file.nbytes for file in self._files.values() if file.content is None]
             return StoreStats(len(written), sum(written), self._num_written, self._num_dropped)
 
-    def flush(self, seconds: float) -> bool:
-        """Wait until the thread has nothing left to do; False if that takes longer."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not (self._began or self._tasks), seconds)
-
     def close(self, seconds: float = 10.0) -> None:
         """Write what is queued, for so long at most, and leave the directory to others."""
         if self._deadline < math.inf:
@@ -169,9 +164,10 @@ class PrefixStore:
             if file.key in self._files:
                 return True
             ancestors = sum(each.nbytes for each in self._lineage(file.parent))
+            queued = sum(len(each.content or b"") for each in self._files.values())
             if (
                 ancestors + at_most > self.max_bytes
-                or self._queued_bytes() + at_most > self._max_queued_bytes
+                or queued + at_most > self._max_queued_bytes
                 or time.monotonic() < self._refused_until
                 or self._deadline < math.inf
             ):
@@ -189,9 +185,6 @@ class PrefixStore:
         return True
 
     # These are called with the lock held.
-
-    def _queued_bytes(self) -> int:
-        return sum(len(file.content or b"") for file in self._files.values())
 
     def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """Lengths and keys of the prefixes of a prompt that files may end at, and of the whole."""

@@ -29,7 +29,7 @@ Kind = tuple[object, ...]
 """Steps of one kind cost about the same; its first part is the most general."""
 
 
-def step_error(error: Exception) -> StepError:
+def step_error(error: BaseException) -> StepError:
     """What the requests in a step that raised `error` end with."""
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):

@@ -14,7 +14,7 @@ from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.prompt_logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
-from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError
+from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
 from mlx_mtp.speculative.acceptance import accept
@@ -38,7 +38,7 @@ class ModelRunner:
         self._model = model
         self._proposer = proposer
         self._vocab_size = vocab_size
-        self._prefixes = prefixes
+        self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
         self._num_steps = 0
         self._failed_last = False
@@ -48,8 +48,8 @@ class ModelRunner:
         self.batches.prune(plan.live)
         self._clear_cache(plan)
         launched = []
-        if (chunk := plan.chunk) is not None:
-            rows = tuple(s for s, _, _ in chunk.rows)
+        if chunk := plan.chunk:
+            rows = tuple(s for s, _, _ in chunk)
             launched.append(self._guard(rows, lambda: self._prefill(chunk, plan.drafts)))
         if plan.decode:
             launched.append(self._guard(plan.decode, lambda: self._decode(plan)))
@@ -64,50 +64,38 @@ class ModelRunner:
                 step.read()
             except Exception as error:
                 logger.exception("A step failed on the device")
-                step.fail(self._as_step_error(error))
+                step.error = self._as_step_error(error)
+                step.num_cached = [0] * len(step.sequences)
                 dropped = self.batches.drop(step.sequences)
                 others = tuple(s for s in dropped if s not in step.sequences)
                 steps.append(_failed(others, step.error))
             else:
-                if self._prefixes is not None:
-                    self._prefixes.commit(step.saves)
+                self.prefixes.commit(step.saves)
         return steps
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
-        """Copy the caches of rows that have just ended; `settle` puts them into the cache."""
-        running = self.batches.decoding
-        if self._prefixes is None or running is None:
-            return
+        """Copy the caches of rows that have just ended."""
         rows = (row for step in steps for row in zip(step.sequences, step.finished, step.token_ids))
         ended = {s for s, finished, tokens in rows if finished and tokens and s.ended}
-        if ended:
-            self._prefixes.save_ends(running, ended)
-
-    def settle(self) -> None:
-        """Put the copied ends of answers into the prefix cache, for the next lookup."""
-        if self._prefixes is not None:
-            self._prefixes.settle()
-
-    def clear_prefixes(self) -> None:
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if ended and self.batches.decoding is not None:
+            self.prefixes.save_ends(self.batches.decoding, ended)
 
     def release(self) -> None:
-        self.batches.clear()
+        self.batches = Batches()
         mx.clear_cache()
 
     def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> InFlightStep:
-        sequences = tuple(s for s, _, _ in chunk.rows)
-        batch = self.batches.prefilling.pop(chunk.group, None)
+        sequences = tuple(s for s, _, _ in chunk)
+        batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
         arrays = ChunkArrays(chunk, int(warm))
+        assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
         batch = batch or self._new_batch(sequences)
-        assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
         num_drafts = self._num_drafts(batch, drafts)
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
         batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
-        if warm and self._prefixes is not None and not self._prefixes.restore(batch):
+        if warm and not self.prefixes.restore(batch):
             for sequence in sequences:
                 sequence.restart()
             return InFlightStep((), (), is_prefill=True)
@@ -124,9 +112,8 @@ class ModelRunner:
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
-        if self._prefixes is not None:
-            step.saves.extend(self._prefixes.save_prompts(batch))
-        self.batches.store(chunk.group, batch, arrays.is_last.tolist())
+        step.saves.extend(self.prefixes.save_prompts(batch))
+        self.batches.store(batch, arrays.is_last.tolist())
         return step
 
     def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, packing: Packing) -> mx.array:
@@ -215,7 +202,7 @@ class ModelRunner:
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        due = plan.empty or plan.chunk is not None or self._num_steps % _CLEAR_STEPS == 0
+        due = plan.chunk or not plan.decode or self._num_steps % _CLEAR_STEPS == 0
         if due or self._failed_last:
             mx.clear_cache()
         self._failed_last = False
@@ -225,17 +212,19 @@ class ModelRunner:
     ) -> InFlightStep:
         try:
             return launch()
-        except Exception as error:
+        except BaseException as error:
+            if not is_fault(error):  # As a panic is, of the Rust that makes grammars' masks.
+                raise
             logger.exception("A step failed while it was launched")
             self.batches.drop(rows)
             return _failed(rows, self._as_step_error(error))
 
-    def _as_step_error(self, error: Exception) -> StepError:
+    def _as_step_error(self, error: BaseException) -> StepError:
         # Its buffers are free once the error, which refers to them, has been handled.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
-            self.clear_prefixes()  # The only memory that can be given up.
+            self.prefixes.clear()  # The only memory that can be given up.
         return reported
 
 

@@ -55,22 +55,13 @@ class Sequence:
         self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property
-    def reuses_prefixes(self) -> bool:
-        """Not if it wants logprobs of its prompt: hidden states of a cached prefix are not kept."""
-        return self.request.sampling.prompt_logprobs is None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.output)
-
-    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
     @property
     def surely_finished(self) -> bool:
         """Every step emits a token, so the steps in flight reach its limit at the latest."""
-        return self.num_output + self._steps_in_flight >= self.max_new_tokens
+        return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property
     def in_flight(self) -> bool:
@@ -87,15 +78,10 @@ class Sequence:
         """Most positions in its caches once all steps in flight have run."""
         return self.num_cached + self._positions_in_flight
 
-    @property
-    def most_cached(self) -> int:
-        """Most positions its caches can ever hold."""
-        return self.num_prompt + self.max_new_tokens
-
     def to_copy(self, count: int) -> Many[int]:
         """At most so many tokens of its run: as many as it may emit and its grammar allows."""
         assert self.drafting.copier is not None
-        run = self.drafting.copier.run[: min(count, self.max_new_tokens - self.num_output - 1)]
+        run = self.drafting.copier.run[: min(count, self.max_new_tokens - len(self.output) - 1)]
         return run if self.constraint is None else run[: self.constraint.num_allowed(run)]
 
     def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:

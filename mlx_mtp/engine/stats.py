@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.config import DraftTokens
@@ -22,9 +21,6 @@ class EngineInfo:
     mtp_enabled: bool  # a head drafts
     max_num_seqs: int  # rows that are computed at once
     prefix_cache_size: int = 0  # its limit in bytes; 0: there is none
-    kv_cache_quantization: int | None = None  # bits of the KV in it; None: not quantized
-    prefix_cache_dir: Path | None = None  # None: in memory only
-    prefix_cache_dir_size: int = 0  # limit of the files in bytes
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes planned by part; empty: no plan
     draft_sources: tuple[str, ...] = ()  # names in `speculative/draft_sources.py`, and "copy"
 
@@ -59,9 +55,7 @@ class EngineStats:
 
     num_requests_running: int = 0  # rows in a prefill or decode batch
     num_requests_waiting: int = 0  # not yet admitted
-    kv_usage: float = (
-        0.0  # share of the memory for rows that those in a batch take; 0 without limit
-    )
+    kv_usage: float = 0.0  # share of the memory for rows that is in use; 0 without a limit
     prefills: tuple[Prefill, ...] = ()
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0  # given to requests

@@ -15,18 +15,14 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.speculative.acceptance import AcceptResult
 
-
-class PrefillChunk(NamedTuple):
-    """A chunk of the prompts of one group."""
-
-    group: int  # the group's number, unique
-    rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, first position, number of tokens)
+# Of the prompts of one group, each with its first position and its number of tokens.
+PrefillChunk = tuple[tuple[Sequence, int, int], ...]
 
 
 class StepPlan(NamedTuple):
     """What to launch: a prefill chunk, a decode step, or both."""
 
-    chunk: PrefillChunk | None
+    chunk: PrefillChunk  # empty: none
     decode: tuple[Sequence, ...]
     live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
     # Drafts of the head for the next window, of rows that decode or will then.
@@ -34,10 +30,6 @@ class StepPlan(NamedTuple):
     # Tokens that this step verifies in place of the head's drafts.
     copies: Mapping[Sequence, Many[int]] = MappingProxyType({})
     copying: bool = False  # some may follow in the next step, once this one has been read
-
-    @property
-    def empty(self) -> bool:
-        return self.chunk is None and not self.decode
 
     @property
     def needs_host(self) -> bool:
@@ -50,12 +42,12 @@ class ChunkArrays:
     def __init__(self, chunk: PrefillChunk, before: int) -> None:
         self.before = before  # its hidden state is known
         # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
-        self.num_computed = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
+        self.num_computed = np.array([length for _, _, length in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
         self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
-        ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]  # in this chunk
+        ends = [(s.num_prompt, start + length) for s, start, length in chunk]  # in this chunk
         self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
-        spans = [(s.prompt, start - before, start + length) for s, start, length in chunk.rows]
+        spans = [(s.prompt, start - before, start + length) for s, start, length in chunk]
         # int32 [N]: the tokens, and the one after each, 0 where the prompt ends.
         tokens = [prompt[low:high] for prompt, low, high in spans]
         following = [(*prompt[low + 1 : high + 1], 0)[: high - low] for prompt, low, high in spans]
@@ -151,10 +143,6 @@ class InFlightStep:
             rows = np.array(window)[:, 1:].tolist()
             self.drafts = [tuple(row[:n]) for row, n in zip(rows, self.num_drafts)]
         self.drawn = None
-
-    def fail(self, error: MlxMtpError) -> None:
-        self.error = error
-        self.num_cached = [0] * len(self.sequences)
 
     def error_of(self, row: int) -> MlxMtpError | None:
         return self.error or self.row_errors.get(row)

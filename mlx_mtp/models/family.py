@@ -1,7 +1,8 @@
 """What a model family says of itself, and the layers that mlx-lm's instance is patched with."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.kernels.window import Convolution, Projected, Shape
+from mlx_mtp.models.head import MTPHead
 
 
 class RaggedAttention(Qwen3NextAttention):
@@ -68,6 +70,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
+@dataclass(frozen=True)
 class Family:
     """One mlx-lm model family: its layers, and how to reach and patch its parts.
 
@@ -77,6 +80,8 @@ class Family:
     model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
     decoder_layer: type[nn.Module]  # mlx-lm's
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
+    # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
+    prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
         mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
@@ -100,18 +105,14 @@ class Family:
         """The module with `.model` (embed_tokens, layers, norm), `.lm_head` and `.args`."""
         return model.get("language_model", model)
 
-    def prepare_weights(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Fix up tensors of the trunk that mlx-lm's own `sanitize` does not handle."""
-        return weights
-
-    def head_layer(self, args: Any, *, moe: bool) -> nn.Module:
-        """A decoder layer for an MTP head, whose MLP may be of another kind than the trunk's."""
+    def make_head(self, args: Any, *, moe: bool) -> MTPHead:
+        """A head with nothing in it, whose MLP may be of another kind than the trunk's."""
         layer = self.decoder_layer(args, args.full_attention_interval - 1)
         layer.self_attn.__class__ = RaggedAttention
         wanted = Qwen3NextSparseMoeBlock if moe else Qwen3NextMLP
         if type(layer.mlp) is not wanted:
             layer.mlp = wanted(args) if moe else wanted(args.hidden_size, args.intermediate_size)
-        return layer
+        return MTPHead(layer, args.hidden_size, args.rms_norm_eps)
 
     def patch(self, model: nn.Module) -> None:
         """Put our layers into this instance; UnsupportedModelError if mlx-lm's are others."""
@@ -122,18 +123,10 @@ class Family:
             ours = RaggedAttention if is_attention else self.gated_delta_net
             name = "self_attn" if is_attention else "linear_attn"
             inner = layer[name]
-            missing = [n for n in _NEEDED if not (is_attention or hasattr(inner, n))]
-            if type(inner) not in ours.__bases__ or missing:
-                lack = f" (no {', '.join(missing)})" if missing else ""
+            if type(inner) not in ours.__bases__:
                 raise UnsupportedModelError(
-                    f"Layer {index}'s {name}{lack} is not the module that this version of mlx-mtp "
+                    f"Layer {index}'s {name} is not the module that this version of mlx-mtp "
                     "patches. The installed mlx-lm is newer or older than the tested range: "
                     "install mlx-lm>=0.32.2,<0.33."
                 )
             inner.__class__ = ours
-
-
-_NEEDED = (
-    *("conv1d", "conv_kernel_size", "key_dim", "num_k_heads", "num_v_heads"),
-    *("head_k_dim", "head_v_dim", "A_log", "dt_bias", "norm", "out_proj"),
-)

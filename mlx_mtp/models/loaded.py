@@ -65,12 +65,10 @@ class LoadedModel:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence, as generation_config.json or else config.json names them."""
-        return next((tuple(ids) for ids in self._eos_lists() if ids), ())
-
-    def _eos_lists(self) -> list[list[Any]]:
         sources = (self.generation_config, self.config, text_config(self.config))
         values = [source.get("eos_token_id") for source in sources]
-        return [v if isinstance(v, list) else [v] for v in values if v is not None]
+        lists = (v if isinstance(v, list) else [v] for v in values if v is not None)
+        return next((tuple(ids) for ids in lists if ids), ())
 
     @property
     def causal_lm(self) -> nn.Module:
@@ -102,7 +100,7 @@ class LoadedModel:
         return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
     def check(self) -> None:
-        for token in (token for ids in self._eos_lists() for token in ids):
+        for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ModelError(
                     f"{self.path}: eos_token_id names {token!r}, but this model's token ids "
@@ -132,12 +130,13 @@ class LoadedModel:
         return replace(self, head_source=None)
 
     def make_cache(self, num_rows: int) -> BatchCache:
-        return BatchCache([spec.make_cache(num_rows) for spec in self.layer_specs], num_rows)
+        layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
+        return BatchCache(layers, num_rows)
 
     def hidden(self, tokens: mx.array, packing: Packing, cache: BatchCache) -> mx.array:
         """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
         packing.num_run = self.num_run(packing.num_tokens)
-        hidden = self.causal_lm.model(packing.fill_up(tokens)[None], cache)
+        hidden = self.causal_lm.model(packing.fill_up(tokens)[None], cache.layers)
         packing.num_run = packing.num_tokens
         return hidden[0, : packing.num_tokens]
 

@@ -107,6 +107,5 @@ class Release(NamedTuple):
 RELEASES = tuple(Release(name, bits) for name in SHAPES for bits in BITS)
 
 
-def source_of(repo_id: str) -> str | None:
-    """The original of a published quantization; None if it isn't in the table."""
-    return next((each.source for each in RELEASES if each.repo_id == repo_id), None)
+source_of = {each.repo_id: each.source for each in RELEASES}.get
+"""The original of a published quantization; None if it isn't in the table."""

@@ -23,14 +23,12 @@ _RANGES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, 1 << 20)),
 }
 _MAY_BE_NULL = ("head_dim", "intermediate_size", "max_position_embeddings")
-# The first is not above the second; the second divides the first.
-_NOT_ABOVE = (
-    ("num_experts_per_tok", "num_experts"),
-    ("full_attention_interval", "num_hidden_layers"),
-)
-_DIVIDED = (
-    ("num_attention_heads", "num_key_value_heads"),
-    ("linear_num_value_heads", "linear_num_key_heads"),
+_ABOVE, _NO_MULTIPLE = "above", "not a multiple of"
+_FAULTS = (  # what the first must not be of the second
+    ("num_experts_per_tok", _ABOVE, "num_experts"),
+    ("full_attention_interval", _ABOVE, "num_hidden_layers"),
+    ("num_attention_heads", _NO_MULTIPLE, "num_key_value_heads"),
+    ("linear_num_value_heads", _NO_MULTIPLE, "linear_num_key_heads"),
 )
 _OF_TENSORS = frozenset(_RANGES) - {"full_attention_interval", "max_position_embeddings"}
 _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d{1,9})\.")
@@ -51,12 +49,11 @@ def check_sizes(
         low, high = _RANGES[name]
         if type(value) is not int or not low <= value <= high:
             refuse(f"{name} is {value!r:.40}, but must be {low} to {high}.")
-    for name, other in _NOT_ABOVE:
-        if name in sizes and other in sizes and sizes[name] > sizes[other]:
-            refuse(f"{name} is {sizes[name]}, above {other}, {sizes[other]}.")
-    for name, other in _DIVIDED:
-        if name in sizes and other in sizes and sizes[name] % sizes[other]:
-            refuse(f"{name} is {sizes[name]}, not a multiple of {other}, {sizes[other]}.")
+    for name, fault, other in _FAULTS:
+        if {name, other} <= sizes.keys():
+            one, two = sizes[name], sizes[other]
+            if one > two if fault is _ABOVE else one % two:
+                refuse(f"{name} is {one}, {fault} {other}, {two}.")
     if shapes is None:
         return
     layers = 1 + max((int(m[1]) for name in shapes if (m := _LAYER.match(name))), default=-1)

@@ -184,3 +184,9 @@ def check_tree(tree: PrefixTree) -> None:
     assert total == tree.nbytes
     assert total + tree.fetched_nbytes <= tree.limit
     assert entries == set(tree._entries)
+
+
+def flush(store: PrefixStore) -> bool:
+    """Wait until its thread has nothing left to do; False if that takes too long."""
+    with store._lock:
+        return store._lock.wait_for(lambda: not (store._began or store._tasks), PATIENCE)

@@ -19,7 +19,7 @@ from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
-from tests.cache.prefixes import FINGERPRINT, PATIENCE, ROOT, fetch, is_whole, keep, same
+from tests.cache.prefixes import FINGERPRINT, ROOT, fetch, flush, is_whole, keep, same
 
 SALTS = st.sampled_from([ROOT, root_key("a")])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
@@ -31,12 +31,12 @@ def files(folder: Path, pattern: str = "*.safetensors") -> list[Path]:
 
 def check_integrity(store: PrefixStore) -> None:
     """What is on the disk is what the index says, within its limit, each with all its ancestors."""
-    assert store.flush(PATIENCE)
+    assert flush(store)
     here = files(store.path)
     index = store._files.values()
     assert {path.name for path in here} == {store._directory._name(file) for file in index}
-    assert sum(path.stat().st_size for path in here) == store.stats().nbytes <= store.max_bytes
-    assert store.stats().num_nodes == len(here)
+    assert sum(path.stat().st_size for path in here) == store.stats().file_nbytes <= store.max_bytes
+    assert store.stats().num_files == len(here)
     assert files(store.path, "*.tmp") == []
     assert all(file.start == 0 or store._files[file.parent].end == file.start for file in index)
 
@@ -74,7 +74,7 @@ def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store
     keep(again, 1, 2, 3)
     keep(again, 1, 2, 3, 4, 5)
     check_integrity(again)
-    assert again.stats().num_written == 2
+    assert again.stats().num_files_written == 2
 
 
 def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
@@ -85,14 +85,14 @@ def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
     store = open_store()
     keep(store, 1)
     check_integrity(store)
-    size = store.stats().nbytes + 300  # of an entry, with longer numbers in its headers
+    size = store.stats().file_nbytes + 300  # of an entry, with longer numbers in its headers
     store = open_store(max_bytes=4 * size)
     for first in range(2, 20):
         keep(store, first)
         store.touch(ROOT, (2,))
     assert here(store) == [2, 17, 18, 19]
     store.touch(ROOT, (17,))
-    assert store.flush(PATIENCE)
+    assert flush(store)
     again = open_store(max_bytes=4 * size)
     keep(again, 20)
     assert here(again) == [2, 17, 19, 20]
@@ -207,7 +207,7 @@ def test_other_files_are_left_alone_and_unfit_ones_of_ours_removed(open_store, f
         (folder / each).write_text("x")
     (folder / f"{name}ffffffff-{key}-{key}-0-3.safetensors").symlink_to(folder / "a.tmp")
     (folder / blocked).mkdir()
-    assert open_store().flush(PATIENCE)
+    assert flush(open_store())
     left = {path.name for path in folder.iterdir()}
     assert left == {*others, blocked, "mlx-mtp-prefix.lock"}
     assert (folder / "a.tmp").read_text() == "x"

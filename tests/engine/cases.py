@@ -16,7 +16,7 @@ from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.proposer import Computed, MTPProposer
 from mlx_mtp.speculative.worth import Choice, DecodeStep, DraftRow
-from tests.cache.prefixes import PATIENCE
+from tests.cache.prefixes import flush
 from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
 from tests.tiny_models import VOCAB
@@ -175,7 +175,7 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     whole = Computed(hidden[0], mx.array(text[1:]), start, num_kept, packing, cache)
     proposer.propose(state, whole, [0], batch.sampler)
     state.settle(cache)
-    for mine, theirs in zip(ours, cache.head.row((0, 0)), strict=True):
+    for mine, theirs in zip(ours, cache.head.row(cache.layout.places[0]), strict=True):
         np.testing.assert_allclose(mine, np.array(theirs[:, :held]), atol=1e-3)
 
 
@@ -209,7 +209,7 @@ def ask(run: Driver, *wanted: Request) -> None:
     for each in wanted:
         run.add(each)
     run.run()
-    assert run.store is None or run.store.flush(PATIENCE)
+    assert run.store is None or flush(run.store)
 
 
 def check(run: Driver, model: LoadedModel, ties: Ties, *wanted: Request) -> None:

@@ -1,11 +1,13 @@
 """Grammars in the engine; that tokens are the same with MTP on or off is in test_equality.py."""
 
 import json
+from itertools import count
 
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.errors import GrammarError
+from mlx_mtp.errors import GrammarError, StepError
+from mlx_mtp.sampling import grammar_masks
 from mlx_mtp.sampling.params import GrammarSpec
 from tests.engine.cases import SPECS, STEP, make_requests
 from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
@@ -54,6 +56,37 @@ def test_a_first_token_that_cannot_be_masked_is_an_error_of_its_row_alone(tiny_m
     assert isinstance(driver.outputs["r0"][-1].error, GrammarError)
     for name in ("r1", "r2"):
         assert tuple(got[name]) == references("qwen3_next", KIND)[name].tokens
+
+
+PANIC = type(
+    "PanicException", (BaseException,), {}
+)  # As pyo3 raises one, of a type without a name.
+
+
+@pytest.mark.parametrize("rows", ["", "_par", "_par_with_draft_tokens"])
+def test_a_panic_of_llguidance_ends_its_step_alone(tiny_models, references, monkeypatch, rows):
+    name, calls = f"fill_next_token_bitmask{rows}", count()
+    original = getattr(grammar_masks, name)
+
+    def panics(*parts) -> None:
+        if next(calls) == 2:
+            raise PANIC("index out of bounds")
+        original(*parts)
+
+    monkeypatch.setattr(grammar_masks, name, panics)
+    driver = drive(tiny_models["qwen3_next"], 2, max_num_seqs=4)
+    got = driver.run_arrivals({0: make_requests(KIND)})
+    hit = [each for each in got if driver.reason(each) == "error"]
+    assert 1 <= len(hit) <= 4
+    for each, reference in references("qwen3_next", KIND).items():
+        if each in hit:
+            error = driver.outputs[each][-1].error
+            assert isinstance(error, StepError)
+            assert "PanicException: index out of bounds" in str(error)
+            assert tuple(got[each]) == reference.tokens[: len(got[each])]
+        else:
+            assert tuple(got[each]) == reference.tokens
+    assert driver.core.stats().num_requests_running == 0
 
 
 def test_only_a_batch_with_a_grammar_goes_without_look_ahead(tiny_models):

@@ -12,6 +12,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import build as build_module
+from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
@@ -215,6 +217,17 @@ def test_an_engine_that_cannot_start_says_so_and_ends_what_waits(client, monkeyp
     assert served.outputs["a"][:1] == [] or served.outputs["a"][-1].finish_reason == "error"
 
 
+def test_a_first_answer_that_takes_long_is_told(tiny_models, monkeypatch, caplog):
+    monkeypatch.setattr(engine_module, "NOTICE_SECONDS", 0.001)
+    monkeypatch.setattr(
+        build_module, "check_answers", lambda *_: wait_until(lambda: caplog.records)
+    )
+    engine = build_engine(tiny_models["qwen3_next"], EngineConfig(), VOCAB, (), check=True)
+    engine.launch()
+    engine.stop()
+    assert "first answer" in caplog.records[0].getMessage()
+
+
 def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     client, tiny_models, monkeypatch
 ):
@@ -294,13 +307,15 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
             if name == "b":
                 served.engine.cancel(name)
         wait_until(lambda: left)
-        assert left.pop() == (None, [], {}, 0)
+        assert left.pop() == (None, [], [], 0)
 
 
 def test_settings_out_of_range_are_refused(tiny_models):
     for name, value, text in (
-        ("num_draft_tokens", 9, "0 to 8"),
+        ("num_draft_tokens", 9, "num_draft_tokens: 9 is not between 0 and 8"),
+        ("kv_cache_quantization", 3, "none, 8, 4"),
         ("num_draft_tokens", "some", "auto"),
+        ("prefix_cache_size", -1, "not a size"),
         ("max_model_len", 513, "2 to 512"),
         ("max_num_seqs", 0, "max_num_seqs"),
         ("prefill_step_size", 0, "prefill_step_size"),

@@ -15,7 +15,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import prefix_store
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import UsageError
-from tests.cache.prefixes import FINGERPRINT, PATIENCE, keep
+from tests.cache.prefixes import FINGERPRINT, flush, keep
 from tests.engine.cases import EOS, ROOM, SAMPLED, ask, check, driver, words
 from tests.harness import Driver, greedy, request
 from tests.tiny_models import FAMILIES
@@ -99,11 +99,11 @@ def test_other_settings_files_are_ignored_and_removed(demo_model, tmp_path):
     ]
     for config, dtype in settings:
         with closing(prefix_store(demo_model, config, dtype, path, 1 << 30)) as store:
-            assert store.stats().num_nodes == 0
+            assert store.stats().num_files == 0
             keep(store, 1, 2)
-            assert store.flush(PATIENCE)
+            assert flush(store)
     with closing(prefix_store(demo_model, *settings[-1], path, 1 << 30)) as store:
-        assert store.stats().num_nodes == 2
+        assert store.stats().num_files == 2
     with pytest.raises(UsageError, match="prefix_cache_size is 0"):
         prefix_store(demo_model, EngineConfig(), "float32", path, 1 << 30)
 

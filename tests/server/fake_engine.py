@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.stats import EngineStats
@@ -26,9 +25,6 @@ class FakeInfo:
     mtp_enabled: bool = True
     max_num_seqs: int = 32
     prefix_cache_size: int = 8 * 10**9
-    kv_cache_quantization: int | None = None
-    prefix_cache_dir: Path | None = None
-    prefix_cache_dir_size: int = 0
     memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 10**9})
     draft_sources: tuple[str, ...] = ("mtp",)
 
@@ -94,6 +90,8 @@ def endless(token: int) -> Script:
 class FakeEngine:
     """Plays `script` for each request. Waiting for it is bounded: a test that hangs fails."""
 
+    measuring = False
+
     def __init__(self, script: Script, info: FakeInfo | None = None) -> None:
         self.script = script
         self.info = info or FakeInfo()
@@ -114,7 +112,8 @@ class FakeEngine:
 
     def start(self, deliver: Callable[[Sequence[RequestOutput]], None]) -> None:
         self._deliver = deliver
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
 
     def submit(self, request: Request) -> None:
         request.sampling.validate(self.info.vocab_size)

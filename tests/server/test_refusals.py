@@ -15,11 +15,13 @@ from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError, StepMemoryError
 from mlx_mtp.server import body as body_module
 from mlx_mtp.server.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
+from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import (
     CHAT,
     COUNT,
+    DETOKENIZE,
     GENERATING,
     GOOD,
     HI,
@@ -215,6 +217,13 @@ def test_a_body_that_is_too_long(client: httpx.Client, path: str) -> None:
     """With and without its length."""
     for content in (b" " * (MAX_BODY + 1), iter([b" " * MAX_BODY, b" "])):
         check(client.post(path, content=content), path, 413, "payload_too_large", "longer than")
+
+
+def test_a_text_is_bounded_as_a_body_is(tokenizer: Tokenizer) -> None:
+    long = max(range(4000), key=lambda token: len(tokenizer.token_bytes(token)))
+    with in_process(tokenizer=tokenizer, max_body_bytes=1000) as client:
+        response = client.post(DETOKENIZE, json={"tokens": [long] * 100})
+    check(response, DETOKENIZE, 400, INVALID, "longer than 1000 bytes", "tokens")
 
 
 @pytest.mark.parametrize("path", GOOD)

@@ -11,6 +11,8 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.fields import SAMPLING, Float
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
 from mlx_mtp.server.params import RequestOptions, model_defaults, sampling_params
+from tests.server.fake_engine import FakeEngine, answer
+from tests.server.in_process import GOOD, MESSAGES, RESPONSES, in_process
 
 NEUTRAL = model_defaults({})
 
@@ -49,6 +51,16 @@ def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
         number = 0.5 if kind is Float else 3
         given, expected = others.get(name, (number, number))
         assert getattr(sampled(chat(**{name: given})), name) == expected != known[name]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_what_the_sampler_can_do_every_api_may_ask_for(path: str) -> None:
+    """Anthropic's own servers take temperatures up to 1, and OpenAI's no top_k."""
+    engine, asked = FakeEngine(answer([300])), {"temperature": 1.5, "top_k": 7, "seed": 3}
+    with in_process(engine) as client:
+        assert client.post(path, json=GOOD[path] | asked).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert {name: getattr(sampling, name) for name in asked} == asked
 
 
 def test_the_models_defaults_apply_and_the_request_wins() -> None:
