@@ -95,7 +95,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     chances = row.chances([0.9] * 5)
     rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
     assert min(rates[:2]) > 0.8
-    assert rates[2] < 0.2
+    assert rates[2] < 0.25
     # Behind the one that failed nothing was tried, nor at all at the last.
     assert rates[3:] == pytest.approx([0.9, 0.9])
     before = rates[2]
