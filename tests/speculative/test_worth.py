@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.speculative.prices import COPY, HEAD, Prices, Shape, StepCosts
@@ -222,7 +222,9 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
             assert choice > 0
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_machine_and_any_head(data):
     slope = data.draw(st.sampled_from([0.05, 0.1, 0.2, 0.4, 0.9]))
