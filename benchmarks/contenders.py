@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mlx_mtp.bench.answer import Answer
 from mlx_mtp.bench.measure import Asking, Summary, measure, median, summarize
@@ -13,7 +13,8 @@ from mlx_mtp.engine.build import build_engine
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.server.tokenizer import Tokenizer
 
-CALIBRATION_SECONDS = 2.0
+CALIBRATION_SECONDS = 10.0
+Work = Callable[[int, Prompt], str]
 
 
 class Contender(EngineSubject):
@@ -27,6 +28,8 @@ class Contender(EngineSubject):
         num_rows: rows at once.
         max_tokens: of each answer, at most.
         draft_ids: the only tokens that are drafted; None: all.
+        work: the text of the n-th of some prompts at once, in place of a story's; None: as it is.
+        drafts: where they come from, as `--drafts` takes it.
     """
 
     def __init__(
@@ -38,9 +41,12 @@ class Contender(EngineSubject):
         num_rows: int,
         max_tokens: int,
         draft_ids: Sequence[int] | None = None,
+        work: Work | None = None,
+        drafts: str = "mtp,copy",
     ) -> None:
         config = EngineConfig(
             num_draft_tokens=depth,
+            drafts=drafts,
             max_num_seqs=num_rows,
             calibration_seconds=CALIBRATION_SECONDS,
         )
@@ -48,9 +54,12 @@ class Contender(EngineSubject):
         engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)
         super().__init__(name, engine, tokenizer, Asking(max_tokens))
         self.cpu_rates: list[float] = []
+        self._work = work
 
     def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """As its base; the other engines are idle meanwhile."""
+        if self._work is not None:
+            prompts = [p._replace(text=self._work(n, p)) for n, p in enumerate(prompts)]
         began = time.process_time()
         answers = super().ask(prompts)
         tokens = sum(answer.num_tokens for answer in answers)

@@ -1,11 +1,13 @@
 """Tokens per second with MTP off, at fixed depths and with `auto`, offline, on the bundled model.
 
-The engine decodes greedy stories of at most 128 tokens. The contenders take turns, round after
-round, each with a fresh set of requests and the costs and acceptance it has learned so far, so
-that a machine that slows down slows them all. A second table does the same with a head whose
-weights are random, so that no draft is right.
+The engine decodes greedy answers of at most 128 tokens: stories, copies of a text (`copy`), stories
+and copies side by side (`mix`), or other tasks with one right answer (`closed`). The contenders
+take turns, round after round, each with a fresh set of requests and the costs and acceptance it has
+learned so far, so that a machine that slows down slows them all. A second table does the same with
+a head whose weights are random, so that no draft is right. Contenders of a fixed depth draft with
+the head alone; `mtp` is `auto` without copies.
 
-    python -m benchmarks.depth [--rounds 7] [--rows 1 4 16] [--depths 0 1 2 3 4] ...
+    python -m benchmarks.depth [--rounds 7] [--rows 1 4 16] [--depths 0 1 2 3 4] [--work mix] ...
 
 On a machine that others use too, `OPENBLAS_NUM_THREADS=1` takes most of the noise away.
 """
@@ -13,6 +15,7 @@ On a machine that others use too, `OPENBLAS_NUM_THREADS=1` takes most of the noi
 import argparse
 import os
 import platform
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +27,9 @@ BACKEND = backend.prepare()
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from benchmarks.contenders import Contender, ratio, take_turns
+from benchmarks.contenders import Contender, Work, ratio, take_turns
 from mlx_mtp.bench.measure import Summary
+from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.bench.report import check_writable, render, write_json
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.models.hub import BUNDLED_MODEL
@@ -34,6 +38,28 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
 
 OFF = "off"
+_SENTENCES = 5  # of a text to copy
+
+
+def _copy(_: int, prompt: Prompt) -> str:
+    (source,) = PromptSource(prompt.seed).next("medium", 1)
+    return "Repeat this text exactly: " + ". ".join(source.text.split(". ")[:_SENTENCES]) + "."
+
+
+def _mix(number: int, prompt: Prompt) -> str:
+    return prompt.text if number % 2 else _copy(number, prompt)
+
+
+def _closed(number: int, prompt: Prompt) -> str:
+    """Sorting and sums, with numbers that depend on the prompt."""
+    chance = random.Random(prompt.seed)
+    numbers = [chance.randint(1, 99) for _ in range(5)]
+    listed = ", ".join(map(str, numbers))
+    tasks = (f"What is {numbers[0]} + {numbers[1]}?", f"Sort these numbers: {listed}.")
+    return tasks[number % len(tasks)]
+
+
+WORK: dict[str, Work | None] = {"story": None, "copy": _copy, "mix": _mix, "closed": _closed}
 Found = dict[int, dict[str, Summary]]
 """Figures by rows at once and contender."""
 
@@ -45,6 +71,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--depths", nargs="+", default=["0", "1", "2", "3", "4"])
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--work", choices=WORK, default="story")
     parser.add_argument("--json", type=Path, help="write every speed here")
     given = parser.parse_args()
     check_writable(given.json)
@@ -53,11 +80,11 @@ def main() -> None:
     spoil(spoiled)
     everything: dict[str, Found] = {}
     for title, model, depths in (
-        ("the model's own head", good, (*given.depths, "auto")),
+        ("the model's own head", good, (*given.depths, "mtp", "auto")),
         ("a head of random weights", spoiled, ("0", "1", "auto")),
     ):
         found = {
-            rows: measure(model, depths, rows, given.rounds, given.max_tokens)
+            rows: measure(model, depths, rows, given.rounds, given.max_tokens, WORK[given.work])
             for rows in given.rows
         }
         everything[title] = found
@@ -84,14 +111,22 @@ def spoil(model: LoadedModel) -> None:
 
 
 def measure(
-    model: LoadedModel, depths: Sequence[str], num_rows: int, rounds: int, max_tokens: int
+    model: LoadedModel,
+    depths: Sequence[str],
+    num_rows: int,
+    rounds: int,
+    max_tokens: int,
+    work: Work | None,
 ) -> dict[str, Summary]:
     """All contenders in turns."""
     tokenizer = Tokenizer.load(BUNDLED_MODEL)
-    contenders = [Contender(OFF, model.without_head(), tokenizer, 0, num_rows, max_tokens)]
+    plain = model.without_head()
+    contenders = [Contender(OFF, plain, tokenizer, 0, num_rows, max_tokens, work=work)]
     for name in depths:
-        depth: DraftTokens = "auto" if name == "auto" else int(name)
-        contenders.append(Contender(name, model, tokenizer, depth, num_rows, max_tokens))
+        depth: DraftTokens = int(name) if name.isdigit() else "auto"
+        drafts = "mtp" if name == "mtp" else "mtp,copy"
+        parts = model, tokenizer, depth, num_rows, max_tokens
+        contenders.append(Contender(name, *parts, work=work, drafts=drafts))
     found = take_turns(contenders, num_rows, rounds, OFF)
     accepted = [f"{name} {s['accepted']:.0%}" for name, s in found.items() if s["num_drafts"]]
     print(f"{num_rows} rows: drafts accepted: {', '.join(accepted)}", file=sys.stderr)
@@ -107,7 +142,9 @@ def table(found: Found) -> str:
     ]
     last = ["auto over the best of the others"]
     for figures in found.values():
-        best = max((n for n in names if n != "auto"), key=lambda n: figures[n]["cpu_ratio"])
+        best = max(
+            (n for n in names if n not in ("auto", "mtp")), key=lambda n: figures[n]["cpu_ratio"]
+        )
         wall, cpu = (ratio(figures, "auto", best, rates) for rates in ("rates", "cpu_rates"))
         last.append(f"{best}: {wall:.3f} / {cpu:.3f}")
     return render(["depth", *(f"{count} at once" for count in found)], [*rows, last])

@@ -33,8 +33,8 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.acceptance import AcceptResult, accept
-from mlx_mtp.speculative.depth import FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.worth import FixedDepth
 
 _PROMPT = 64
 _ENDLESS = 1 << 20

@@ -38,8 +38,8 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.worth import FixedDepth
 
 SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
 ROOT = Path(__file__).resolve().parents[1]

@@ -48,8 +48,8 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import FixedDepth
 from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.worth import FixedDepth
 
 _CONFIG = EngineConfig(num_draft_tokens=1, prefix_cache_size=4 << 30)
 _SHORT = 32

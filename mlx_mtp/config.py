@@ -8,7 +8,9 @@ from typing import Any, Literal, TypeVar
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text, whole, word_or
 
-MAX_DRAFT_TOKENS = 8
+MAX_DRAFT_TOKENS = 8  # of the head, for each row and step
+MAX_COPY_TOKENS = 16  # copied
+DRAFTS = ("mtp,copy", "mtp", "copy", "none")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 JSON_SCHEMAS = ("closed", "standard")
@@ -91,10 +93,18 @@ class EngineConfig:
     overlap: bool = True  # Launch step i+1 before the tokens of step i are read.
     calibration_seconds: float = setting(
         "multi-token prediction: --calibration-seconds SECONDS",
-        "most time to measure step costs before the first request; 0 measures nothing then",
+        "most time to measure step costs while no request runs; 0 measures nothing then",
         _SECONDS,
         default=2.0,
         program_default=0.0,
+    )
+    drafts: str = setting(
+        "multi-token prediction: --drafts",
+        "where drafts come from: the model's MTP head if it has one, copies of what followed the "
+        "same words in the prompt or an earlier answer, both, or nowhere; a fixed number of drafts "
+        "is of the head's",
+        DRAFTS,
+        default="mtp,copy",
     )
     # Bytes. The flag's None, a share of what the weights leave, is resolved by the memory plan.
     prefix_cache_size: int = setting(
@@ -103,6 +113,14 @@ class EngineConfig:
         size,
         default_text="a quarter of what the weights leave, at most 8GB",
         program_default=0,
+    )
+    draft_answers_size: int = setting(
+        "memory and prefix cache: --draft-answers-size SIZE",
+        "memory for the tokens of earlier answers, to copy drafts from; 0, or no prefix cache, "
+        "keeps none",
+        size,
+        default=32 << 20,
+        default_text="32MiB",
     )
     # Of stored KV alone: what runs is never quantized.
     kv_cache_quantization: int | None = setting(
@@ -113,6 +131,11 @@ class EngineConfig:
         default_text="none",
     )
     draft_source: str = "mtp"  # A name in `speculative/draft_sources.py`.
+
+    @property
+    def copies(self) -> bool:
+        """Whether drafts may be copied: their number is to be chosen."""
+        return "copy" in self.drafts and self.num_draft_tokens == "auto"
 
 
 @dataclass(frozen=True, slots=True)

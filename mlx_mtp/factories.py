@@ -49,8 +49,13 @@ def load(
     except MissingHeadError:
         if enable_mtp is not None:
             raise
-        told = "%s has no MTP head, so there are no drafts. `mlx-mtp add-mtp-weights %s` adds it."
-        logger.warning(told, options.model, options.model)
+        told = (
+            "%s has no MTP head: %s. `mlx-mtp add-mtp-weights %s` adds it, and then new text is "
+            "drafted too; docs/benchmarks.md has what that brings."
+        )
+        copies = "copy" in getattr(options, "drafts", "copy")
+        what = "only text that occurred before is drafted" if copies else "nothing is drafted"
+        logger.warning(told, options.model, what, options.model)
         return load(options, enable_mtp=False, lazy=lazy)
     return model, Tokenizer.load(path)
 

@@ -157,13 +157,26 @@ GENERATE_FLAGS = _in_order(
 )
 
 
-_OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
+_OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")  # of the head
 
 
 def check_serve(options: argparse.Namespace) -> None:
     """Raise UsageError for flags of `serve` that would have no effect."""
-    check_generate(options, "--calibration-seconds")
-    depth = options.mtp_num_draft_tokens
+    drafts, depth = options.drafts, options.mtp_num_draft_tokens
+    copies = "copy" in drafts and depth == "auto"
+    check_generate(options, *([] if copies else ["--calibration-seconds"]))
+    if options.enable_mtp and "mtp" not in drafts:
+        raise UsageError(
+            f"--enable-mtp asks for the head's drafts, and --drafts {drafts} for none."
+        )
+    if "drafts" in options.given and "mtp" in drafts and options.enable_mtp is False:
+        raise UsageError(
+            f"--drafts {drafts} asks for the head's drafts: leave out --no-enable-mtp."
+        )
+    if _asks(options, "--mtp-num-draft-tokens") and depth != "auto" and "mtp" not in drafts:
+        raise UsageError(
+            f"--mtp-num-draft-tokens {depth} is of the head, and --drafts {drafts} not."
+        )
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
             "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
@@ -198,6 +211,8 @@ def check_generate(options: argparse.Namespace, *more: str) -> None:
 
 def wants_head(options: argparse.Namespace) -> bool | None:
     """Whether the MTP head is needed (a flag asks for it), or unwanted; None: if there is one."""
+    if "mtp" not in getattr(options, "drafts", "mtp"):
+        return False
     return any(_asks(options, flag) for flag in _OF_DRAFTS) or options.enable_mtp
 
 

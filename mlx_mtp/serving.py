@@ -149,6 +149,9 @@ def banner(
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
         else "off: --no-enable-mtp, or the model has no head",
+        "copies": "text that occurred in the prompt or an earlier answer is drafted"
+        if "copy" in engine.draft_sources
+        else "off: --drafts, or a fixed number of drafts",
         "backend": str(info),
         "prefixes": prefixes,
         "memory": "\n".join(memory),

@@ -118,10 +118,10 @@ def _screen(state: State, last: State | None) -> RenderableType:
     from rich.text import Text
 
     server, drafts = state["server"], state["drafts"]
-    pairs = zip(drafts["tried"], drafts["accepted"])
     accepted = [
-        _bar(f"{n}. ({server['source']})", good, tried, f"{_percent(good, tried)} of {tried:,}")
-        for n, (tried, good) in enumerate(pairs, start=1)
+        _bar(f"{n}. ({source})", good, tried, f"{_percent(good, tried)} of {tried:,}")
+        for source, counts in drafts["sources"].items()
+        for n, (tried, good) in enumerate(zip(counts["tried"], counts["accepted"]), start=1)
     ]
     sections = {
         f"{server['models'][0]}, mlx-mtp {server['version']}": [_line(state, last)],
@@ -162,11 +162,12 @@ def _rows(rows: list[State]) -> RenderableType:
 def _why(choice: State | None) -> str:
     if choice is None:
         return "the number is fixed, or nothing has been planned yet"
-    depth, rows = choice["depth"], choice["num_rows"]
-    cost = choice["costs"][depth] / choice["costs"][0]
-    gain = choice["tokens"][depth] / choice["tokens"][0]
+    rows, cost = choice["num_rows"], choice["cost"]
+    gain = choice["num_tokens"] / rows
     told = f"a step takes {cost:.2f} times as long and brings {gain:.2f} times as many tokens"
-    return f"{depth} for {rows} row{'s' * (rows != 1)}: {told}, {gain / cost:.2f} times the speed"
+    drafts = " and ".join(f"{n} of {source}" for source, n in choice["drafts"].items() if n)
+    which = f"{drafts or 'none'} for {rows} row{'s' * (rows != 1)}"
+    return f"{which}: {told}, {gain / cost:.2f} times the speed"
 
 
 def _memory(state: State) -> list[str]:

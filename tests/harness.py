@@ -26,9 +26,10 @@ from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
-from mlx_mtp.speculative.controller import DepthController, StepCosts
-from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
+from mlx_mtp.speculative.copies import Copies
+from mlx_mtp.speculative.prices import StepCosts
 from mlx_mtp.speculative.proposer import Computed, DraftProposer, MTPProposer
+from mlx_mtp.speculative.worth import DraftPolicy, DraftsByWorth, FixedDepth
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -174,14 +175,15 @@ class Driver:
         stop_ids: tuple[int, ...] = (),
         config: EngineConfig | None = None,
         proposer: DraftProposer | None = None,
-        depth: DepthPolicy | None = None,
+        depth: DraftPolicy | None = None,
+        copies: Copies | None = None,
         min_gain: int = 4,
         store: PrefixStore | None = None,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
             fixed = config.num_draft_tokens
-            depth = DepthController(StepCosts(8)) if fixed == "auto" else FixedDepth(fixed)
+            depth = DraftsByWorth(StepCosts()) if fixed == "auto" else FixedDepth(fixed)
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
@@ -189,8 +191,9 @@ class Driver:
         self.prefixes = PrefixCache(size, bits, store)
         step = config.prefill_step_size
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
+        self.copies = Copies(1 << 20) if copies is None and config.copies else copies
         self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
-        self.scheduler = Scheduler(config, depth, self.reuse)
+        self.scheduler = Scheduler(config, depth, self.reuse, copies=self.copies)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.has_read = threading.Event()

@@ -247,7 +247,10 @@ OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-token
     [
         ("serve --no-enable-mtp --mtp-num-draft-tokens 3", "", f"draft-tokens is for .*{OFF}"),
         ("serve", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=2", f"draft-tokens is for .*{OFF}"),
-        ("serve --no-enable-mtp --calibration-seconds 2", "", f"--calib.*-seconds is for .*{OFF}"),
+        ("serve --no-enable-mtp --drafts none --calibration-seconds 2", "", f"seconds is .*{OFF}"),
+        ("serve --enable-mtp --drafts copy", "", "--drafts copy for none"),
+        ("serve --no-enable-mtp --drafts mtp", "", "leave out --no-enable-mtp"),
+        (f"serve --drafts copy {DEPTH} 2", "", f"{DEPTH} 2 is of the head"),
         ("serve --no-enable-mtp --mtp-draft-vocab 9", "ENABLE_MTP=1", OFF),
         (f"serve --enable-mtp {DEPTH} 1 --calibration-seconds 3", "", f"{DEPTH} auto, and .* 1:"),
         ("serve --kv-cache-quantization 8", "PREFIX_CACHE_SIZE=0", "in 8 bits .* turns that"),
@@ -255,6 +258,8 @@ OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-token
         ("generate hi", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=1", OFF),
         ("bench offline --depths 1,2 --calibration-seconds 1", "", "auto: add it to --depths"),
         # These agree.
+        ("serve --no-enable-mtp --calibration-seconds 2", "", None),
+        ("serve --no-enable-mtp --drafts copy", "", None),
         ("serve --mtp-num-draft-tokens 0 --calibration-seconds 0 --cache-dir DIR", "", None),
         ("serve --enable-mtp --calibration-seconds 0 --mtp-num-draft-tokens 1", "", None),
         ("serve --prefix-cache-size 0 --kv-cache-quantization none", "", None),

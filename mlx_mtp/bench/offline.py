@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Self
 
 from mlx_mtp.bench.answer import Answer, Split
@@ -30,7 +30,9 @@ class EngineSubject:
 
     def __enter__(self) -> Self:
         try:
-            # It may calibrate itself first, which must not happen while another is measured.
+            # It measures step costs while it is idle, which must not be while another is measured.
+            while self.engine.measuring:
+                sleep(0.05)
             self.ask([Prompt("Say hello.", seed=0)])
         except BaseException:
             self.engine.stop()

@@ -61,7 +61,7 @@ def measure(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, 
     finally:
         engine.stop()
     stats = engine.stats()
-    accepted = [*stats.num_accepted_tokens_per_pos, *[0] * DEPTH][:DEPTH]
+    accepted = [*stats.num_accepted_tokens_per_pos.get("mtp", ()), *[0] * DEPTH][:DEPTH]
     return stats.num_drafts, [count / max(1, stats.num_drafts) for count in accepted]
 
 

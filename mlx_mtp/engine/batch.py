@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.packing import Packing
@@ -51,6 +52,18 @@ class Batch:
         if min(self.num_drafts) == self.drafts.shape[1]:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
+
+    def copy(self, runs: Mapping[Sequence, Many[int]]) -> None:
+        """Let the next window verify these tokens in place of their rows' drafts."""
+        if not runs:
+            return
+        own = [runs.get(s, ()) for s in self.sequences]
+        self.num_drafts = [len(run) or n for run, n in zip(own, self.num_drafts)]
+        width = max(self.num_drafts)
+        table = np.array([[*run, *[0] * (width - len(run))] for run in own], dtype=np.int32)
+        copied = mx.array([bool(run) for run in own])[:, None]
+        drafts = _widen(self.drafts[:, :width], width, 0)
+        self.drafts = mx.where(copied, mx.array(table), drafts)
 
     def keep_hidden(self, hidden: mx.array, packing: Packing, num_kept: mx.array) -> None:
         """Set `last_hidden` from a window's hidden states [N, H] (num_kept: int32 [B])."""

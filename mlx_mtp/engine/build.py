@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig, check_settings
+from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig, check_settings
 from mlx_mtp.engine.calibration import CostKeeper, fingerprint
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
@@ -28,10 +28,11 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import check_draft_ids
-from mlx_mtp.speculative.controller import DepthController, StepCosts
-from mlx_mtp.speculative.depth import DepthPolicy, FixedDepth
+from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.draft_sources import make_proposer
+from mlx_mtp.speculative.prices import COPY, StepCosts
 from mlx_mtp.speculative.proposer import DraftProposer
+from mlx_mtp.speculative.worth import DraftPolicy, DraftsByWorth, FixedDepth
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +65,23 @@ def build_engine(
         number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
         logger.info("Drafts come from %s tokens.", number)
         ids = None if is_all else ids
-    own = make_proposer(config.draft_source, model, ids) if proposer is None else None
+    own = None
+    if proposer is None and "mtp" in config.drafts:
+        own = make_proposer(config.draft_source, model, ids)
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
     proposer = proposer or own
-    num_draft_tokens = config.num_draft_tokens if proposer is not None else 0
-    depth: DepthPolicy
+    sources = (*([] if proposer is None else [config.draft_source]), *([COPY] * config.copies))
+    num_draft_tokens = config.num_draft_tokens if sources else 0
+    drafts: DraftPolicy
     keeper = None
     if num_draft_tokens != "auto":
-        depth = FixedDepth(num_draft_tokens)
+        drafts = FixedDepth(num_draft_tokens)
     else:
-        costs = StepCosts(MAX_DRAFT_TOKENS)
-        mark = fingerprint(model, None if ids is None else len(ids), config.draft_source)
-        depth, keeper = DepthController(costs), CostKeeper(costs, config, cache_dir, mark)
+        costs = StepCosts()
+        mark = fingerprint(model, None if ids is None else len(ids), sources)
+        drafts = DraftsByWorth(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
+        keeper = CostKeeper(costs, config, cache_dir, mark, sources)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -87,20 +92,23 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         prefix_cache_size=config.prefix_cache_size,
         memory={} if memory is None else memory.parts(),
-        draft_source=config.draft_source,
+        draft_sources=sources,
     )
     prefixes = PrefixCache(config.prefix_cache_size, config.kv_cache_quantization, store)
+    if config.copies:
+        # Earlier answers are kept where earlier prompts are.
+        prefixes.copies = Copies(config.draft_answers_size if config.prefix_cache_size else 0)
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
         turn_ends = frozenset(info.eos_token_ids)
         reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
         usage = None if memory is None else memory.usage
-        scheduler = Scheduler(config, depth, reuse, usage, totals)
+        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies)
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens else 0)
+    checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
     return Engine(info, make_core, heartbeat, keeper, store, checked if check else None)
 
 
@@ -135,8 +143,11 @@ def plan_for(
     prefix_cache: int | None = 0,
 ) -> MemoryPlan:
     """Share out the memory for a model (see `plan_memory`); no weight is read."""
-    auto = config.num_draft_tokens == "auto"
-    depth = MAX_DRAFT_TOKENS if auto else int(config.num_draft_tokens)
+    wanted, depth = config.num_draft_tokens, 0
+    if config.copies:
+        depth = MAX_COPY_TOKENS
+    elif model.head is not None and "mtp" in config.drafts:
+        depth = MAX_DRAFT_TOKENS if wanted == "auto" else wanted
     return plan_memory(
         footprint(model, depth, num_draft_ids),
         limit,

@@ -1,4 +1,4 @@
-"""Step costs before the first request and between runs: measured, and kept in a file."""
+"""The price list between runs and while nobody asks: measured, and kept in a file."""
 
 import hashlib
 import json
@@ -7,17 +7,18 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import AllowInfNan, BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AllowInfNan, BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from mlx_mtp import __version__
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
@@ -25,98 +26,152 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.controller import Seconds, StepCosts
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth
+from mlx_mtp.speculative.copies import Copies
+from mlx_mtp.speculative.prices import COPY, HEAD, Seconds, StepCosts
+from mlx_mtp.speculative.worth import Choice, DecodeStep, DraftRow, FixedDepth
 
 logger = logging.getLogger(__name__)
 
-# (rows, depth), the most useful first: time may run out. Others are inferred from these.
+
+class Cell(NamedTuple):
+    """Steps of so many rows with so many drafts each, of one source."""
+
+    rows: int
+    drafts: int
+    source: str = HEAD
+
+
+# The most useful first: time may run out. Others are inferred from these.
 _CELLS = (
-    *((1, depth) for depth in (0, 1, 2, 3)),
-    *((4, depth) for depth in (0, 1, 3)),
-    *((2, depth) for depth in (0, 1, 3)),
-    *((1, depth) for depth in (4, 6, 8)),
-    *((4, depth) for depth in (2, 5, 8)),
+    *(Cell(1, drafts) for drafts in (0, 1, 2, 3)),
+    *(Cell(4, drafts) for drafts in (0, 1, 3)),
+    *(Cell(1, drafts, COPY) for drafts in (4, 16)),
+    *(Cell(2, drafts) for drafts in (0, 1, 3)),
+    *(Cell(1, drafts) for drafts in (4, 6, 8)),
+    *(Cell(16, drafts) for drafts in (0, 1, 2, 3)),
+    *(Cell(4, drafts, COPY) for drafts in (4, 16)),
+    *(Cell(4, drafts) for drafts in (2, 5, 8)),
 )
 _CHECKED = frozenset(_CELLS[:4])  # measured at every start: an earlier machine may have been busy
 _PROMPT_TOKENS = 8
 _TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
 _MOST_STEPS = 40  # of a cell, timed or not
 _SAVE_SECONDS = 300.0
-_FORMAT = 1
+_FORMAT = 2
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
 
 
 class _Recorder(FixedDepth):
-    """Records costs; the acceptance of random tokens says nothing about real ones."""
+    """Drafts as a cell says; the acceptance of random tokens says nothing about real ones."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, cell: Cell) -> None:
         super().__init__(0)
-        self._costs = costs
+        self._costs, self._cell = costs, cell
         self.num_timed = 0
 
+    def choose(self, rows: Many[DraftRow], *, steady: bool) -> Choice:
+        each = (self._cell.drafts,) * len(rows)
+        none = (0,) * len(rows)
+        return Choice(none, each) if self._cell.source == COPY else Choice(each, none)
+
     def observe(self, step: DecodeStep) -> None:
-        self._costs.observe(step.batch_size, step.depth, step.seconds)
+        self._costs.observe(step.shape, step.seconds)
         self.num_timed += step.seconds is not None
 
 
-def calibrate(
-    costs: StepCosts,
-    config: EngineConfig,
-    runner: ModelRunner,
-    *,
-    stopping: Callable[[], bool],
-    clock: Callable[[], float] = time.perf_counter,
-) -> None:
-    """Measure step costs for `config.calibration_seconds` at most, or until `stopping()`.
+class Calibration:
+    """Measures cells, a step at a time: it can be left after each, and a cell is begun anew.
 
-    Requests of fixed depths run through a scheduler and a core of their own, so that the server's
-    counters and rates are not touched. What `costs` already has is measured again in part.
+    Requests run through a scheduler and a core of their own, so that the server's counters and
+    rates are not touched.
     """
-    deadline = clock() + config.calibration_seconds
-    recorder = _Recorder(costs)
-    core = EngineCore(Scheduler(config, recorder), runner, overlap=config.overlap, clock=clock)
 
-    def over() -> bool:
-        return stopping() or clock() > deadline
+    def __init__(
+        self,
+        costs: StepCosts,
+        config: EngineConfig,
+        cells: Many[Cell],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._costs, self._config, self._clock = costs, config, clock
+        self._left = config.calibration_seconds
+        self._cells = list(cells)
+        self._steps: Iterator[None] = iter(())
+        self._core: EngineCore | None = None
 
-    table = costs.table()
-    # A size that lacks a depth is measured whole: only what ran side by side can be compared.
-    partial = {size for size, depth in _CELLS if depth not in table.get(size, ())}
-    for size, depth in _CELLS:
-        if size > config.max_num_seqs or not (size in partial or (size, depth) in _CHECKED):
-            continue
-        if over() or not _measure(core, recorder, size, depth, over):
-            break
-    costs.settle()
+    @property
+    def over(self) -> bool:
+        return not self._cells or self._left <= 0
+
+    def step(self, runner: ModelRunner) -> None:
+        """Run one step, and what ends a cell."""
+        began = self._clock()
+        if self._core is None:
+            self._steps = self._measure(runner, self._cells[0])
+        if next(self._steps, self) is self:
+            del self._cells[:1]
+            self.leave()
+        self._left -= self._clock() - began
+        if self.over:
+            self.leave()
+
+    def leave(self) -> None:
+        """End what runs: the step in flight is waited for."""
+        if self._core is not None:
+            self._core.cancel()
+            while not self._core.idle:
+                self._core.step()
+            self._core.rest()
+            self._core = None
+            self._costs.settle()
+
+    def forget(self) -> None:
+        """What runs belongs to a thread that has died."""
+        self._core = None
+
+    def _measure(self, runner: ModelRunner, cell: Cell) -> Iterator[None]:
+        recorder = _Recorder(self._costs, cell)
+        scheduler = Scheduler(self._config, recorder)
+        core = self._core = EngineCore(
+            scheduler, runner, overlap=self._config.overlap, clock=self._clock
+        )
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        for row in range(cell.rows):
+            request = Request(f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling)
+            sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
+            if cell.source == COPY:
+                sequence.drafting.copier = Copies(0).of((), None)
+                sequence.drafting.copier.run = (0,) * MAX_COPY_TOKENS
+            core.add(sequence)
+        for _ in range(_MOST_STEPS):
+            if recorder.num_timed == _TIMED_STEPS or core.idle:
+                return
+            if any(output.error is not None for output in core.step()):
+                logger.warning("A step failed while step costs were measured")
+                self._cells.clear()
+                return
+            yield
 
 
-def _measure(
-    core: EngineCore, recorder: _Recorder, size: int, depth: int, over: Callable[[], bool]
-) -> bool:
-    """Measure one cell; False if a step failed."""
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    prompt = (0,) * _PROMPT_TOKENS
-    for row in range(size):
-        request = Request(f"calibration-{row}", prompt, sampling, num_draft_tokens=depth)
-        core.add(Sequence(request, (), _MOST_STEPS * (MAX_DRAFT_TOKENS + 1)))
-    recorder.num_timed = 0
-    healthy = True
-    for _ in range(_MOST_STEPS):
-        if over() or recorder.num_timed == _TIMED_STEPS or core.idle:
-            break
-        healthy = all(output.error is None for output in core.step())
-        if not healthy:
-            logger.warning("A step failed while step costs were measured")
-            break
-    core.cancel()
-    while not core.idle:
-        core.step()
-    return healthy
+def cells_to_measure(known: Seconds, most_rows: int, sources: Many[str]) -> list[Cell]:
+    """What an earlier run has not measured, or is checked."""
+    wanted = {COPY: COPY in sources, HEAD: any(source != COPY for source in sources)}
+    possible = [
+        cell
+        for cell in _CELLS
+        if cell.rows <= most_rows and (cell.drafts == 0 or wanted[cell.source])
+    ]
+    # A size that lacks a cell is measured whole: only what ran side by side can be compared.
+    partial = {
+        cell.rows
+        for cell in possible
+        if cell.drafts not in known.get(cell.rows, {}).get(cell.source, {})
+    }
+    return [cell for cell in possible if cell.rows in partial or cell in _CHECKED]
 
 
 class CostKeeper:
-    """Loads or measures costs before the first request, and saves them in `folder`, if any."""
+    """Loads costs at the start, measures while nobody asks, and saves in `folder`, if any."""
 
     def __init__(
         self,
@@ -124,30 +179,42 @@ class CostKeeper:
         config: EngineConfig,
         folder: Path | None,
         fingerprint: str,
+        sources: Many[str] = (HEAD, COPY),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
         self._costs = costs
-        self._config = config
         self._fingerprint = fingerprint
         self._clock = clock
         self._saved_at = clock()
-        self._saved: Seconds = {}
         self._warned = False
-
-    def begin(self, runner: ModelRunner, *, stopping: Callable[[], bool]) -> None:
-        """Load what an earlier run measured, and measure what is missing (see `calibrate`)."""
         self._saved = self.load()
         if self._saved:
-            self._costs.load(self._saved)
+            costs.load(self._saved)
             logger.debug("Step costs of an earlier run: %s", self._saved)
-        if self._config.calibration_seconds > 0:
-            began, most = self._clock(), self._config.calibration_seconds
-            logger.info("Measuring step costs for up to %.0f s.", most)
-            calibrate(self._costs, self._config, runner, stopping=stopping)
-            logger.info("Step costs measured in %.1f s.", self._clock() - began)
+        cells = cells_to_measure(self._saved, config.max_num_seqs, sources)
+        self._calibration = Calibration(costs, config, cells)
+
+    @property
+    def busy(self) -> bool:
+        """There is something to measure while nobody asks."""
+        return not self._calibration.over
+
+    def begin(self) -> None:
+        """A thread begins."""
+        self._calibration.forget()
+
+    def step(self, runner: ModelRunner) -> None:
+        """Measure for one step."""
+        self._calibration.step(runner)
+        if not self.busy:
+            logger.info("Step costs are measured.")
             logger.debug("Step costs: %s", self._costs.table())
             self.save()
+
+    def leave(self) -> None:
+        """A request has come."""
+        self._calibration.leave()
 
     def save_periodically(self) -> None:
         if self._clock() - self._saved_at > _SAVE_SECONDS:
@@ -188,18 +255,24 @@ class CostKeeper:
             # It will be replaced by what this run measures.
             logger.warning("%s is not used: %s", self.path, str(error).partition("\n")[0])
             return {}
-        return file.seconds
+        return {size: {**sources} for size, sources in file.seconds.items()}
 
 
 class _File(BaseModel):
     format: int
     fingerprint: str
     saved_at: float
-    seconds: dict[PositiveInt, dict[NonNegativeInt, Annotated[PositiveFloat, AllowInfNan(False)]]]
+    seconds: dict[
+        PositiveInt,
+        dict[
+            str,
+            dict[NonNegativeFloat, Annotated[PositiveFloat, AllowInfNan(False)]],
+        ],
+    ]
 
 
 def fingerprint(
-    model: LoadedModel, num_draft_ids: int | None = None, draft_source: str = "mtp"
+    model: LoadedModel, num_draft_ids: int | None = None, sources: Many[str] = (HEAD, COPY)
 ) -> str:
     """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device."""
     parameters = tree_flatten(model.model.parameters())
@@ -209,7 +282,7 @@ def fingerprint(
         [(name, list(value.shape), str(value.dtype)) for name, value in parameters],
         [str(device.get(name)) for name in ("device_name", "architecture", "memory_size")],
         [str(mx.default_device()), platform.platform(), os.cpu_count(), metadata.version("mlx")],
-        [__version__, draft_source, num_draft_ids],
+        [__version__, *sources, num_draft_ids],
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -107,17 +107,22 @@ class StepTimer:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last: tuple[Any, ...] = ()
+        self._read_all = False  # nothing was left in flight
         self._at = 0.0
 
     def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
         """Seconds since the last call, if they are the cost of the step that was `read`."""
         now, shape = self._clock(), _shape(read)
-        seconds = now - self._at
+        seconds, alone = now - self._at, self._read_all
+        self._read_all = not launched or any(step is launched[-1] for step in read)
         last, self._last, self._at = self._last, shape, now
-        if not shape or not last or shape != _shape(launched):
+        if not shape or not last:
             return None
+        if self._read_all:
+            return seconds if alone else None
         rows, num_verified, num_proposed = shape
-        return seconds if rows == last[0] and num_verified == num_proposed else None
+        steady = rows == last[0] and num_verified == num_proposed and shape == _shape(launched)
+        return seconds if steady else None
 
 
 def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
@@ -133,7 +138,8 @@ def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
     chunks = [p.chunk for p in (plan, last) if p.chunk]
     tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))
-    drafts = max(plan.num_draft_tokens, last.num_draft_tokens)
+    drafts = max((n for p in (plan, last) for n in p.drafts.values()), default=0)
+    drafts = max((len(run) for p in (plan, last) for run in p.copies.values()), default=drafts)
     parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
     parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
     kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)

@@ -86,6 +86,11 @@ class Engine:
         return "the engine is not started" if self._deliver is None else None
 
     @property
+    def measuring(self) -> bool:
+        """It measures step costs now, or will when nobody asks."""
+        return self._keeper is not None and self._keeper.busy and self.healthy
+
+    @property
     def hang_reason(self) -> str | None:
         """Why the engine is taken to hang; None while it works. It may recover."""
         return self._heartbeat.hang()
@@ -204,17 +209,25 @@ class Engine:
         if not self._answered.done():
             self._check_answers(core.runner)
             self._answered.set_result(None)
-        if self._keeper is not None and not self._totals.num_restarts:
-            self._keeper.begin(core.runner, stopping=lambda: self._stopping)
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.begin()
         while True:
             self._heartbeat.end()
-            for note in self._read_inbox(core.seconds_to_wait):
+            measuring = keeper is not None and keeper.busy and core.idle
+            for note in self._read_inbox(0.0 if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
                     core.add(note)
                 elif note is not None:
                     core.cancel(note)
             if self._stopping:
                 return
+            if measuring and keeper is not None:
+                self._heartbeat.begin_start()
+                if core.idle:
+                    keeper.step(core.runner)
+                    continue
+                keeper.leave()
             self._heartbeat.begin_planning()
             outputs = core.step()
             # Published from here alone: other threads must not walk the scheduler's queues. And
@@ -223,8 +236,8 @@ class Engine:
             self._send(outputs)
             if core.idle:
                 core.rest()
-            if self._keeper is not None:
-                self._keeper.save_periodically()
+            if keeper is not None:
+                keeper.save_periodically()
 
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the thread is to be restarted."""

@@ -11,7 +11,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import ModelError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import FixedDepth
+from mlx_mtp.speculative.worth import FixedDepth
 
 _ROWS, _PROMPT, _ANSWER = 2, 16, 4
 

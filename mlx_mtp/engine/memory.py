@@ -68,9 +68,8 @@ def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) 
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
         head += num_draft_ids * model.row_nbytes()
-    has_head = model.head is not None
-    caches = CacheMemory(tuple(model.layer_specs), has_head, model.dtype.size)
-    return Footprint(weights, head, caches, depth if has_head else 0, model.vocab_size)
+    caches = CacheMemory(tuple(model.layer_specs), model.head is not None, model.dtype.size)
+    return Footprint(weights, head, caches, depth, model.vocab_size)
 
 
 @dataclass(frozen=True)

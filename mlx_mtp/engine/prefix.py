@@ -11,6 +11,7 @@ from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.speculative.copies import Copies
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class PrefixCache:
     ) -> None:
         self.tree = PrefixTree(limit, store)
         self._bits = bits
+        self.copies: Copies | None = None  # of the same requests, and dropped with it
         self._ends: list[Save] = []
 
     def restore(self, batch: Batch) -> bool:
@@ -70,6 +72,8 @@ class PrefixCache:
         """Give the memory back, but for what is about to be restored. The disk keeps its own."""
         self._ends.clear()
         self.tree.clear()
+        if self.copies is not None:
+            self.copies.clear()
 
     def settle(self) -> None:
         """Insert the copied ends of answers, for the next lookup."""

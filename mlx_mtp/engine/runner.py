@@ -1,7 +1,7 @@
 """Runs the model over what the scheduler planned: launches now, reads later."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
@@ -47,13 +47,12 @@ class ModelRunner:
         """Launch a plan. A failure is returned as a step that ends its rows with an error."""
         self.batches.prune(plan.live)
         self._clear_cache(plan)
-        depth = plan.num_draft_tokens
         launched = []
         if chunk := plan.chunk:
             rows = tuple(s for s, _, _ in chunk)
-            launched.append(self._guard(rows, lambda: self._prefill(chunk, depth)))
+            launched.append(self._guard(rows, lambda: self._prefill(chunk, plan.drafts)))
         if plan.decode:
-            launched.append(self._guard(plan.decode, lambda: self._decode(plan.decode, depth)))
+            launched.append(self._guard(plan.decode, lambda: self._decode(plan)))
         return launched
 
     def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
@@ -85,7 +84,7 @@ class ModelRunner:
         self.batches = Batches()
         mx.clear_cache()
 
-    def _prefill(self, chunk: PrefillChunk, depth: int) -> InFlightStep:
+    def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> InFlightStep:
         sequences = tuple(s for s, _, _ in chunk)
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
@@ -93,8 +92,7 @@ class ModelRunner:
         arrays = ChunkArrays(chunk, int(warm))
         assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
         batch = batch or self._new_batch(sequences)
-        wanted = zip(self._num_drafts(batch, depth), arrays.is_last.tolist())
-        num_drafts = [number if last else 0 for number, last in wanted]
+        num_drafts = self._num_drafts(batch, drafts)
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
         batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
         if warm and not self.prefixes.restore(batch):
@@ -146,11 +144,12 @@ class ModelRunner:
         newest = mx.where(done, step.drawn.tokens[:, 0], known)
         return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
 
-    def _decode(self, wanted: tuple[Sequence, ...], depth: int) -> InFlightStep:
-        batch = self.batches.gather(wanted)
+    def _decode(self, plan: StepPlan) -> InFlightStep:
+        batch = self.batches.gather(plan.decode)
+        batch.copy(plan.copies)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
         lengths = [1 + number for number in batch.num_drafts]
-        num_drafts = self._num_drafts(batch, depth)
+        num_drafts = self._num_drafts(batch, plan.drafts)
         batch.cache.reserve(_limits(batch, lengths, num_drafts))
         start = batch.cache.offset
         # Without drafts it is known beforehand what each row keeps, and no window is left pending.
@@ -167,17 +166,18 @@ class ModelRunner:
         batch.keep_hidden(hidden, packing, num_kept)
         rows = tuple(batch.sequences)
         step = InFlightStep(rows, tuple(lengths), num_drafts=batch.num_drafts, drawn=drawn)
+        step.copied = [s in plan.copies for s in rows]
         targets = packing.flat(drawn.tokens)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.row_errors = batch.guide.errors()
         return step
 
-    def _num_drafts(self, batch: Batch, depth: int) -> list[int]:
+    def _num_drafts(self, batch: Batch, wanted: Mapping[Sequence, int]) -> list[int]:
         """Drafts to propose for each row."""
         if self._proposer is None:
             return [0] * len(batch)
-        return [s.drafting.num_drafts(depth) for s in batch.sequences]
+        return [wanted.get(s, 0) for s in batch.sequences]
 
     def _finish(
         self, batch: Batch, step: InFlightStep, window: Computed, num_drafts: list[int]
@@ -185,6 +185,8 @@ class ModelRunner:
         if self._proposer is not None:
             sampler = DraftSampler(batch.sampler, batch.guide) if batch.guide else batch.sampler
             batch.drafts = self._proposer.propose(batch.draft_state, window, num_drafts, sampler)
+        else:
+            batch.drafts = batch.drafts[:, :0]
         batch.num_drafts = step.num_proposed = num_drafts
         mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
         for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import replace
 from time import perf_counter
 
@@ -13,7 +14,9 @@ from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats, Prefill
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan
-from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
+from mlx_mtp.speculative.copies import Copies
+from mlx_mtp.speculative.prices import COPY, Shape
+from mlx_mtp.speculative.worth import DecodeStep, DraftPolicy, Outcome
 
 
 class Scheduler:
@@ -27,13 +30,14 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        depth: DepthPolicy,
+        drafts: DraftPolicy,
         reuse: PrefixReuse | None = None,
         usage: Callable[[list[int]], float] | None = None,
         totals: EngineStats | None = None,
+        copies: Copies | None = None,  # None: nothing is copied
     ) -> None:
         self._config = config
-        self._depth = depth
+        self._drafts, self._copies = drafts, copies
         self.reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
@@ -52,7 +56,7 @@ class Scheduler:
         return self.num_waiting == 0 and all(s.finished for s in self._admitted())
 
     def stats(self) -> EngineStats:
-        depths = self._depth.choices
+        depths = self._drafts.choices
         rows = [s for s in self._admitted() if not s.finished]
         return replace(
             self._totals,
@@ -65,7 +69,7 @@ class Scheduler:
                 if s.status is Status.PREFILLING
             ),
             depths=tuple(sorted(depths.items())),
-            choice=self._depth.reason,
+            choice=self._drafts.reason,
             parked=depths.get(self._last_size) == 0,
             prefix_cache=self.reuse.stats(),
         )
@@ -89,7 +93,7 @@ class Scheduler:
         if all(s.surely_finished for s in decode):
             decode = ()
         live = frozenset(s for s in self._admitted() if not s.finished)
-        return StepPlan(chunk, decode, self._num_draft_tokens(chunk, decode), live)
+        return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode))
 
     def update(
         self, steps: Iterable[InFlightStep], seconds: float | None = None
@@ -110,17 +114,20 @@ class Scheduler:
         outcomes = []
         for row in rows:
             num_drafts, num_accepted = step.num_drafts[row], step.num_accepted[row]
-            self._totals.count_window(num_drafts, num_accepted)
+            source = self._source(step, row)
+            self._totals.count_window(source, num_drafts, num_accepted)
             if step.num_cached[row]:
                 # A row that ends with a recovered token has tried the draft in its place.
                 cut = step.finished[row] and step.num_cached[row] == num_accepted
                 drafting = step.sequences[row].drafting
-                outcomes.append(Outcome(drafting, num_drafts, num_accepted, cut=cut))
+                outcomes.append(Outcome(drafting, source, num_drafts, num_accepted, cut=cut))
         if rows:
-            lengths = {step.sequences[r].drafting.fixed: step.num_positions[r] for r in rows}
-            depth = lengths.get(None, max(lengths.values())) - 1
-            alike = len({*lengths.values()}) == 1  # else the cost is not that of this depth
-            self._depth.observe(DecodeStep(len(rows), depth, outcomes, seconds if alike else None))
+            verified = sum(step.num_positions[row] - 1 for row in rows)
+            shape = Shape(len(rows), verified, max(step.num_proposed, default=0), any(step.copied))
+            self._drafts.observe(DecodeStep(shape, outcomes, seconds))
+
+    def _source(self, step: InFlightStep, row: int) -> str:
+        return COPY if step.copied[row] else self._config.draft_source
 
     def _update_row(self, step: InFlightStep, row: int) -> RequestOutput | None:
         sequence, tokens = step.sequences[row], step.token_ids[row]
@@ -137,6 +144,7 @@ class Scheduler:
             return None
         is_first = not sequence.output
         sequence.output += tokens
+        self._look_for_copies(sequence, tokens)
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING and tokens:
             for group in self._groups:
@@ -148,6 +156,8 @@ class Scheduler:
         if ended:
             sequence.status = Status.FINISHED
             sequence.ended = True
+            if self._copies is not None:
+                self._copies.keep(sequence.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
         return RequestOutput(
             sequence.request_id,
@@ -156,22 +166,42 @@ class Scheduler:
             reason,
             num_draft_tokens=step.num_drafts[row],
             num_accepted_tokens=step.num_accepted[row],
+            draft_source=self._source(step, row),
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=tuple(Draft(token, self._config.draft_source) for token in step.drafts[row])
+            drafts=tuple(Draft(token, self._source(step, row)) for token in step.drafts[row])
             if sequence.request.trace
             else None,
         )
 
-    def _num_draft_tokens(self, chunk: PrefillChunk, decode: tuple[Sequence, ...]) -> int:
-        """Drafts for the next window of the rows that decode, or will when this step has run."""
+    def _choose_drafts(
+        self, chunk: PrefillChunk, decode: tuple[Sequence, ...]
+    ) -> tuple[dict[Sequence, int], dict[Sequence, Many[int]], bool]:
+        """The head's drafts for the next window, what is copied into this one, whether to copy.
+
+        Of the rows that decode, or will when this step has run.
+        """
         ending = (s for s, start, length in chunk if start + length == s.num_prompt)
-        rows = [s.drafting for s in (*decode, *ending)]
+        rows = [*decode, *ending]
         if not rows:
-            return 0
+            return {}, {}, False
         self._last_size = len(rows)
-        return self._depth.depth(rows, steady=not chunk)
+        choice = self._drafts.choose([s.drafting for s in rows], steady=not chunk)
+        runs: dict[Sequence, Many[int]] = {}
+        # What can be copied depends on the last token.
+        if not any(s.in_flight for s in decode):
+            runs = {s: s.to_copy(n) for s, n in zip(decode, choice.copied) if n}
+        runs = {s: run for s, run in runs.items() if run}
+        return dict(zip(rows, choice.head)), runs, any(choice.copied)
+
+    def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
+        row = sequence.drafting
+        if self._copies is None or row.fixed is not None:
+            return
+        if row.copier is None:
+            row.copier = self._copies.of(sequence.prompt, sequence.salt)
+        row.copier.extend(tokens)
 
     def _admitted(self) -> list[Sequence]:
         return [*self._prefilling(), *self._running]

@@ -1,11 +1,12 @@
 """One row of a batch, as the host knows it."""
 
 import enum
+from collections.abc import Sequence as Many
 
 from mlx_mtp.cache.prefix_tree import Node, root_key
 from mlx_mtp.engine.request import Request, TokenLogprobs
 from mlx_mtp.sampling.grammar_masks import Constraint
-from mlx_mtp.speculative.depth import DraftRow
+from mlx_mtp.speculative.worth import DraftRow
 
 
 class Status(enum.Enum):
@@ -63,6 +64,11 @@ class Sequence:
         return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property
+    def in_flight(self) -> bool:
+        """Some of what was launched for it has not been read."""
+        return self._steps_in_flight > 0
+
+    @property
     def needs_host(self) -> bool:
         """Its next token can be drawn only once the one before it has been read."""
         return self.constraint is not None and self.constraint.active
@@ -71,6 +77,12 @@ class Sequence:
     def max_cached(self) -> int:
         """Most positions in its caches once all steps in flight have run."""
         return self.num_cached + self._positions_in_flight
+
+    def to_copy(self, count: int) -> Many[int]:
+        """At most so many tokens of its run: as many as it may emit and its grammar allows."""
+        assert self.drafting.copier is not None
+        run = self.drafting.copier.run[: min(count, self.max_new_tokens - len(self.output) - 1)]
+        return run if self.constraint is None else run[: self.constraint.num_allowed(run)]
 
     def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from mlx_mtp.config import DraftTokens
-from mlx_mtp.speculative.depth import DepthChoice
+from mlx_mtp.speculative.worth import DraftChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class EngineInfo:
     vocab_size: int  # token ids are below this
     eos_token_ids: tuple[int, ...]  # they end a sequence unless it ignores them
     max_model_len: int  # most tokens of prompt and answer together
-    num_draft_tokens: DraftTokens  # per step where a request doesn't say; 0 when MTP is off
+    num_draft_tokens: DraftTokens  # per step where a request doesn't say; 0: nothing is drafted
     model_type: str  # as in config.json
-    mtp_enabled: bool  # there is a source of drafts
+    mtp_enabled: bool  # a head drafts
     max_num_seqs: int  # rows that are computed at once
     prefix_cache_size: int = 0  # its limit in bytes; 0: there is none
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes planned by part; empty: no plan
-    draft_source: str = "mtp"  # a name in `speculative/draft_sources.py`
+    draft_sources: tuple[str, ...] = ()  # names in `speculative/draft_sources.py`, and "copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +62,32 @@ class EngineStats:
     num_drafts: int = 0  # verify windows that had at least one draft, counted per row
     num_draft_tokens: int = 0  # drafts verified
     num_accepted_tokens: int = 0  # drafts accepted
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # by position in the window, from 0
-    num_draft_tokens_per_pos: tuple[int, ...] = ()  # the drafts verified there
-    depths: tuple[tuple[int, int], ...] = ()  # (batch size, drafts per step chosen for it last)
-    choice: DepthChoice | None = None  # why so many; None where the number is fixed
+    # By source, and by position in the window, from 0; and the drafts verified there.
+    num_accepted_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    num_draft_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    depths: tuple[tuple[int, float], ...] = ()  # (batch size, drafts per row chosen for it last)
+    choice: DraftChoice | None = None  # why so many; None where the number is fixed
     parked: bool = False  # the last step was planned without drafts
     active_memory: int = 0  # bytes that arrays take now
     num_restarts: int = 0  # how often the engine's thread died and was started again
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
-    def count_window(self, num_drafts: int, num_accepted: int) -> None:
+    def count_window(self, source: str, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts
-        self.num_drafts += num_drafts > 0
+        if not num_drafts:
+            return
+        self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         hits = [position < num_accepted for position in range(num_drafts)]
-        self.num_accepted_tokens_per_pos = _added(self.num_accepted_tokens_per_pos, hits)
-        self.num_draft_tokens_per_pos = _added(self.num_draft_tokens_per_pos, [1] * num_drafts)
+        self.num_accepted_tokens_per_pos = _added(self.num_accepted_tokens_per_pos, source, hits)
+        tried = [1] * num_drafts
+        self.num_draft_tokens_per_pos = _added(self.num_draft_tokens_per_pos, source, tried)
 
 
-def _added(totals: tuple[int, ...], more: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(sum, zip_longest(totals, more, fillvalue=0)))
+def _added(
+    totals: Mapping[str, tuple[int, ...]], source: str, more: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    # Not in place: earlier totals may have been published.
+    sums = map(sum, zip_longest(totals.get(source, ()), more, fillvalue=0))
+    return {**totals, source: tuple(sums)}

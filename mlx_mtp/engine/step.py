@@ -1,7 +1,9 @@
 """A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -22,12 +24,16 @@ class StepPlan(NamedTuple):
 
     chunk: PrefillChunk  # empty: none
     decode: tuple[Sequence, ...]
-    num_draft_tokens: int  # to propose for the next window
     live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
+    # Drafts of the head for the next window, of rows that decode or will then.
+    drafts: Mapping[Sequence, int] = MappingProxyType({})
+    # Tokens that this step verifies in place of the head's drafts.
+    copies: Mapping[Sequence, Many[int]] = MappingProxyType({})
+    copying: bool = False  # some may follow in the next step, once this one has been read
 
     @property
     def needs_host(self) -> bool:
-        return any(s.needs_host for s in self.decode)
+        return self.copying or any(s.needs_host for s in self.decode)
 
 
 class ChunkArrays:
@@ -80,6 +86,7 @@ class InFlightStep:
     num_positions: tuple[int, ...]  # length of each row's window
     is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
     num_drafts: list[int] = field(default_factory=list)  # that count for each row
+    copied: list[bool] = field(default_factory=list)  # whether these were copied
     num_proposed: list[int] = field(default_factory=list)  # drafts for the next window
     drawn: Drawn | None = None  # None if no row draws a token
     prompt: PromptScores | None = None  # None if no row asked for them
@@ -99,6 +106,7 @@ class InFlightStep:
         count = len(self.sequences)
         kept = self.num_positions if self.is_prefill and self.error is None else [0] * count
         self.num_drafts = self.num_drafts or [0] * count
+        self.copied = self.copied or [False] * count
         self.num_cached = self.num_cached or list(kept)
         self.token_ids = self.token_ids or [()] * count
         self.num_accepted = self.num_accepted or [0] * count

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import GROWTH
 from mlx_mtp.cache.specs import CacheMemory
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
@@ -42,7 +42,7 @@ def demand(found: Found, dtype: str) -> Demand:
     if found.directory is not None:
         try:
             model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
-            shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
+            shape, row = footprint(model, MAX_COPY_TOKENS), model.row_nbytes()
             refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
@@ -53,7 +53,7 @@ def demand(found: Found, dtype: str) -> Demand:
         weights=found.trunk[0],
         head=found.head_bytes,
         caches=CacheMemory(layers, has_head, in_use.size),
-        depth=MAX_DRAFT_TOKENS if has_head else 0,
+        depth=MAX_COPY_TOKENS,
         vocab_size=int(target.args.vocab_size),
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]

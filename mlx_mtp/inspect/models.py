@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
 from mlx_mtp.engine.memory import MemoryPlan, footprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.inspect.memory import Demand, plan
@@ -80,7 +80,7 @@ def _sizes(name: str, bits: int) -> tuple[Demand, int]:
         nn.quantize(module, class_predicate=how)
     model.mtp = head
     loaded = LoadedModel(Path(), config, {}, model, family, "computed", slow_few_rows=False)
-    shape = footprint(loaded, MAX_DRAFT_TOKENS)
+    shape = footprint(loaded, MAX_COPY_TOKENS)
     return Demand(shape, loaded.dtype, "as stored", loaded.max_model_len), in_bf16
 
 

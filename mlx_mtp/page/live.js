@@ -117,7 +117,7 @@ function Bar({ name, part, whole, told }) {
 
 const STATES = { waiting: "waits", prefilling: "computes the prompt", decoding: "answers" };
 
-function Rows({ rows, source }) {
+function Rows({ rows }) {
   const [failed, setFailed] = useState(null);
   const [ending, setEnding] = useState([]);
   const cancel = async (id) => {
@@ -139,31 +139,32 @@ function Rows({ rows, source }) {
       <td>${STATES[row.state]}${row.computed !== undefined ? ` ${percent(row.computed, row.prompt_tokens)}` : ""}</td>
       <td>${seconds(row.age)}</td><td>${number(row.prompt_tokens)}</td><td>${number(row.cached_tokens)}</td>
       <td>${number(row.tokens)}</td><td>${number(row.tokens_per_second, 1)}</td>
-      <td>${row.depth ? `${row.depth} (${source})` : row.state === "decoding" ? "none" : "–"}</td>
+      <td>${row.depth ? `${row.depth} (${row.source})` : row.state === "decoding" ? "none" : "–"}</td>
       <td>${row.drafts ? `${percent(row.accepted, row.drafts)} of ${number(row.drafts)}` : "–"}</td>
       <td><button type="button" class="small" disabled=${ending.includes(row.id)} onClick=${() => cancel(row.id)} aria-label="Cancel the answer ${row.id.slice(-8)}">Cancel</button></td>
     </tr>`)}</tbody></table></div>`;
 }
 
 function Why({ choice, server }) {
-  if (server.drafts === null) return html`<p class="hint">This server runs without MTP: nothing is drafted.</p>`;
+  if (server.drafts === null) return html`<p class="hint">Nothing is drafted: the model has no MTP head, and --drafts allows no copies.</p>`;
   if (server.drafts !== "auto") return html`<p class="hint">--mtp-num-draft-tokens ${server.drafts} fixes the number of drafts: none is chosen.</p>`;
   if (!choice) return html`<p class="hint">No step has been planned yet.</p>`;
-  const { num_rows: rows, depth, costs, tokens } = choice;
-  const worth = tokens.map((count, k) => (count / costs[k]) / (tokens[0] / costs[0]));
-  const gain = worth[depth];
-  const told = depth
-    ? `${plural(depth, "draft")} a step: a step then takes ${number(costs[depth], 2)} times as long and brings ${number(tokens[depth] / tokens[0], 2)} times as many tokens, so ${number(gain, 2)} times the speed of none.`
-    : "No drafts: a longer step would not bring as many more tokens as it costs.";
-  return html`<p>For ${plural(rows, "row")} now ${told}</p>
+  const { num_rows: rows, drafts, cost, num_tokens: brought, costs, tokens } = choice;
+  const worth = tokens.map((count, k) => count / costs[k] / rows);
+  const all = Object.entries(drafts).filter(([, count]) => count);
+  const depth = drafts.copy ? -1 : drafts.mtp / rows;
+  const told = all.length
+    ? `${all.map(([source, count]) => `${plural(count, "draft")} (${source})`).join(" and ")} a step: a step then takes ${number(cost, 2)} times as long and brings ${number(brought / rows, 2)} times as many tokens, so ${number(brought / rows / cost, 2)} times the speed of none.`
+    : "no drafts: a longer step would not bring as many more tokens as it costs.";
+  return html`<p>For ${plural(rows, "row")} now ${told} The same number of the head's for each row would bring:</p>
     <div class="wide" tabindex="0" role="region" aria-label="Price list"><table>
-    <thead><tr><th>Drafts a step</th>${costs.map((_, k) => html`<th class=${k === depth ? "chosen" : ""}>${k}</th>`)}</tr></thead>
+    <thead><tr><th>Drafts a row</th>${costs.map((_, k) => html`<th class=${k === depth ? "chosen" : ""}>${k}</th>`)}</tr></thead>
     <tbody>
       <tr><th>Time of a step</th>${costs.map((cost, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(cost, 2)}</td>`)}</tr>
       <tr><th>Tokens expected</th>${tokens.map((count, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(count / rows, 2)}</td>`)}</tr>
       <tr><th>Speed</th>${worth.map((value, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(value, 2)}</td>`)}</tr>
     </tbody></table></div>
-    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one row. A deeper choice must promise 2% more than the one in use.</p>`;
+    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one row. A row gets what it is expected to gain from: rows may differ, and one that copies gets none of the head's. Another choice must promise 2% more than the one in use.</p>`;
 }
 
 function Memory({ memory, prefixes }) {
@@ -215,16 +216,16 @@ export function Live() {
     <p class="headline"><b class=${server.state}>${status[server.state]}</b> · up ${seconds(server.uptime)} ·
       ${" "}<b>${number(tokens, 1)}</b> tokens/s · <b>${now.running}</b> running, <b>${now.waiting}</b> waiting ·
       ${" "}<b>${percent(now.totals.accepted, now.totals.drafts)}</b> of drafts accepted · context ${number(server.context)} · mlx-mtp ${server.version}</p>
-    <${Card} title="Answers now" wide><${Rows} rows=${now.rows} source=${server.source} /><//>
+    <${Card} title="Answers now" wide><${Rows} rows=${now.rows} /><//>
     <${Card} title="The last minutes" wide><div class="charts">
       <${Chart} title="Tokens of answers" unit="tokens/s" points=${rates(samples, perSecond("generation_tokens"))} />
       <${Chart} title="Tokens of prompts" unit="tokens/s" points=${rates(samples, perSecond("prompt_tokens"))} />
       <${Chart} title="Time to the first token" unit="s" digits=${2} points=${rates(samples, firstToken)} dots />
     </div><//>
     <${Card} title="Why so many drafts" wide><${Why} choice=${drafts.choice} server=${server} /><//>
-    <${Card} title="Drafts accepted, by their position in a step">${drafts.tried.length
-      ? drafts.tried.map((tried, position) => html`<${Bar} name="${position + 1}. (${server.source})" part=${drafts.accepted[position] ?? 0} whole=${tried}
-          told="${percent(drafts.accepted[position] ?? 0, tried)} of ${number(tried)}" />`)
+    <${Card} title="Drafts accepted, by their position in a step">${Object.keys(drafts.sources).length
+      ? Object.entries(drafts.sources).map(([source, { tried, accepted }]) => tried.map((all, position) => html`<${Bar} name="${position + 1}. (${source})" part=${accepted[position]} whole=${all}
+          told="${percent(accepted[position], all)} of ${number(all)}" />`))
       : html`<p class="hint">Nothing has been drafted yet.</p>`}<//>
     <${Card} title="Memory"><${Memory} memory=${now.memory} prefixes=${now.prefixes} /><//>
     <${Card} title="Prefix cache"><${Prefixes} prefixes=${now.prefixes} /><//>

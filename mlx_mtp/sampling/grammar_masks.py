@@ -99,6 +99,18 @@ class Constraint:
             alone = self._allowed is None and self._bad_words is None
             self.error = _failure(matcher) if alone else GrammarError(_NOTHING_LEFT)
 
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after another."""
+        matcher = self.rewind()
+        count = len(tokens) if matcher is None else matcher.validate_tokens(list(tokens))
+        places = accumulate(tokens[:count], self._after, initial=self._place)
+        for number, (token, (budget, tail)) in enumerate(zip(tokens[:count], places)):
+            if budget.forced not in (None, token):
+                return number
+            if self._bad_words is not None and self._bad_words.completed(tail, token):
+                return number
+        return count
+
     def draft_mask(self, mask: np.ndarray) -> bool:
         """Write the mask of the next draft, int32 [words]; False if it allows everything."""
         restricted = False

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,7 @@ class Generation:
             "tokens": stream.num_tokens,
             "tokens_per_second": stream.num_tokens / seconds if seconds else 0.0,
             "depth": stream.last_drafts,
+            "source": stream.last_source,
             "drafts": stream.num_drafts,
             "accepted": stream.num_accepted,
             "state": "waiting" if times is None else "decoding",
@@ -266,6 +268,17 @@ class Generation:
             total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
 
+    def _draft_sources(self) -> dict[str, dict[str, list[int]]]:
+        """Drafts and accepted ones by source, and by position in the window."""
+        drafts = sum((stream.drafts for stream in self.streams), Counter[tuple[str, int]]())
+        accepted = sum((stream.accepted for stream in self.streams), Counter[tuple[str, int]]())
+        told: dict[str, dict[str, list[int]]] = {}
+        for place in sorted(drafts):
+            lists = told.setdefault(place[0], {"draft_n": [], "draft_n_accepted": []})
+            lists["draft_n"].append(drafts[place])
+            lists["draft_n_accepted"].append(accepted[place])
+        return told
+
     def timings(self) -> dict[str, Any]:
         """The times, in llama.cpp's form; up to the first step's end they are the prompt's."""
         first = self._last if self._first is None else self._first
@@ -286,4 +299,5 @@ class Generation:
             "predicted_per_second": rate(self.completion_tokens - self._first_tokens, predicted),
             "draft_n": sum(stream.num_drafts for stream in self.streams),
             "draft_n_accepted": sum(stream.num_accepted for stream in self.streams),
+            "draft_sources": self._draft_sources(),
         }

@@ -113,8 +113,7 @@ class Live:
                 "uptime": time.time() - self._began,
                 "context": info.max_model_len,
                 "most_rows": info.max_num_seqs,
-                "drafts": info.num_draft_tokens if info.mtp_enabled else None,
-                "source": info.draft_source,
+                "drafts": info.num_draft_tokens if info.draft_sources else None,
                 "restarts": stats.num_restarts,
             },
             "totals": self._totals(),
@@ -126,8 +125,10 @@ class Live:
             "rejected": {name: count for name, count in limiter.rejected.items() if count},
             "failures": self._metrics.failures(),
             "drafts": {
-                "tried": stats.num_draft_tokens_per_pos,
-                "accepted": stats.num_accepted_tokens_per_pos,
+                "sources": {
+                    source: {"tried": tried, "accepted": stats.num_accepted_tokens_per_pos[source]}
+                    for source, tried in stats.num_draft_tokens_per_pos.items()
+                },
                 "choice": stats.choice and stats.choice._asdict(),
             },
             "memory": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from operator import attrgetter
 from types import SimpleNamespace
@@ -193,10 +193,17 @@ class Metrics(Collector):
                 family.add_metric([str(key)], value)
             return family
 
-        if self._engine.info.mtp_enabled:
+        def by_place(name: str, text: str, totals: Mapping[str, Sequence[int]]) -> Metric:
+            family = CounterMetricFamily(PREFIX + name, text, labels=["position", "source"])
+            for source, counts in totals.items():
+                for position, count in enumerate(counts):
+                    family.add_metric([str(position), source], count)
+            return family
+
+        if self._engine.info.draft_sources:
             text = "1: the last step was planned without drafts."
             yield GaugeMetricFamily(PREFIX + "spec_decode_parked", text, stats.parked)
-            text = "Drafts per step chosen last for this batch size."
+            text = "Drafts per row and step chosen last for this batch size."
             yield labelled(GaugeMetricFamily, "spec_decode_depth", text, "batch_size", stats.depths)
         text = "Requests rejected before any work was done for them."
         rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
@@ -206,8 +213,8 @@ class Metrics(Collector):
             ("draft", stats.num_draft_tokens_per_pos),
         ):
             name = f"spec_decode_num_{what}_tokens_per_pos"
-            text = f"Drafts {'verified' if what == 'draft' else what}, by position."
-            yield labelled(CounterMetricFamily, name, text, "position", enumerate(totals))
+            text = f"Drafts {'verified' if what == 'draft' else what}, by position and source."
+            yield by_place(name, text, totals)
         name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
         evicted = stats.prefix_cache.evicted.items()
         yield labelled(CounterMetricFamily, name, text, "reason", evicted)

@@ -1,7 +1,7 @@
 """One sequence of an answer: its tokens become text, and its text becomes events."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,9 @@ class OutputStream:
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_drafts = self.num_accepted = 0
         self.last_drafts = 0  # of the last step
+        self.last_source = ""  # of the last step that had any
+        # By source and position in the window.
+        self.drafts, self.accepted = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
         self.steps: list[RequestOutput] = []  # that were read, if a trace was asked for
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all its tokens but the first
@@ -72,7 +75,12 @@ class OutputStream:
         if output.drafts is not None:
             self.steps.append(replace(output, token_ids=tuple(self.token_ids[before:])))
         # Drafts come first in a step, of which a stop string may have cut some.
-        self.num_accepted += min(output.num_accepted_tokens, len(self.token_ids) - before)
+        accepted = min(output.num_accepted_tokens, len(self.token_ids) - before)
+        self.num_accepted += accepted
+        if output.num_draft_tokens:
+            self.last_source = output.draft_source
+            self.drafts.update((self.last_source, n) for n in range(output.num_draft_tokens))
+            self.accepted.update((self.last_source, n) for n in range(accepted))
         reason = "stop" if self._ended_early else output.finish_reason
         if reason is None:
             return Delta(self.index, self._with_tokens(events))

@@ -38,6 +38,7 @@ _PARTS = {
     "first_token_seconds": ", first token after %(first_token_seconds).2f s",
     "tokens_per_second": ", %(tokens_per_second).1f tokens/s",
     "draft_tokens": ", %(accepted_tokens)d of %(draft_tokens)d drafts accepted",
+    "draft_sources": " (%(draft_sources)s)",
     "ignored": ", ignored: %(ignored)s",
     "id": ", %(id)s",
     "reason": ": %(reason)s",
@@ -124,6 +125,10 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         if timings["draft_n"]:
             fields["draft_tokens"] = timings["draft_n"]
             fields["accepted_tokens"] = timings["draft_n_accepted"]
+            fields["draft_sources"] = ", ".join(
+                f"{source} {sum(counts['draft_n_accepted'])} of {sum(counts['draft_n'])}"
+                for source, counts in timings["draft_sources"].items()
+            )
         if reason is None and not generation.is_finished:
             reason = "the client left" if generation.error is None else str(generation.error)
     elif status == LEFT:

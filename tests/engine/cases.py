@@ -14,8 +14,8 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.speculative.depth import DecodeStep, DraftRow
 from mlx_mtp.speculative.proposer import Computed, MTPProposer
+from mlx_mtp.speculative.worth import Choice, DecodeStep, DraftRow
 from tests.cache.prefixes import flush
 from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
@@ -121,22 +121,35 @@ def proposer_for(
 
 
 class Erratic:
-    """A depth policy: another depth at every step, often none, whatever the rows want."""
+    """A policy: other drafts at every step and for each row, often none, and copies now and then.
+
+    What a row copies is its own run, or nonsense where it has none.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.choices: dict[int, int] = {}
+        self.choices: dict[int, float] = {}
         self.reason = None
         self.planned: list[int] = []
         self.steps: list[DecodeStep] = []
 
-    def depth(self, rows: list[DraftRow], *, steady: bool) -> int:
+    def choose(self, rows: list[DraftRow], *, steady: bool) -> Choice:
         assert rows
-        self.planned.append(self.choose(steady))
-        return self.planned[-1]
+        even = self.random.random() < 0.5
+        first = self.depth(steady)
+        head = [first if even else self.depth(steady) for _ in rows]
+        head = [own if row.fixed is None else row.fixed for row, own in zip(rows, head)]
+        self.planned.append(max(head))
+        return Choice(tuple(head), tuple(map(self.copied, rows)))
 
-    def choose(self, steady: bool) -> int:
+    def depth(self, steady: bool) -> int:
         return self.random.choice((0, 0, 0, 1, 2, 3, 5, 8))
+
+    def copied(self, row: DraftRow) -> int:
+        if row.copier is None or self.random.random() < 0.5:
+            return 0
+        row.copier.run = row.copier.run or (5, 6)
+        return self.random.randint(1, 16)
 
     def observe(self, step: DecodeStep) -> None:
         self.steps.append(step)

@@ -1,26 +1,33 @@
-"""Step costs at the start: measured by requests of the engine's own, kept, and never in the way."""
+"""Step costs: measured while nobody asks, kept, and never in the way."""
 
 import dataclasses
 import itertools
 import json
 import os
+import time
 
 import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import calibration
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import CostKeeper, calibrate, fingerprint
+from mlx_mtp.engine.calibration import (
+    Calibration,
+    Cell,
+    CostKeeper,
+    cells_to_measure,
+    fingerprint,
+)
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.controller import StepCosts
+from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer
 from tests.engine.test_engine import Client
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
 
-K = 8
-TABLE = {1: {0: 0.01, 3: 0.02}, 16: {0: 0.05}}
+TABLE = {1: {HEAD: {0: 0.01, 3: 0.02}, COPY: {16: 0.03}}, 16: {HEAD: {0: 0.05}}}
 MARK = "a" * 64
+CELLS = [Cell(1, 0), Cell(1, 2), Cell(1, 16, COPY), Cell(3, 1)]
 
 
 @pytest.fixture
@@ -30,59 +37,99 @@ def runner(tiny_models) -> ModelRunner:
 
 
 def keeper(folder, table=None, mark=MARK, **more) -> CostKeeper:
-    costs = StepCosts(K)
+    costs = StepCosts()
     costs.load(table or {})
     return CostKeeper(costs, EngineConfig(), folder, mark, **more)
 
 
-def measure(runner: ModelRunner, known=None, stopping=lambda: False, **settings) -> StepCosts:
-    costs = StepCosts(K)
-    costs.load(known or {})
-    config = EngineConfig(**({"calibration_seconds": 3600.0} | settings))
-    calibrate(costs, config, runner, stopping=stopping)
-    return costs
-
-
-def test_it_measures_sizes_near_1_and_checks_what_an_earlier_run_measured(runner):
-    known = {1: dict.fromkeys((0, 2, 3, 4, 6, 8), 1.0) | {1: 1000.0}, 4: {0: 1.0, 1: 1.0}}
-    costs = measure(runner, known, prefill_step_size=64)
-    assert costs.relative(1)[1] < 800.0
+def measured(costs: StepCosts) -> set[Cell]:
     table = costs.table()
-    # One row is known but checked, four rows lack depths, and of two nothing is known.
-    assert table[1][8] == pytest.approx(table[1][6])
-    assert {size: set(row) for size, row in table.items()} == {
-        1: {0, 1, 2, 3, 4, 6, 8},
-        2: {0, 1, 3},
-        4: {0, 1, 2, 3, 5, 8},
-    }
-    assert all(seconds > 0 for row in table.values() for seconds in row.values())
-    assert not runner.batches.prefilling
-    assert not runner.batches.ready
+    return {Cell(n, x, s) for n, row in table.items() for s, curve in row.items() for x in curve}
 
 
-def test_its_time_is_bounded(runner):
+def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner):
+    costs = StepCosts()
+    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
+    work = Calibration(costs, config, CELLS)
+    for number in itertools.count():
+        if work.over:
+            break
+        work.step(runner)
+        if number % 29 == 28:  # A request comes.
+            work.leave()
+            assert not runner.batches.prefilling and not runner.batches.ready
+            assert runner.batches.decoding is None
+        assert number < 400
+    assert measured(costs) == set(CELLS)
+    assert all(seconds > 0 for row in costs.table()[1].values() for seconds in row.values())
+
+
+def test_its_time_is_bounded_and_a_failure_ends_it(runner, monkeypatch):
     """By a clock that moves a tenth of a second each time it is read."""
-    ticks, costs = itertools.count(), StepCosts(K)
+    ticks, costs = itertools.count(), StepCosts()
     config = EngineConfig(calibration_seconds=8.0)
-    calibrate(costs, config, runner, stopping=lambda: False, clock=lambda: 0.1 * next(ticks))
-    assert 8.0 < 0.1 * next(ticks) < 12.0
-    assert list(costs.table()) == [1]
-
-
-def test_it_keeps_to_the_most_rows_and_stops_when_asked_or_after_a_failure(runner, monkeypatch):
-    asked = itertools.count()
-    assert measure(runner, stopping=lambda: next(asked) > 3).table() == {}
+    work = Calibration(costs, config, CELLS, clock=lambda: 0.1 * next(ticks))
+    while not work.over:
+        work.step(runner)
+    assert 8.0 < 0.1 * next(ticks) < 16.0  # a step reads it more than once
     calls, original = itertools.count(), MTPProposer.propose
 
     def failing(self, *parts):
-        if next(calls) == 30:
+        if next(calls) == 20:
             raise MemoryError("no room")
         return original(self, *parts)
 
     monkeypatch.setattr(MTPProposer, "propose", failing)
-    measured = measure(runner, max_num_seqs=1).table()
-    assert set(measured) == {1}
-    assert 8 not in measured[1]
+    costs = StepCosts()
+    work = Calibration(costs, EngineConfig(calibration_seconds=3600.0), CELLS)
+    while not work.over:
+        work.step(runner)
+    assert measured(costs) < set(CELLS)
+
+
+def test_what_an_earlier_run_measured_is_not_measured_again_but_for_one_row():
+    every = cells_to_measure({}, 32, (HEAD, COPY))
+    known: dict = {}
+    for rows, drafts, source in every:
+        known.setdefault(rows, {}).setdefault(source, {})[drafts] = 1.0
+    assert {cell.rows for cell in cells_to_measure(known, 32, (HEAD, COPY))} == {1}
+    del known[4][HEAD][3]
+    again = cells_to_measure(known, 32, (HEAD, COPY))
+    assert {cell for cell in again if cell.rows == 4} == {cell for cell in every if cell.rows == 4}
+    assert max(cell.rows for cell in cells_to_measure({}, 3, (HEAD, COPY))) == 2
+    without = cells_to_measure({}, 32, (COPY,))
+    assert {cell.drafts for cell in without if cell.source == HEAD} == {0}
+    assert COPY not in {cell.source for cell in cells_to_measure({}, 32, (HEAD,))}
+
+
+def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
+    model = tiny_models["qwen3_5"]
+    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
+    client = Client(build_engine(model, config, VOCAB, ()))
+    steps, original = [], CostKeeper.step
+
+    def counted(self, *parts):
+        steps.append(len(client.outputs))
+        return original(self, *parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CostKeeper, "step", counted)
+        for number in range(3):
+            until = time.monotonic() + 60.0
+            before = len(steps)
+            while len(steps) < before + 5 and client.engine.measuring:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            wanted = request(f"r{number}", [5, 6, 7], greedy(20, ignore_eos=True))
+            before = len(steps)
+            client.engine.submit(wanted)
+            client.wait(wanted.request_id)
+            assert tuple(client.tokens(wanted.request_id)) == plain(model, wanted, VOCAB).tokens
+            # It may have been in a step when the request came, and goes on when that has ended.
+            assert sum(told == number for told in steps[before:]) <= 2
+    stats = client.engine.stats()
+    client.engine.stop()
+    assert (stats.prompt_tokens, stats.generation_tokens) == (9, 60)
 
 
 @pytest.fixture
@@ -103,14 +150,6 @@ def serve(tiny_models, tmp_path):
     return answer
 
 
-def test_an_engine_measures_and_counts_nothing_of_it(serve, tmp_path):
-    stats = serve(25, "qwen3_next", calibration_seconds=0.5)
-    assert (stats.prompt_tokens, stats.generation_tokens) == (3, 25)
-    assert stats.num_draft_tokens < 8 * 25
-    (file,) = tmp_path.iterdir()
-    assert json.loads(file.read_text())["seconds"]["1"]
-
-
 def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     serve, tiny_models, tmp_path, caplog
 ):
@@ -118,7 +157,8 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     assert list(tmp_path.iterdir()) == []  # A fixed depth measures and keeps nothing.
     serve(60)
     (kept,) = tmp_path.iterdir()
-    assert list(keeper(tmp_path, mark=fingerprint(tiny_models["qwen3_5"])).load()) == [1]
+    mark = fingerprint(tiny_models["qwen3_5"])
+    assert list(keeper(tmp_path, mark=mark).load()) == [1]
     kept.write_text("{")
     serve()
     assert json.loads(kept.read_text())["seconds"]
@@ -130,7 +170,7 @@ def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models
     model = tiny_models["qwen3_5"]
     changed = dataclasses.replace(model, config=model.config | {"quantization": {"bits": 4}})
     marks = {fingerprint(each) for each in (*tiny_models.values(), changed)}
-    marks |= {fingerprint(model, 20), fingerprint(model, 30), fingerprint(model, None, "other")}
+    marks |= {fingerprint(model, 20), fingerprint(model, 30), fingerprint(model, None, ("other",))}
     assert len(marks) == len(tiny_models) + 4
 
 
@@ -149,12 +189,17 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     now[0] = 1000.0
     kept.save_periodically()
     assert os.listdir(path.parent) == [path.name]
-    assert kept.load() == {size: pytest.approx(row) for size, row in TABLE.items()}
+    assert kept.load() == {
+        size: {source: pytest.approx(curve) for source, curve in row.items()}
+        for size, row in TABLE.items()
+    }
     assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").load() == {}
     good = path.read_text()
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
-    seconds = [[], {"1": 3}, {"one": {"0": 1.0}}, {"0": {"0": 1.0}}, {"1": {"-1": 1.0}}]
-    seconds += [{"1": {"0": value}} for value in (0.0, float("nan"), float("inf"), "fast")]
+    row = {"mtp": {"0": 1.0}}
+    seconds = [[], {"1": 3}, {"1": {"mtp": 3}}, {"one": row}, {"0": row}, {"1": {"mtp": {"-1": 1}}}]
+    bad = (0.0, float("nan"), float("inf"), "fast")
+    seconds += [{"1": {"mtp": {"0": value}}} for value in bad]
     changes = [{"format": 0}, {"fingerprint": "c" * 64}, {"saved_at": "yesterday"}]
     changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"seconds": each} for each in seconds)]
     damaged += [json.dumps(json.loads(good) | change) for change in changes]

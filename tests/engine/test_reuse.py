@@ -13,7 +13,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import FixedDepth
+from mlx_mtp.speculative.worth import FixedDepth
 from tests.cache.prefixes import FakeDisk, check_tree, put
 
 HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE

@@ -1,5 +1,7 @@
 """The scheduler without a model: chunks, turns, admission, memory, and every way to end."""
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.depth import DecodeStep, FixedDepth, Outcome
+from mlx_mtp.speculative.prices import Shape
+from mlx_mtp.speculative.worth import DecodeStep, FixedDepth, Outcome
 
 
 def sequence(
@@ -141,6 +144,7 @@ def test_the_policy_learns_of_decode_steps_alone():
         rows,
         (3, 3, 3, 3),
         num_drafts=[2, 2, 0, 2],
+        num_proposed=[2, 2, 2, 2],
         num_cached=[2, 1, 0, 2],
         num_accepted=[1, 1, 0, 1],
         token_ids=[(5, 6), (1,), (), (5, 1)],
@@ -153,14 +157,15 @@ def test_the_policy_learns_of_decode_steps_alone():
     policy.update([second])
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
-    assert (one.batch_size, one.depth, one.seconds) == (3, 2, 0.5)
-    outcomes = [(a.drafting, 2, 1, False), (b.drafting, 2, 1, True), (d.drafting, 2, 1, False)]
+    assert (one.shape, one.seconds) == (Shape(3, 6, 2, False), 0.5)
+    ends = ((a, False), (b, True), (d, False))
+    outcomes = [(row.drafting, "mtp", 2, 1, cut) for row, cut in ends]
     assert one.outcomes == [Outcome(*each) for each in outcomes]
-    assert (other.batch_size, other.depth, other.seconds) == (2, 2, None)
+    assert (other.shape, other.seconds) == (Shape(2, 4, 0, False), None)
     assert [o.row for o in other.outcomes] == [a.drafting]
     stats = policy.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
-    assert stats.num_accepted_tokens_per_pos == (3, 0)
+    assert stats.num_accepted_tokens_per_pos == {"mtp": (3, 0)}
     assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1)
 
 
@@ -255,6 +260,7 @@ def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]
     """Each step takes one second longer than the one before it; the time that counts of each."""
     clock = Clock()
     timer, times = StepTimer(clock), []
+    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the timer tells them apart
     for number, read in enumerate(steps):
         clock.now += number
         following = steps[number + 1] if number + 1 < len(steps) else []
@@ -267,7 +273,7 @@ def test_steps_in_an_unbroken_row_are_timed():
     assert laps(*[decode(2, 2)] * 5) == [None, 1, 2, 3, None]
     change = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
     assert laps(*change) == [None, 1, None, None, 4, 5, None]
-    assert laps(*change, overlap=False) == [None, 1, 2, None, 4, 5, 6]
+    assert laps(*change, overlap=False) == [None, 1, 2, 3, 4, 5, 6]
 
 
 PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
@@ -286,7 +292,9 @@ BREAKS = {
 def test_what_breaks_the_row(name):
     steps = [*[decode(2, 2)] * 3, BREAKS[name], *[decode(2, 2)] * 4]
     times, alone = laps(*steps), laps(*steps, overlap=False)
-    assert times[3] is alone[3] is None
+    assert times[3] is None
+    # Where nothing is in flight, only what is no decode step has no cost.
+    assert (alone[3] is None) == (name in ("idle", "chunk", "failed"))
     assert times[2] is None  # the step behind it was another one
     assert alone[2] is not None
     assert times[-2] is not None

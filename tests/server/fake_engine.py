@@ -26,7 +26,7 @@ class FakeInfo:
     max_num_seqs: int = 32
     prefix_cache_size: int = 8 * 10**9
     memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 10**9})
-    draft_source: str = "mtp"
+    draft_sources: tuple[str, ...] = ("mtp",)
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:
@@ -89,6 +89,8 @@ def endless(token: int) -> Script:
 
 class FakeEngine:
     """Plays `script` for each request. Waiting for it is bounded: a test that hangs fails."""
+
+    measuring = False
 
     def __init__(self, script: Script, info: FakeInfo | None = None) -> None:
         self.script = script

@@ -36,7 +36,8 @@ STATS = json.loads("""{
     "num_requests_running": 1, "num_requests_waiting": 2, "prompt_tokens": 3, "num_restarts": 18,
     "kv_usage": 0.25,
     "generation_tokens": 4, "num_drafts": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
-    "num_accepted_tokens_per_pos": [8, 9], "depths": [[1, 3], [16, 0]], "parked": true
+    "num_accepted_tokens_per_pos": {"mtp": [8, 9], "copy": [4]},
+    "depths": [[1, 3], [16, 0]], "parked": true
 }""")
 REASONS = ("queue_full", "draining", "engine", "connections", "bytes")
 PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASONS} | {
@@ -59,8 +60,9 @@ PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASO
     "spec_decode_num_drafts_total": 5,
     "spec_decode_num_draft_tokens_total": 6,
     "spec_decode_num_accepted_tokens_total": 7,
-    "spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
-    "spec_decode_num_accepted_tokens_per_pos_total{position=1}": 9,
+    "spec_decode_num_accepted_tokens_per_pos_total{position=0,source=mtp}": 8,
+    "spec_decode_num_accepted_tokens_per_pos_total{position=1,source=mtp}": 9,
+    "spec_decode_num_accepted_tokens_per_pos_total{position=0,source=copy}": 4,
     "spec_decode_depth{batch_size=1}": 3,
     "spec_decode_depth{batch_size=16}": 0,
     "spec_decode_parked": 1,
@@ -68,7 +70,7 @@ PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASO
 
 
 def test_the_engines_counters_under_their_promised_names() -> None:
-    for info in (FakeInfo(), FakeInfo(num_draft_tokens=0, mtp_enabled=False)):
+    for info in (FakeInfo(), FakeInfo(num_draft_tokens=0, mtp_enabled=False, draft_sources=())):
         engine = FakeEngine(answer([300]), info)
         engine.reported = EngineStats(**STATS, prefix_cache=PrefixCacheStats(**PREFIXES))
         with in_process(engine) as client:

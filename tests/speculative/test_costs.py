@@ -1,66 +1,116 @@
-"""Acceptance by position, and costs of steps: measured, inferred, with noise."""
+"""Acceptance, and costs of steps: measured, inferred, with noise."""
 
 import itertools
 
 import pytest
 
-from mlx_mtp.speculative.controller import StepCosts
-from mlx_mtp.speculative.depth import RowRates
+from mlx_mtp.speculative.prices import COPY, HEAD, KNOTS, Shape, StepCosts
+from mlx_mtp.speculative.rates import CopyRates, HeadRates
 
-K = 4
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
+
+
+def even(size: int, depth: int) -> Shape:
+    return Shape(size, size * depth, depth, copying=False)
 
 
 def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: int = 9) -> None:
     for _ in range(steps):
-        costs.observe(size, depth, seconds)
+        costs.observe(even(size, depth), seconds)
     costs.settle()
+
+
+def relative(costs: StepCosts, size: int) -> list[float]:
+    return [costs.prices(size).cost(size * depth, depth) for depth in range(len(TRUE))]
 
 
 def measured(size: int) -> StepCosts:
     """First steps of a shape compile kernels, and some others are late."""
-    costs = StepCosts(K)
+    costs = StepCosts()
     for depth, cost in enumerate(TRUE):
-        costs.observe(size, depth, 30.0)
+        costs.observe(even(size, depth), 30.0)
         for number in range(8):
-            costs.observe(size, depth, 0.01 * cost * (9.0 if number in (2, 6) else 1.0))
+            costs.observe(even(size, depth), 0.01 * cost * (9.0 if number in (2, 6) else 1.0))
     costs.settle()
     return costs
 
 
 def test_what_was_measured_is_reported_and_unknown_times_change_nothing():
-    fresh, costs = StepCosts(K).relative(3), measured(2)
+    fresh, costs = relative(StepCosts(), 3), measured(2)
     assert fresh[0] == 1.0
     assert fresh == sorted(set(fresh))
     stay(costs, 2, 2, None, 50)
-    assert costs.relative(2) == pytest.approx(TRUE)
-    assert costs.table() == {2: pytest.approx({k: 0.01 * c for k, c in enumerate(TRUE)})}
+    assert relative(costs, 2) == pytest.approx(TRUE)
+    assert costs.table() == {2: {HEAD: pytest.approx({k: 0.01 * c for k, c in enumerate(TRUE)})}}
     assert costs.doubt(2, 1) < costs.doubt(8, 1)
+    again = StepCosts()
+    again.load(costs.table())
+    assert relative(again, 2) == pytest.approx(TRUE)
 
 
 def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_learned():
     costs = measured(1)
     for factor in (1.0, 1.5, 3.0, 0.4, 2.0):
         stay(costs, 1, 2, 0.01 * factor * TRUE[2], 40)
-        assert costs.relative(1) == pytest.approx(TRUE)
-    assert costs.table()[1][2] == pytest.approx(0.02 * TRUE[2], rel=0.05)
+        assert relative(costs, 1) == pytest.approx(TRUE)
+    assert costs.table()[1][HEAD][2] == pytest.approx(0.02 * TRUE[2], rel=0.05)
     costs = measured(1)
     for _ in range(12):
         stay(costs, 1, 0, 0.01, 8)
         stay(costs, 1, 1, 0.018, 8)
-    assert costs.relative(1)[1] == pytest.approx(1.8, rel=0.03)
+    assert relative(costs, 1)[1] == pytest.approx(1.8, rel=0.03)
     # The others keep their place against the plain step.
-    assert costs.relative(1)[3] == pytest.approx(TRUE[3], rel=0.12)
+    assert relative(costs, 1)[3] == pytest.approx(TRUE[3], rel=0.12)
+
+
+def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
+    prices = measured(4).prices(4)
+    assert prices.cost(4, 1) < prices.cost(4, 3) < prices.cost(12, 3)
+    between = (prices.cost(4, 2) + prices.cost(8, 2)) / 2
+    assert prices.cost(6, 2) == pytest.approx(between, rel=0.02)
+
+
+def test_copies_have_prices_of_their_own():
+    """Before any was measured without the head's passes, and a little for the host."""
+    costs = measured(1)
+    assert 1.0 < costs.prices(1).cost(0, 0, copying=True) < 1.3
+    assert costs.prices(1).cost(4, 0, copying=True) < TRUE[4]
+    for _ in range(12):
+        stay(costs, 1, 0, 0.01)
+        for _ in range(9):
+            costs.observe(Shape(1, 16, 0, copying=True), 0.03)
+        costs.settle()
+    assert costs.prices(1).cost(16, 0, copying=True) == pytest.approx(3.0, rel=0.05)
+    assert relative(costs, 1) == pytest.approx(TRUE, rel=0.05)
+    assert costs.table()[1][COPY][16] == pytest.approx(0.03, rel=0.05)
+    assert set(costs.table()[1][COPY]) <= set(KNOTS)
 
 
 def test_a_position_counts_only_where_those_before_it_were_right():
-    row = RowRates(5)
+    row = HeadRates(5, 0.95)
     for accepted in [0] * 300 + [2] * 300:
-        assert row.observe(4, accepted, cut=False) == accepted + 1
-    assert row.observe(3, 1, cut=True) == 1  # the row ended: the next draft was not tried
-    gains = [b - a for a, b in itertools.pairwise(row.expected_tokens([0.9] * 5))]
-    rates = [gains[0], *(b / a for a, b in itertools.pairwise(gains))]
+        row.observe(4, accepted, cut=False)
+    for _ in range(4):
+        row.observe(3, 1, cut=True)  # the row ended: the next draft was not tried
+    chances = row.chances([0.9] * 5)
+    rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
     assert min(rates[:2]) > 0.8
-    assert rates[2] < 0.2
+    assert rates[2] < 0.25
     # Behind the one that failed nothing was tried, nor at all at the last.
     assert rates[3:] == pytest.approx([0.9, 0.9])
+    before = rates[2]
+    for _ in range(5000):
+        row.fade()
+    assert row.chances([0.9] * 5)[2] > 0.5 > before
+
+
+def test_copies_are_rated_by_the_length_of_the_match_before_them():
+    row, pool = CopyRates(0.97), CopyRates(0.99)
+    first = row.chances(3, 16, pool)
+    assert first == sorted(first, reverse=True)
+    assert row.chances(40, 16, pool)[-1] > first[-1]
+    for _ in range(50):
+        pool.observe(3, 0, failed=True)  # Short matches are chance,
+        pool.observe(20, 16, failed=False)  # long ones go on.
+    assert row.chances(3, 1, pool)[0] < 0.1
+    assert row.chances(20, 16, pool)[-1] > 0.9

@@ -1,0 +1,247 @@
+"""Edits of files without a model: what copies add to the head's drafts, and cost where they don't.
+
+The prompt of a request holds a file and its change, and the answer is the file after it; both are
+real, from the history of a git repository. The policy and the copies are the engine's own. Whether
+the head's drafts are right is drawn, at a given rate for each, and a step takes what a price list
+says. So this gives tokens per step and the speed to expect of models that can't be run here.
+
+    python -m benchmarks.edits [--repository .] [--files 24] [--rates 0.6 0.75 0.9] [--rows 1 4 16]
+
+Prose is the same with files that have nothing to do with the prompt. Price lists of models on one
+H200 are from docs/benchmarks.md (full shapes, context 512): a step's time by the tokens that it
+verifies, and that of a pass of the head. `--host` is what a step costs more, in plain steps, that
+is read before the next one is launched, as all are while a row copies.
+"""
+
+import argparse
+import difflib
+import itertools
+import random
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_mtp import backend
+
+backend.prepare()
+
+from mlx_mtp.bench.report import check_writable, render, write_json
+from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.engine.calibration import cells_to_measure
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.speculative.copies import Copies
+from mlx_mtp.speculative.prices import COPY, HEAD, Seconds, Shape, StepCosts
+from mlx_mtp.speculative.worth import DecodeStep, DraftRow, DraftsByWorth, Outcome
+
+_SHORTEST, _LONGEST = 300, 6000  # tokens of a file
+
+
+class PriceList(NamedTuple):
+    """Milliseconds."""
+
+    verify: dict[int, float]  # by the tokens of all rows
+    passes: tuple[float, float]  # of the head, at one row and for each row more
+
+    def seconds(self, shape: Shape, host: float) -> float:
+        tokens = shape.rows + shape.drafts
+        first, more = self.passes
+        head = shape.passes * (first + more * (shape.rows - 1))
+        wait = host * self._at(shape.rows) if shape.copying else 0.0
+        return (self._at(tokens) + head + wait) / 1e3
+
+    def _at(self, tokens: int) -> float:
+        known = sorted(self.verify)
+        above = next((n for n in known[1:] if n >= tokens), known[-1])
+        below = known[known.index(above) - 1]
+        slope = (self.verify[above] - self.verify[below]) / (above - below)
+        return self.verify[below] + slope * (tokens - below)
+
+
+PRICES = {
+    "80B on an H200": PriceList(
+        {1: 18.4, 4: 23.2, 16: 38.0, 32: 51.3, 64: 70.1, 128: 116.4}, (0.75, 0.03)
+    ),
+    "27B on an H200": PriceList(
+        {1: 19.8, 2: 25.5, 4: 44.2, 16: 48.5, 32: 64.3, 64: 75.4, 128: 95.7}, (0.75, 0.03)
+    ),
+    "bundled model, two cores": PriceList(
+        {1: 10.0, 2: 12.5, 4: 15.8, 8: 21.0, 16: 32.0, 32: 49.0, 64: 84.0, 128: 150.0}, (1.5, 0.3)
+    ),
+}
+
+
+class Text(NamedTuple):
+    """A request: what it says, and the answer."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[Text]:
+    """Files before and after commits that changed at least a line and at most 30%."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(repository), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    found: list[Text] = []
+    names = ("*.py", "*.md", "*.js")
+    for commit in git("log", "--no-merges", "--format=%H", "--", *names).split():
+        changed = git("show", "--name-only", "--diff-filter=M", "--format=", commit, "--", *names)
+        for name in changed.splitlines()[:1]:
+            before, after = (git("show", f"{each}:{name}") for each in (f"{commit}~", commit))
+            alike = difflib.SequenceMatcher(None, before.split("\n"), after.split("\n")).ratio()
+            answer = tokenizer.encode(after)
+            if not (0.7 <= alike < 1.0 and _SHORTEST <= len(answer) <= _LONGEST):
+                continue
+            lines = difflib.unified_diff(before.split("\n"), after.split("\n"), n=0, lineterm="")
+            asked = "\n".join(line for line in lines if line.startswith(("+", "-")))
+            prompt = f"{before}\n\nMake this change:\n{asked}\n\nThe whole file:\n"
+            found.append(Text(tokenizer.encode(prompt), answer))
+        if len(found) >= count:
+            break
+    return found
+
+
+class Row(DraftRow):
+    """A request that runs: `at` tokens of its answer have come."""
+
+    __slots__ = ("at", "text")
+
+    def __init__(self, text: Text, copies: Copies | None) -> None:
+        super().__init__()
+        self.text, self.at = text, 1
+        if copies is not None:
+            self.copier = copies.of(text.prompt, None)
+            self.copier.extend(text.answer[:1])
+
+
+class Result(NamedTuple):
+    """Of a replay."""
+
+    tokens: int
+    steps: int  # of a row
+    seconds: float
+
+
+def replay(
+    texts: Sequence[Text],
+    num_rows: int,
+    prices: PriceList,
+    rate: float,
+    sources: Sequence[str],
+    host: float,
+    seed: int = 0,
+) -> Result:
+    """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
+    chance, costs = random.Random(seed), StepCosts()
+    table: Seconds = {}
+    for size, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
+        passes = drafts if source == HEAD else 0
+        shape = Shape(size, size * drafts, passes, source == COPY)
+        cell = table.setdefault(size, {}).setdefault(source, {})
+        cell[drafts] = prices.seconds(shape, host)
+    costs.load(table)
+    policy = DraftsByWorth(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)
+    copies = Copies(0) if COPY in sources else None
+    waiting = iter(texts)
+    rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
+    pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)
+    read = True  # everything has been, so that rows may copy
+    unread: list[tuple[DecodeStep, list[tuple[Row, Sequence[int]]]]] = []
+    steady = False
+    while rows:
+        choice = policy.choose(rows, steady=steady)
+        copying = any(choice.copied)
+        outcomes: list[Outcome] = []
+        came: list[tuple[Row, Sequence[int]]] = []
+        for row, wanted, drafts in zip(rows, choice.copied, choice.head):
+            left = len(row.text.answer) - row.at
+            run = row.copier.run[: min(wanted, left)] if wanted and read and row.copier else ()
+            count = len(run) or pending[row]
+            following = row.text.answer[row.at : row.at + count]
+            right = zip(run, following) if run else ()
+            hits = [a == b for a, b in right] or [chance.random() < rate for _ in range(count)]
+            accepted = min([*hits, False].index(False), left - 1)
+            source = COPY if run else HEAD
+            cut = accepted == left - 1
+            outcomes.append(Outcome(row, source, count, accepted, cut))
+            came.append((row, row.text.answer[row.at : row.at + accepted + 1]))
+            row.at += accepted + 1
+            pending[row] = drafts
+        verified = sum(outcome.num_drafts for outcome in outcomes)
+        copied = any(outcome.source == COPY for outcome in outcomes)
+        shape = Shape(len(rows), verified, max(choice.head), copied)
+        took = prices.seconds(shape._replace(copying=copying), host)
+        tokens = sum(outcome.num_accepted + 1 for outcome in outcomes)
+        total = Result(total.tokens + tokens, total.steps + len(rows), total.seconds + took)
+        unread.append((DecodeStep(shape, outcomes, took), came))
+        while len(unread) > (not copying):
+            step, arrived = unread.pop(0)
+            policy.observe(step)
+            for row, new in arrived:
+                if row.copier is not None:
+                    row.copier.extend(new)
+        read, steady = copying, True
+        for place, row in enumerate(rows):
+            if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:
+                rows[place], steady = Row(text, copies), False
+                pending[rows[place]] = 0
+        rows = [row for row in rows if row.at < len(row.text.answer)]
+    return total
+
+
+CONTENDERS = {"mtp": (HEAD,), "copy": (COPY,), "both": (HEAD, COPY)}
+
+
+def table(
+    texts: Sequence[Text], prices: PriceList, given: argparse.Namespace
+) -> Iterator[tuple[list[str], dict[str, float]]]:
+    """A row for each number of rows and rate: tokens a step of a row, and the speed over mtp's."""
+    for num_rows, rate in itertools.product(given.rows, given.rates):
+        found = {
+            name: replay(texts, num_rows, prices, rate, sources, given.host)
+            for name, sources in CONTENDERS.items()
+        }
+        speeds = {name: each.tokens / each.seconds for name, each in found.items()}
+        cells = [
+            f"{each.tokens / each.steps:.2f}, {speeds[name]:.0f}"
+            + (f" ({speeds[name] / speeds['mtp']:.2f})" if name != "mtp" else "")
+            for name, each in found.items()
+        ]
+        figures = {name: speeds[name] / speeds["mtp"] for name in speeds}
+        yield [str(num_rows), f"{rate:.0%}", *cells], figures
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repository", type=Path, default=Path("."))
+    parser.add_argument("--files", type=int, default=24)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.6, 0.75, 0.9])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--host", type=float, default=0.15)
+    parser.add_argument("--json", type=Path, help="write the ratios here")
+    given = parser.parse_args()
+    check_writable(given.json)
+    texts = edits(given.repository, given.files, Tokenizer.load(BUNDLED_MODEL))
+    lengths = [len(text.answer) for text in texts]
+    print(f"{len(texts)} files of {min(lengths)} to {max(lengths)} tokens, median ", end="")
+    print(f"{statistics.median(lengths):.0f}. Tokens a step, tokens per second (over mtp).")
+    # Nothing of the answer is in the prompt but what two files of a project share.
+    prose = [Text(a.prompt, b.answer) for a, b in zip(texts, [*texts[7:], *texts[:7]])]
+    everything: dict[str, list[dict[str, float]]] = {}
+    for name, prices in PRICES.items():
+        for kind, each in (("edits", texts), ("another file", prose)):
+            rows, figures = zip(*table(each, prices, given), strict=True)
+            print(f"\n{name}: {kind}\n\n{render(['rows', 'rate', *CONTENDERS], rows)}", flush=True)
+            everything[f"{name}, {kind}"] = list(figures)
+    if given.json:
+        write_json(given.json, everything)
+
+
+if __name__ == "__main__":
+    main()

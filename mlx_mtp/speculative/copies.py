@@ -1,0 +1,182 @@
+"""Drafts that are copied: what followed the end of a text where it occurred before.
+
+An edited file is mostly copied from the prompt, and an agent repeats its earlier answers. The next
+tokens are those after the longest match with the end of prompt and answer, in the request itself
+or else in earlier answers under its cache_salt. An index takes about a microsecond a token.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from itertools import takewhile
+
+import numpy as np
+
+from mlx_mtp.config import MAX_COPY_TOKENS
+from mlx_mtp.speculative.rates import CopyRates
+
+GRAM = 3  # tokens that must agree
+MOST_MATCH = 127  # a longer match is not told from one of so many
+_MOST_TRIED = 16  # occurrences that are compared, the latest first
+_GOOD_MATCH = 16  # nothing else is looked for while one of so many goes on
+_LEAST_CHANCE = 0.3  # of the first token: below it nothing is offered
+_FIRST_ENTRIES = 256
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd
+_WORD = (1 << 64) - 1
+_SEPARATOR = -1  # between answers: no token's id
+
+
+class Index:
+    """Where each `GRAM` tokens of a text occurred: a hash table of chains, the latest first.
+
+    It takes 4 bytes for each token, 4 for its chain and 4 for each of at most twice as many
+    entries (256 at least).
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = array("i")
+        self._before = array("i")  # the place of the same hash before; 0: none
+        self._heads = array("i", bytes(4 * _FIRST_ENTRIES))  # the latest place of each hash
+        self.extend(tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (len(self.tokens) + len(self._before) + len(self._heads))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        first = max(len(self.tokens), GRAM)
+        self.tokens.extend(tokens)
+        if len(self.tokens) > len(self._heads) or len(tokens) > _FIRST_ENTRIES:
+            self._build()
+            return
+        self._before.extend([0] * (len(self.tokens) - len(self._before)))
+        for place in range(first, len(self.tokens)):
+            entry = self._entry(self.tokens, place)
+            self._before[place], self._heads[entry] = self._heads[entry], place
+
+    def find(self, text: Sequence[int]) -> tuple[int, int]:
+        """The longest match with the end of `text`: its length, and the place after it.
+
+        0 and 0 without one. Places have a token: the end of the index's own text is none.
+        """
+        best = at = 0
+        if len(text) < GRAM:
+            return best, at
+        place = self._heads[self._entry(text, len(text))]
+        for _ in range(_MOST_TRIED):
+            if place == 0 or best == MOST_MATCH:
+                break
+            length = self._match(text, place)
+            if length > best:
+                best, at = length, place
+            place = self._before[place]
+        return (best, at) if best >= GRAM else (0, 0)
+
+    def _match(self, text: Sequence[int], place: int) -> int:
+        length, step, end = 0, (MOST_MATCH + 1) // 2, len(text)
+        while step:
+            more = length + step
+            if more <= min(place, end) and (
+                self.tokens[place - more : place - length] == text[end - more : end - length]
+            ):
+                length = more
+            step //= 2
+        return length
+
+    def _entry(self, tokens: Sequence[int], place: int) -> int:
+        """Of the `GRAM` tokens before a place."""
+        value = sum(map(int.__mul__, tokens[place - GRAM : place], _FACTORS)) & _WORD
+        return (value >> 32) & (len(self._heads) - 1)
+
+    def _build(self) -> None:
+        """All at once, with arrays: about 0.1 microseconds a token."""
+        count = len(self.tokens)
+        size = max(_FIRST_ENTRIES, 1 << count.bit_length())
+        tokens = np.array(self.tokens, dtype=np.int64).astype(np.uint64)
+        heads, before = np.zeros(size, np.int32), np.zeros(count, np.int32)
+        if count > GRAM:
+            ends = count - GRAM
+            sums = [tokens[i : i + ends] * np.uint64(factor) for i, factor in enumerate(_FACTORS)]
+            entries = (np.sum(sums, axis=0) >> np.uint64(32)) & np.uint64(size - 1)
+            order = np.argsort(entries, kind="stable")
+            places = (order + GRAM).astype(np.int32)
+            same = entries[order[1:]] == entries[order[:-1]]
+            before[places[1:]] = np.where(same, places[:-1], 0)
+            heads[entries[order]] = places  # Of equal ones the last stays.
+        self._heads, self._before = array("i", heads.tobytes()), array("i", before.tobytes())
+
+
+class Copies:
+    """What requests may copy; earlier answers by salt, in at most `limit` bytes.
+
+    The salts that were used least recently go first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._texts: OrderedDict[Hashable, Index] = OrderedDict()
+        self._rates = CopyRates(0.99)  # of all requests
+
+    @property
+    def nbytes(self) -> int:
+        return sum(text.nbytes for text in self._texts.values())
+
+    def of(self, prompt: Sequence[int], salt: Hashable) -> "Copier":
+        return Copier(prompt, self._rates, self._texts.get(salt))
+
+    def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
+        if not self._limit or len(answer) <= GRAM:
+            return
+        text = self._texts.setdefault(salt, Index())
+        self._texts.move_to_end(salt)
+        text.extend([_SEPARATOR, *answer])
+        if text.nbytes > self._limit:
+            # 16 bytes a token at most; half of it, so that this is rare.
+            self._texts[salt] = Index(text.tokens[-(self._limit // 32) :])
+        while self.nbytes > self._limit:
+            self._texts.popitem(last=False)
+
+    def clear(self) -> None:
+        self._texts.clear()
+
+
+class Copier:
+    """What one request may copy next: `run`, after a match of `match` tokens.
+
+    It is compared with what comes in any case, so its chances are known before it is used.
+    """
+
+    def __init__(self, prompt: Sequence[int], pool: CopyRates, others: Index | None) -> None:
+        self._text, self._others, self._pool = Index(prompt), others, pool
+        self._rates = CopyRates(0.97)
+        self._source, self._at = self._text, 0
+        self.match = 0
+        self.run: Sequence[int] = ()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens have been drawn: judge the run by them, and look for the next one."""
+        pairs = list(zip(self.run, tokens))
+        passed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for rates in (self._rates, self._pool):
+            rates.observe(self.match, passed, failed=passed < len(pairs))
+        going_on = 0 < passed == len(tokens)
+        self._text.extend(tokens)
+        self._at, self.match = self._at + passed, min(self.match + passed, MOST_MATCH)
+        if not going_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
+            self._look()
+        self.run = self._source.tokens[self._at : self._at + MAX_COPY_TOKENS] if self.match else ()
+        if _SEPARATOR in self.run:
+            self.run = self.run[: self.run.index(_SEPARATOR)]
+
+    def chances(self) -> list[float]:
+        """That the first, second, .. token of the run comes next; empty where none may."""
+        chances = self._rates.chances(self.match, len(self.run), self._pool)
+        return chances if chances and chances[0] >= _LEAST_CHANCE else []
+
+    def _look(self) -> None:
+        self._source = self._text
+        self.match, self._at = self._text.find(self._text.tokens)
+        if self._others is not None and self.match < _GOOD_MATCH:
+            match, at = self._others.find(self._text.tokens)
+            if match > self.match:
+                self._source, self.match, self._at = self._others, match, at

@@ -1,0 +1,216 @@
+"""The price list: what a step costs by its rows, its tokens and the passes of the head.
+
+Only the ratios between the costs of one number of rows matter, so a step is compared with those of
+another kind that ran just before it, and a change during a long stay at one kind is applied to
+all of them: a hot machine or a longer context changes no ratio.
+"""
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HEAD, COPY = "mtp", "copy"
+KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts a row
+
+_HEAD_SHARE = 0.35  # of the cost of a draft: the head's pass; the rest is the longer window
+_SLOPE = 0.6  # cost of a draft in plain steps before anything is known: more than most bring
+_HOST = 0.1  # cost in plain steps of a step that is read before the next one is launched
+
+_READING = 8  # steps of a reading: their low median, for a step is often late and never early
+_LEAST = 3  # steps that a reading needs when the kind changes before it is full
+_RECENT = 64  # readings further apart are not compared: too much may have changed
+_LARGEST_SURPRISE = math.log(2.0)
+_MOST_TRUST = 8.0
+_FORGETTING = 0.998  # factor of a reading on the trust in the other cells of its number of rows
+_DOUBT = 0.25  # possible relative error where nothing was measured
+_DONORS = 6  # numbers of rows that missing costs are inferred from, at most
+_NEAR = 1.5  # a number of rows up to this factor away lends half of its trust
+
+Key = tuple[str, float]  # whether anything was copied, and drafts a row: one of `KNOTS`
+Seconds = dict[int, dict[str, dict[float, float]]]  # by rows, and the parts of the key
+
+
+class Shape(NamedTuple):
+    """All that a step's cost depends on here."""
+
+    rows: int
+    drafts: int  # that it verifies, of all rows
+    passes: int  # of the head
+    copying: bool  # some were copied, for which the step before had to be read first
+
+
+@dataclass(slots=True)
+class _Cell:
+    log: float  # of its seconds
+    trust: float = 1.0  # the number of comparisons behind it
+
+
+class _Reading(NamedTuple):
+    key: Key
+    log: float
+    step: int
+
+
+class Prices:
+    """Of steps of one number of rows, relative to one without drafts."""
+
+    def __init__(self, rows: int, curves: Mapping[str, Sequence[float]]) -> None:
+        self.rows = rows
+        self._curves = curves
+        self._known: dict[tuple[int, str], float] = {}
+
+    def cost(self, drafts: int, passes: int, *, copying: bool = False) -> float:
+        """The head's passes cost what they do where all rows have as many drafts."""
+        head, verified = self._at(passes * self.rows, HEAD) - 1.0, self._at(drafts, HEAD)
+        if copying:
+            return self._at(drafts, COPY) + _HEAD_SHARE * head
+        return verified + _HEAD_SHARE * (head + 1.0 - verified)
+
+    def _at(self, drafts: int, source: str) -> float:
+        value = self._known.get((drafts, source))
+        if value is None:
+            value = _between(self._curves[source], drafts / self.rows)
+            self._known[drafts, source] = value
+        return value
+
+
+class StepCosts:
+    """The costs that were measured."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[Key, _Cell]] = {}
+        self._last: dict[int, _Reading] = {}
+        self._seen: set[Shape] = set()
+        self._at: tuple[int, Key] | None = None
+        self._samples: list[float] = []
+        self._num_steps = 0
+        self._prices: dict[int, Prices] = {}
+
+    def observe(self, shape: Shape, seconds: float | None) -> None:
+        self._num_steps += 1
+        if seconds is None:
+            return
+        if shape not in self._seen:
+            # The first step of a shape compiles kernels and fills pools of buffers.
+            self._seen.add(shape)
+            return
+        source, x = COPY if shape.copying else HEAD, shape.drafts / shape.rows
+        knot = min(KNOTS, key=lambda each: abs(each - x))
+        if self._at != (shape.rows, (source, knot)):
+            self.settle()
+            self._at = shape.rows, (source, knot)
+        # As it were at the knot, with as many passes as drafts, or none beside what is copied.
+        there = _between(self.prices(shape.rows)._curves[source], knot)
+        self._samples.append(
+            seconds * there / self.prices(shape.rows).cost(*shape[1:3], copying=shape.copying)
+        )
+        if len(self._samples) == _READING:
+            self._read()
+
+    def settle(self) -> None:
+        if len(self._samples) >= _LEAST:
+            self._read()
+        self._samples.clear()
+
+    def prices(self, rows: int) -> Prices:
+        if rows not in self._prices:
+            self._prices[rows] = Prices(rows, self._infer(rows))
+        return self._prices[rows]
+
+    def doubt(self, rows: int, drafts: int) -> float:
+        """By what share so many drafts of the head for each row may cost less than the price."""
+        trust = 0.0
+        for size, cells in self._rows.items():
+            cell = cells.get((HEAD, drafts))
+            if cell is not None and 1 / _NEAR <= size / rows <= _NEAR:
+                trust = max(trust, cell.trust * (1.0 if size == rows else 0.5))
+        return _DOUBT / (1.0 + trust)
+
+    def table(self) -> Seconds:
+        table: Seconds = {}
+        for size, cells in sorted(self._rows.items()):
+            for (source, knot), cell in sorted(cells.items()):
+                table.setdefault(size, {}).setdefault(source, {})[knot] = math.exp(cell.log)
+        return table
+
+    def load(self, table: Seconds) -> None:
+        for size, sources in table.items():
+            cells = self._rows.setdefault(size, {})
+            for source, curve in sources.items():
+                cells |= {(source, x): _Cell(math.log(s)) for x, s in curve.items() if x in KNOTS}
+        self._prices.clear()
+
+    def _read(self) -> None:
+        assert self._at is not None
+        size, key = self._at
+        log = math.log(statistics.median_low(self._samples))
+        self._samples.clear()
+        cells, last = self._rows.setdefault(size, {}), self._last.get(size)
+        if last is None or self._num_steps - last.step > _RECENT or last.key == key:
+            if last is not None and last.key == key:
+                log = (log + last.log) / 2
+            change = log - cells.setdefault(key, _Cell(log)).log
+            for each in cells.values():
+                each.log += change
+        else:
+            if key not in cells:
+                curves = self.prices(size)._curves
+                old, new = (_between(curves[source], x) for source, x in (last.key, key))
+                cells[key] = _Cell(cells[last.key].log + math.log(new / old), trust=0.0)
+            _compare(cells[key], cells[last.key], log - last.log)
+        for other, cell in cells.items():
+            cell.trust *= 1.0 if other == key else _FORGETTING
+        self._last[size] = _Reading(key, log, self._num_steps)
+        self._prices.clear()
+
+    def _infer(self, rows: int) -> dict[str, list[float]]:
+        """The curves of the nearest numbers of rows, farthest first, each over the one before."""
+        sizes = sorted(self._rows, key=lambda size: abs(math.log(size / rows)))[:_DONORS]
+        logs = [math.log(1.0 + _SLOPE * x) for x in KNOTS]
+        for size in reversed(sizes):
+            logs = _lay_over(
+                logs, {x: c.log for (s, x), c in self._rows[size].items() if s == HEAD}
+            )
+        head = [math.exp(log - logs[0]) for log in logs]
+        copy = [math.log(1.0 + _HOST + (1.0 - _HEAD_SHARE) * (cost - 1.0)) for cost in head]
+        for size in reversed(sizes):
+            cells = self._rows[size]
+            if (HEAD, 0) in cells:
+                plain = cells[HEAD, 0].log
+                copy = _lay_over(
+                    copy, {x: c.log - plain for (s, x), c in cells.items() if s == COPY}
+                )
+        return {HEAD: head, COPY: [math.exp(log) for log in copy]}
+
+
+def _compare(cell: _Cell, other: _Cell, ratio: float) -> None:
+    """Update the less certain of two cells by their measured (log) ratio."""
+    surprise = other.log + ratio - cell.log
+    surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
+    moved, sign = (cell, 1.0) if cell.trust <= other.trust else (other, -1.0)
+    moved.log += sign * surprise / (1.0 + moved.trust)
+    moved.trust = min(moved.trust + 1.0, _MOST_TRUST)
+
+
+def _between(curve: Sequence[float], x: float) -> float:
+    """A curve over `KNOTS` at x, linear between them."""
+    above = min(max(bisect_right(KNOTS, x), 1), len(KNOTS) - 1)
+    low, high = KNOTS[above - 1], KNOTS[above]
+    return curve[above - 1] + (x - low) / (high - low) * (curve[above] - curve[above - 1])
+
+
+def _lay_over(curve: list[float], measured: Mapping[float, float]) -> list[float]:
+    """What was measured as it is; between that the curve, shifted as its neighbours are."""
+    off = {x: log - curve[KNOTS.index(x)] for x, log in measured.items()}
+    laid = []
+    for x, log in zip(KNOTS, curve):
+        below = max((each for each in off if each <= x), default=min(off, default=None))
+        above = min((each for each in off if each >= x), default=max(off, default=None))
+        if below is None or above is None:
+            return curve
+        share = (x - below) / (above - below) if above > below else 0.0
+        laid.append(log + off[below] + share * (off[above] - off[below]))
+    return laid

@@ -1,0 +1,78 @@
+"""Copied drafts change no token: with and without a head, sampled, with grammars, for n choices."""
+
+import dataclasses
+
+import pytest
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.build import build_engine
+from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
+from mlx_mtp.speculative.worth import DraftsByWorth
+from tests.engine.cases import EOS, STEP, make_requests
+from tests.engine.test_engine import Client
+from tests.harness import Driver, greedy, plain, request
+from tests.tiny_models import VOCAB
+
+
+def cheap(head: bool = True, draft: float = 0.05) -> DraftsByWorth:
+    """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
+    costs = StepCosts()
+    costs.load({1: {HEAD: {n: 1.0 + draft * n for n in (0, 1, 8)}, COPY: {4: 1.1, 16: 1.2}}})
+    return DraftsByWorth(costs, 8 if head else 0)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "greedy grammars"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, overlap, head):
+    """Each request comes twice, and the second time its answer is copied from the first."""
+    family = "qwen3_next" if head else "qwen3_5"
+    model, reference = tiny_models[family], references(family, kind)
+    model = model if head else model.without_head()
+    requests = make_requests(kind)
+    config = EngineConfig(
+        "auto", prefill_step_size=STEP, overlap=overlap, prefix_cache_size=1 << 28
+    )
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=cheap(head))
+    driver.run_arrivals({0: requests[:4], 3: requests[4:]})
+    copied = driver.core.stats().num_accepted_tokens_per_pos.get(COPY, (0,))
+    again = [dataclasses.replace(r, request_id=r.request_id + "+", trace=True) for r in requests]
+    driver.run_arrivals({0: again[:5], 4: again[5:]}, {6: [again[0].request_id]})
+    for name, expected in reference.items():
+        ties.check(name, driver.tokens(name), expected)
+        if name + "+" != again[0].request_id:
+            ties.check(name + "+", driver.tokens(name + "+"), expected)
+    stats = driver.core.stats()
+    assert sum(stats.num_accepted_tokens_per_pos[COPY]) > sum(copied) + 20
+    told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == COPY]
+    assert any(len(o.token_ids) > 4 for o in told)
+    assert all({d.source for d in o.drafts} <= {COPY} for o in told)
+
+
+def test_a_request_that_fixed_its_drafts_copies_nothing(tiny_models):
+    model = tiny_models["qwen3_5"]
+    driver = Driver(model, vocab_size=VOCAB, config=EngineConfig("auto"), depth=cheap(draft=2.0))
+    asked = request("a", [5, 6], greedy(60, ignore_eos=True, logit_bias=((9, 100.0),)))
+    driver.add(dataclasses.replace(asked, num_draft_tokens=1))
+    driver.add(dataclasses.replace(asked, request_id="b"))
+    got = driver.run()
+    assert tuple(got["a"]) == tuple(got["b"]) == plain(model, asked, VOCAB).tokens
+    assert {o.draft_source for o in driver.outputs["a"] if o.num_draft_tokens} == {HEAD}
+    assert COPY in {o.draft_source for o in driver.outputs["b"]}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sources"),
+    [("mtp,copy", ("mtp", "copy")), ("mtp", ("mtp",)), ("copy", ("copy",)), ("none", ())],
+)
+def test_the_flag_chooses_the_sources(tiny_models, drafts, sources):
+    model, config = tiny_models["qwen3_5"], EngineConfig(drafts=drafts, max_num_seqs=2)
+    client = Client(build_engine(model, config, VOCAB, (EOS,)))
+    asked = request("r", [5, 6, 7] * 9, greedy(40, ignore_eos=True))
+    client.engine.submit(asked)
+    client.wait("r")
+    info, stats = client.engine.info, client.engine.stats()
+    client.engine.stop()
+    assert tuple(client.tokens("r")) == plain(model, asked, VOCAB).tokens
+    assert (info.draft_sources, info.mtp_enabled) == (sources, "mtp" in sources)
+    assert set(stats.num_draft_tokens_per_pos) <= set(sources)

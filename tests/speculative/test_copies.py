@@ -1,0 +1,82 @@
+"""Copies: the index against a slow search, what a request may copy, and the memory of answers."""
+
+import random
+
+import pytest
+
+from mlx_mtp.speculative.copies import GRAM, MOST_MATCH, Copies, Index
+
+FILE = random.Random(1).sample(range(10, 5000), 200)
+
+
+def slow(text: list[int]) -> int:
+    """The longest end of a text that occurred in it before."""
+    lengths = [0]
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(place, MOST_MATCH) and text[place - 1 - length] == text[-1 - length]:
+            length += 1
+        lengths.append(length)
+    return max(lengths) if max(lengths) >= GRAM else 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_longest_match_is_found_however_the_text_came(seed):
+    chance = random.Random(seed)
+    text = [chance.randrange(chance.choice([20, 100])) for _ in range(chance.randint(1, 400))]
+    text += text[5:25] if seed % 2 else []
+    index, at = Index(text[: chance.randint(0, len(text))]), 0
+    at = len(index.tokens)
+    while at < len(text):
+        index.extend(text[at : at + chance.randint(1, 7)])
+        at = len(index.tokens)
+    length, place = index.find(index.tokens)
+    assert length == slow(text)
+    assert text[place - length : place] == text[len(text) - length :]
+    # The same by arrays at once, within the memory that the formula says.
+    assert Index(text).find(index.tokens) == (length, place)
+    assert index.nbytes <= 4 * (2 * len(text) + max(2 * len(text), 256))
+
+
+def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
+    copier = Copies(0).of(FILE, None)
+    copier.extend(FILE[20:24])
+    assert (copier.match, list(copier.run)) == (4, FILE[24:40])
+    copier.extend(FILE[24:40])
+    assert (copier.match, list(copier.run)) == (20, FILE[40:56])
+    certain = copier.chances()
+    assert len(certain) == 16 and certain[15] > 0.5
+    copier.extend([9999])
+    assert (copier.match, list(copier.run), copier.chances()) == (0, [], [])
+    copier.extend(FILE[42:46])
+    assert list(copier.run) == FILE[46:62]
+    for number in range(60):  # Short matches that lead nowhere are soon offered no more.
+        copier.extend([6000 + number, *FILE[70:73]])
+    assert copier.match == 3
+    assert copier.chances() == []
+
+
+def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
+    copies = Copies(1 << 14)
+    copies.keep("a", FILE[:100])
+    copies.keep("b", FILE[100:])
+
+    def run(salt: str, *tokens: int) -> list[int]:
+        copier = copies.of([1, 2, 3], salt)
+        copier.extend(tokens)
+        return list(copier.run)
+
+    assert run("a", *FILE[10:14]) == FILE[14:30]
+    assert run("a", *FILE[92:96]) == FILE[96:100]  # up to the answer's end
+    assert run("b", *FILE[10:14]) == run("c", *FILE[10:14]) == []
+    for number in range(60):
+        copies.keep("a", [1000 * number + n for n in range(120)])
+        assert copies.nbytes <= 1 << 14
+    assert run("a", 59_010, 59_011, 59_012)[0] == 59_013
+    assert run("a", *FILE[10:14]) == []
+    copies.clear()
+    assert copies.nbytes == 0
+    assert run("a", 59_010, 59_011, 59_012) == []
+    nothing = Copies(0)
+    nothing.keep("a", FILE)
+    assert nothing.nbytes == 0
