@@ -97,10 +97,8 @@ class Layout:
         return [(before[row], self.places[row]) for row in moving if before[row] != _NOWHERE]
 
     def select(self, rows: Sequence[int]) -> tuple[Layout, dict[Buffer, Buffer]]:
-        """The layout of these rows in buffers of their own, and of which of these each is a copy.
-
-        Parts of one batch write to theirs, and may join again.
-        """
+        """The layout of these rows in buffers of their own, and of which each is a copy."""
+        # Parts of one batch write to theirs, and may join again.
         copies = {self.places[row][0]: replace(self.places[row][0]) for row in rows}
         selected = Layout(len(rows))
         selected.places = [

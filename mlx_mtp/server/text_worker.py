@@ -19,7 +19,7 @@ from mlx_mtp.server.helper import Helper, HelperError, answer_questions
 from mlx_mtp.server.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
-MAX_WORKER_BYTES = 4 << 30  # beside what Python and its modules take
+MAX_WORKER_BYTES = 4 << 30  # beside what a worker takes when its tokenizer is loaded
 MAX_ENCODE_SECONDS = 60.0
 _SPARE_SECONDS = 2.0  # By then a worker has ended itself, if it is not stopped.
 _WATCH_SECONDS = 0.05
@@ -58,9 +58,9 @@ class TextWorkers:
 
 def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
     path, most_bytes = header
-    _bound_memory(most_bytes)
     tokenizer = Tokenizer.load(Path(path))
-    tokenizer.encode("a")
+    _bound_memory(most_bytes)
+    tokenizer.encode("a")  # A normalizer that multiplies text may take all memory even here.
 
     def answer(question: Sequence[Any]) -> dict[str, Any]:
         name, seconds, args, more = question

@@ -14,6 +14,7 @@ from tests.server.conftest import serve, tokenizer
 __all__ = ["serve", "tokenizer"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NAMES += ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",)  # in no PATH there
 Open = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
