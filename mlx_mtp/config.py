@@ -178,6 +178,14 @@ class ServerConfig:
         repeated=True,
         default_text="the server's own",
     )
+    optimistic: float = setting(
+        "multi-token prediction: --mtp-optimistic X",
+        "also accept a draft that has at least X times the probability of the token drawn, in "
+        "requests that don't set it: faster, but answers are no longer those of plain decoding; "
+        "0: off",
+        at_least(0.0, 1.0),
+        default=0.0,
+    )
     seed: int | None = setting(
         "server: --seed N",
         "make the seeds of requests that have none repeatable",

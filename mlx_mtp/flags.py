@@ -235,8 +235,8 @@ def gigabytes(text: str) -> int:
     return int(whole(4, 4096)(number))
 
 
-def at_least(low: float) -> Parse:
-    """A finite number, `low` or more."""
+def at_least(low: float, high: float = math.inf) -> Parse:
+    """A finite number from `low` to `high`."""
 
     def parse(text: str) -> float:
         try:
@@ -247,6 +247,8 @@ def at_least(low: float) -> Parse:
             raise ArgumentTypeError(f"{text!r} is not finite")
         if value < low:
             raise ArgumentTypeError(f"{value:g} is below {low:g}")
+        if value > high:
+            raise ArgumentTypeError(f"{value:g} is above {high:g}")
         return value
 
     return parse

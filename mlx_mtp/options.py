@@ -182,6 +182,8 @@ def check_serve(options: argparse.Namespace) -> None:
             "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
             f"{depth}: leave one of them out."
         )
+    if drafts == "none" and _asks(options, "--mtp-optimistic"):
+        raise UsageError("--mtp-optimistic accepts more drafts, and --drafts none has none.")
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
         raise UsageError(f"{of_size} needs {flag}, which is not given.")

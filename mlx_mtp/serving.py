@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OPTIMISTIC = (
+    "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
+    "those of plain decoding"
+)
 CLOSED_PIPE_STATUS = 141  # As a shell reports SIGPIPE.
 
 
@@ -49,6 +53,8 @@ def serve(
 
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
+    if options.mtp_optimistic:
+        logger.warning("Answers differ from plain decoding's (--mtp-optimistic).")
     if options.log_prompts:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port first: the user should not wait for a long load to learn that it is in use.
@@ -152,6 +158,7 @@ def banner(
         "copies": "text that occurred in the prompt or an earlier answer is drafted"
         if "copy" in engine.draft_sources
         else "off: --drafts, or a fixed number of drafts",
+        **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
         "backend": str(info),
         "prefixes": prefixes,
         "memory": "\n".join(memory),

@@ -60,6 +60,7 @@ def slow_scores(
     output: Many[int],
     stop_ids: Many[int] = (),
     banned: Many[int] = (),
+    noise: bool = True,
 ) -> np.ndarray:
     """`Sampler.scores` for one row and position, in NumPy; `test_truncation.py` has the cuts."""
     x = logits.astype(np.float64)
@@ -80,7 +81,7 @@ def slow_scores(
     warm = mx.array((x / p.temperature).astype(np.float32))[None, None]
     key = mx.array([p.noise_seed(), len(prompt) + len(output)], dtype=mx.uint32)
     cut = Truncation([p], len(x)).apply(warm)[0, 0]
-    return np.array(cut + mx.random.gumbel((len(x),), key=key))
+    return np.array(cut + mx.random.gumbel((len(x),), key=key) if noise else cut)
 
 
 class PlainMask:

@@ -276,9 +276,10 @@ def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:
     return end
 
 
-def root_key(salt: str | None) -> str:
+def root_key(salt: str | None, *, optimistic: bool = False) -> str:
     """Key of the empty prefix: 40 hexadecimal digits. No salt and the empty one differ."""
-    text = b"mlx-mtp prefix\0" + (b"" if salt is None else b"salt\0" + salt.encode())
+    text = b"mlx-mtp prefix\0" + (b"optimistic\0" if optimistic else b"")
+    text += b"" if salt is None else b"salt\0" + salt.encode()
     return hashlib.sha256(text).hexdigest()[:_KEY_DIGITS]
 
 

@@ -69,6 +69,8 @@ class RequestOutput:
     error: MlxMtpError | None = None
     num_draft_tokens: int = 0  # drafts verified for this request in this step
     num_accepted_tokens: int = 0  # how many of them were accepted
+    # Which of its tokens are drafts that the model did not draw (`SamplingParams.optimistic`).
+    optimistic: tuple[int, ...] = ()
     draft_source: str = ""  # where they are from
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output

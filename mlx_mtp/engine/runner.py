@@ -241,7 +241,7 @@ def _draw(
     if batch.guide:
         mx.async_eval(logits)  # The host makes the masks meanwhile.
         mask = batch.guide.window_mask(window)
-    tokens = batch.sampler.draw(logits, positions, window, mask=mask)
+    tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
     accepted = accept(
         tokens,
         window,
@@ -255,7 +255,7 @@ def _draw(
     batch.ended = accepted.finished
     if batch.guide:
         batch.guide.advance(tokens, accepted.num_kept)
-    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window)
+    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
 
 
 def _limits(batch: Batch, lengths: Many[int], num_drafts: Many[int]) -> list[int]:

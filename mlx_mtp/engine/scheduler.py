@@ -116,6 +116,7 @@ class Scheduler:
             num_drafts, num_accepted = step.num_drafts[row], step.num_accepted[row]
             source = self._source(step, row)
             self._totals.count_window(source, num_drafts, num_accepted)
+            self._totals.num_optimistic_tokens += len(step.optimistic[row])
             if step.num_cached[row]:
                 # A row that ends with a recovered token has tried the draft in its place.
                 cut = step.finished[row] and step.num_cached[row] == num_accepted
@@ -166,6 +167,7 @@ class Scheduler:
             reason,
             num_draft_tokens=step.num_drafts[row],
             num_accepted_tokens=step.num_accepted[row],
+            optimistic=step.optimistic[row],
             draft_source=self._source(step, row),
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,

@@ -49,7 +49,8 @@ class Sequence:
         self.save_points: list[int] = []  # prefixes of its prompt to be saved, ascending lengths
         self.first_turn: int | None = None  # where the first message of its prompt ends
         self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
-        self.salt = root_key(request.cache_salt or None)
+        # Optimistic requests share what they compute with each other alone.
+        self.salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
         self.number: int | None = None  # its place in the queue, once it has been considered
         self.awaited: tuple[Sequence, int] | None = None  # what computes its prefix, up to where
         self.skips_disk = False  # the disk was too slow, or memory had no room

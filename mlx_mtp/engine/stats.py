@@ -62,6 +62,7 @@ class EngineStats:
     num_drafts: int = 0  # verify windows that had at least one draft, counted per row
     num_draft_tokens: int = 0  # drafts verified
     num_accepted_tokens: int = 0  # drafts accepted
+    num_optimistic_tokens: int = 0  # how many of them the model did not draw
     # By source, and by position in the window, from 0; and the drafts verified there.
     num_accepted_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_draft_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -63,6 +63,7 @@ class Drawn(NamedTuple):
     accepted: AcceptResult  # how many of them each row emits
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
     window: mx.array  # int32 [B, T], the last token before each row's window, and its drafts
+    replaced: mx.array | None  # bool [B, T-1], tokens that are drafts in place of what was drawn
 
 
 class PromptScores(NamedTuple):
@@ -97,6 +98,7 @@ class InFlightStep:
     num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
     token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
     num_accepted: list[int] = field(default_factory=list)  # how many of them were drafts
+    optimistic: list[tuple[int, ...]] = field(default_factory=list)  # which were not drawn
     drafts: list[tuple[int, ...]] = field(default_factory=list)  # if any row wants a trace
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
@@ -110,6 +112,7 @@ class InFlightStep:
         self.num_cached = self.num_cached or list(kept)
         self.token_ids = self.token_ids or [()] * count
         self.num_accepted = self.num_accepted or [0] * count
+        self.optimistic = self.optimistic or [()] * count
         self.drafts = self.drafts or [()] * count
         self.logprobs = self.logprobs or [()] * count
         self.prompt_logprobs = self.prompt_logprobs or [()] * count
@@ -122,7 +125,7 @@ class InFlightStep:
             self.prompt = None
         if self.drawn is None:
             return
-        tokens, accepted, logprobs, window = self.drawn
+        tokens, accepted, logprobs, window, replaced = self.drawn
         drawn = np.array(tokens).tolist()
         num_kept, num_accepted, finished = (np.array(a).tolist() for a in accepted[:3])
         if logprobs is not None:
@@ -139,6 +142,9 @@ class InFlightStep:
             self.num_cached, self.num_accepted = num_kept, num_accepted
             # A row that had ended before verifies nothing.
             self.num_drafts = [n if kept else 0 for n, kept in zip(self.num_drafts, num_kept)]
+        if replaced is not None:
+            rows = zip(np.array(replaced), num_accepted)
+            self.optimistic = [tuple(np.flatnonzero(row[:n]).tolist()) for row, n in rows]
         if any(s.request.trace for s in self.sequences):
             rows = np.array(window)[:, 1:].tolist()
             self.drafts = [tuple(row[:n]) for row, n in zip(rows, self.num_drafts)]

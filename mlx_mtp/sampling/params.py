@@ -88,6 +88,9 @@ class SamplingParams:
     # The same for the tokens of the prompt, but for its first, which nothing precedes.
     prompt_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
     choice: Annotated[int, Range(0, 1 << 16)] = 0  # of the request's `n`, each with its own noise
+    # Also accept a draft with at least this share of the probability of the token drawn, which it
+    # then replaces (0: none). Only with it does the answer depend on the drafts.
+    optimistic: Annotated[float, Range(0.0, 1.0)] = 0.0
     grammar: GrammarSpec | None = None
 
     @property

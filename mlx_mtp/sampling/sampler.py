@@ -1,8 +1,9 @@
 """Draws tokens for all rows and positions of a window at once.
 
 The token at absolute position p is a function of the logits at p, the request's parameters, its
-seed and p: a draft is accepted when it equals the token drawn. The logits are processed in this
-order: penalties, bias and allowed ids, mask, min_tokens, temperature, top_k, top_p, min_p, noise.
+seed and p: a draft is accepted when it equals the token drawn (`verify` has the one exception). The
+logits are processed in this order: penalties, bias and allowed ids, mask, min_tokens, temperature,
+top_k, top_p, min_p, noise.
 Each step leaves a row with neutral parameters exactly as it was, so that a row's tokens don't
 depend on its neighbours.
 """
@@ -10,6 +11,7 @@ depend on its neighbours.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -73,6 +75,12 @@ class Sampler:
         self.frequency = column([p.frequency_penalty for p in params])
         contexts = [p.penalty_context for p in params]
         self.context = mx.array(contexts)[:, None, None] if any(contexts) else None
+        # float32 [B, 1]: by how much a draft may score less than the token drawn, which it then
+        # replaces; minus infinity: never.
+        self.margin: mx.array | None = None
+        if any(p.optimistic for p in params):
+            shares = [p.optimistic for p in params]
+            self.margin = mx.array([-math.log(x) if x else -math.inf for x in shares])[:, None]
         self.stops: mx.array | None = None  # bool [B, 1, V], which are not drawn before `first_end`
         if any(p.min_tokens for p in params):
             stops = np.zeros((len(params), 1, self.vocab_size), dtype=bool)
@@ -107,6 +115,31 @@ class Sampler:
         best = mx.argmax(scores, axis=-1).astype(mx.int32)
         return best if ids is None else ids[best]
 
+    def verify(
+        self,
+        logits: mx.array,  # [B, T, V or more]
+        positions: mx.array,  # int32 [B, T]
+        window: mx.array,  # int32 [B, T]
+        mask: mx.array | None,
+        num_drafts: mx.array | None,  # int32 [B], how many of a row's count; None: all
+    ) -> tuple[mx.array, mx.array | None]:
+        """`draw`, but that drafts replace what was drawn where `SamplingParams.optimistic` says so.
+
+        Returns the tokens, and where that was done, bool [B, T-1]; None: nowhere.
+        """
+        if self.margin is None or window.shape[1] == 1:
+            return self.draw(logits, positions, window, mask=mask), None
+        scores = self._processed(logits, positions, window, None, mask)
+        drawn = mx.argmax(self._noisy(scores, positions, None), axis=-1).astype(mx.int32)
+        before, drafts = drawn[:, :-1], window[:, 1:]
+        both = mx.take_along_axis(scores[:, :-1], mx.stack([before, drafts], axis=-1), axis=-1)
+        # Never one that can't be drawn, even where nothing can.
+        score = mx.where(both[..., 1] > -mx.inf, both[..., 1], mx.nan)
+        taken = (score >= both[..., 0] - self.margin) & (drafts != before)
+        if num_drafts is not None:
+            taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
+        return mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1), taken
+
     def scores(
         self,
         logits: mx.array,
@@ -116,6 +149,17 @@ class Sampler:
         mask: mx.array | None = None,
     ) -> mx.array:
         """Processed logits plus noise, which `draw` maximizes: float32 [B, T, V or N]."""
+        return self._noisy(self._processed(logits, positions, window, ids, mask), positions, ids)
+
+    def _processed(
+        self,
+        logits: mx.array,
+        positions: mx.array,
+        window: mx.array,
+        ids: mx.array | None,
+        mask: mx.array | None,
+    ) -> mx.array:
+        """Logits of the distributions that tokens are drawn from: float32 [B, T, V or N]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         if self.counts is not None:
             scores = self._penalize(scores, positions, window, ids)
@@ -131,11 +175,14 @@ class Sampler:
             scores = mx.where(goes_on, longer, scores)
         if not self.any_sampled:
             return scores
-        noisy = scores / self.temperature
-        if self.truncation:
-            noisy = self.truncation.apply(noisy)
-        noisy = noisy + keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
-        return mx.where(self.greedy, scores, noisy)
+        scores = scores / self.temperature  # 1 in greedy rows, which no cut changes either
+        return self.truncation.apply(scores) if self.truncation else scores
+
+    def _noisy(self, scores: mx.array, positions: mx.array, ids: mx.array | None) -> mx.array:
+        if not self.any_sampled:
+            return scores
+        noise = keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
+        return mx.where(self.greedy, scores, scores + noise)
 
     def _penalize(
         self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None

@@ -7,6 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class Context:
         self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig, given: Mapping[str, Any]
     ) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.defaults = model_defaults(given)
+        self.defaults = replace(model_defaults(given), optimistic=config.optimistic)
         standard = config.json_schemas == "standard"
         self.prompter = make_prompter(tokenizer, config)
         self.output_format = self.prompter.output_format

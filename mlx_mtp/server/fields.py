@@ -265,7 +265,8 @@ _JSON_TYPES[tuple[int, ...] | None] = AllowedTokenIds
 _HINTS = get_type_hints(SamplingParams)
 # The fields of `SamplingParams` that clients may set.
 SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
-del SAMPLING["choice"]  # Follows from the body's `n`.
+for _name in ("choice", "optimistic"):  # These follow from the body's `n` and `mtp`.
+    del SAMPLING[_name]
 
 
 def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:

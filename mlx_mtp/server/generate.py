@@ -130,7 +130,8 @@ async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Bo
     """Read and check what is asked for, and reserve slots; `prefix` begins the answer's id."""
     context, body = await read(request, model)
     options, info = body.options(), context.engine.info
-    options.check(context.config.max_choices, mtp_enabled=info.mtp_enabled)
+    drafts = bool(info.draft_sources)
+    options.check(context.config.max_choices, mtp_enabled=info.mtp_enabled, drafts=drafts)
     params = sampling_params(options, context.defaults, context.seeds, info.vocab_size)
     context.limiter.reserve(request.scope, options.n * options.num_prompts)
     config = context.config

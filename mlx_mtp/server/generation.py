@@ -289,6 +289,7 @@ class Generation:
         def rate(count: int, seconds: float) -> float:
             return count / seconds if seconds > 0 else 0.0
 
+        optimistic = {"draft_n_optimistic": sum(s.num_optimistic for s in self.streams)}
         return {
             "cache_n": cached,
             "prompt_n": computed,
@@ -299,5 +300,6 @@ class Generation:
             "predicted_per_second": rate(self.completion_tokens - self._first_tokens, predicted),
             "draft_n": sum(stream.num_drafts for stream in self.streams),
             "draft_n_accepted": sum(stream.num_accepted for stream in self.streams),
+            **(optimistic if self.requests[0].sampling.optimistic else {}),
             "draft_sources": self._draft_sources(),
         }

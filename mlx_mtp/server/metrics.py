@@ -85,6 +85,10 @@ _TOTALS = {
     "spec_decode_num_drafts": ("Windows of drafts verified.", "stats.num_drafts"),
     "spec_decode_num_draft_tokens": ("Drafts verified.", "stats.num_draft_tokens"),
     "spec_decode_num_accepted_tokens": ("Drafts accepted.", "stats.num_accepted_tokens"),
+    "spec_decode_num_optimistic_tokens": (
+        "Drafts accepted in place of other tokens that the model drew (--mtp-optimistic).",
+        "stats.num_optimistic_tokens",
+    ),
 }
 # The names that mean the same in vLLM, with older ones that its dashboards still have.
 _IN_VLLM: dict[str, tuple[str, ...]] = {

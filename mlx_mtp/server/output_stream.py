@@ -31,7 +31,7 @@ class OutputStream:
         self.token_ids: list[int] = []  # all that were read, one that stopped it included
         self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
-        self.num_drafts = self.num_accepted = 0
+        self.num_drafts = self.num_accepted = self.num_optimistic = 0
         self.last_drafts = 0  # of the last step
         self.last_source = ""  # of the last step that had any
         # By source and position in the window.
@@ -77,6 +77,7 @@ class OutputStream:
         # Drafts come first in a step, of which a stop string may have cut some.
         accepted = min(output.num_accepted_tokens, len(self.token_ids) - before)
         self.num_accepted += accepted
+        self.num_optimistic += sum(place < accepted for place in output.optimistic)
         if output.num_draft_tokens:
             self.last_source = output.draft_source
             self.drafts.update((self.last_source, n) for n in range(output.num_draft_tokens))

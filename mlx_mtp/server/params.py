@@ -36,7 +36,7 @@ class RequestOptions:
     user: str | None = None  # the client's name for its end user
     cache_salt: str | None = None
 
-    def check(self, max_choices: int, *, mtp_enabled: bool) -> None:
+    def check(self, max_choices: int, *, mtp_enabled: bool, drafts: bool) -> None:
         if not 1 <= self.n <= max_choices:
             raise InvalidRequestError(f"n is {self.n}, but must be 1 to {max_choices}.", param="n")
         if self.num_prompts * self.n > MAX_SEQUENCES:
@@ -44,6 +44,11 @@ class RequestOptions:
             most = f"the {MAX_SEQUENCES} answers that one request may ask for"
             raise InvalidRequestError(f"{asked} are more than {most}.", param="prompt")
         check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
+        if (share := self.sampling.get("optimistic")) and not drafts:
+            message = (
+                f"mtp.optimistic is {share}, but this server drafts nothing: only 0 is possible."
+            )
+            raise InvalidRequestError(message, param="mtp.optimistic")
 
     def room(self, prompt_tokens: int, max_model_len: int) -> int:
         """Most tokens that the answer to a prompt may have; ContextLengthError if too few."""

@@ -39,6 +39,7 @@ _PARTS = {
     "tokens_per_second": ", %(tokens_per_second).1f tokens/s",
     "draft_tokens": ", %(accepted_tokens)d of %(draft_tokens)d drafts accepted",
     "draft_sources": " (%(draft_sources)s)",
+    "optimistic_tokens": ", %(optimistic_tokens)d of them optimistically",
     "ignored": ", ignored: %(ignored)s",
     "id": ", %(id)s",
     "reason": ": %(reason)s",
@@ -125,6 +126,7 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         if timings["draft_n"]:
             fields["draft_tokens"] = timings["draft_n"]
             fields["accepted_tokens"] = timings["draft_n_accepted"]
+            fields["optimistic_tokens"] = timings.get("draft_n_optimistic") or None
             fields["draft_sources"] = ", ".join(
                 f"{source} {sum(counts['draft_n_accepted'])} of {sum(counts['draft_n'])}"
                 for source, counts in timings["draft_sources"].items()

@@ -128,6 +128,7 @@ class _UsageOptions(WireModel):
 class _MtpOptions(WireModel):
     num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
     trace: bool = False
+    optimistic: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: never; None: as the server
 
 
 @fields.sampled()
@@ -152,7 +153,10 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
 
     def options(self, **more: Any) -> RequestOptions:
         return RequestOptions(
-            sampling=self.sampling(**{"prompt_logprobs": self.prompt_logprobs} | more),
+            sampling=self.sampling(
+                **{"prompt_logprobs": self.prompt_logprobs, "optimistic": self.mtp.optimistic}
+                | more
+            ),
             n=self.n,
             stop=self.stop,
             bad_words=self.bad_words,
