@@ -36,6 +36,7 @@ STATS = json.loads("""{
     "num_requests_running": 1, "num_requests_waiting": 2, "prompt_tokens": 3, "num_restarts": 18,
     "kv_usage": 0.25,
     "generation_tokens": 4, "num_drafts": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
+    "num_optimistic_tokens": 19,
     "num_accepted_tokens_per_pos": {"mtp": [8, 9], "copy": [4]},
     "depths": [[1, 3], [16, 0]], "parked": true
 }""")
@@ -60,6 +61,7 @@ PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASO
     "spec_decode_num_drafts_total": 5,
     "spec_decode_num_draft_tokens_total": 6,
     "spec_decode_num_accepted_tokens_total": 7,
+    "spec_decode_num_optimistic_tokens_total": 19,
     "spec_decode_num_accepted_tokens_per_pos_total{position=0,source=mtp}": 8,
     "spec_decode_num_accepted_tokens_per_pos_total{position=1,source=mtp}": 9,
     "spec_decode_num_accepted_tokens_per_pos_total{position=0,source=copy}": 4,

@@ -73,11 +73,12 @@ def test_no_more_drafts_are_accepted_than_tokens_are_used(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:
     # One step of nine tokens, of which the stop string leaves the first: an accepted draft.
-    step = out(*[tokenizer.encode("a")[0]] * 9, num_draft_tokens=8, num_accepted_tokens=8)
+    counts = {"num_draft_tokens": 8, "num_accepted_tokens": 8, "optimistic": (0, 2, 7)}
+    step = out(*[tokenizer.encode("a")[0]] * 9, **counts)
     with serve(FakeEngine(lambda _: itertools.chain([step], itertools.repeat(None)))) as client:
-        timings = ask(client, stop="a")["timings"]
-    counts = [timings[name] for name in ("predicted_n", "draft_n_accepted", "draft_n")]
-    assert counts == [1, 1, 8]
+        timings = ask(client, stop="a", mtp={"optimistic": 0.1})["timings"]
+    names = ("predicted_n", "draft_n_optimistic", "draft_n_accepted", "draft_n")
+    assert [timings[name] for name in names] == [1, 1, 1, 8]
 
 
 def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(

@@ -1,0 +1,58 @@
+"""`mtp: {"optimistic": X}` over --mtp-optimistic, and what answer, log and banner say of it."""
+
+import logging
+
+import pytest
+
+from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, out
+from tests.server.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("default", "mtp", "expected"),
+    [
+        (0.0, {}, 0.0),
+        (0.0, {"optimistic": 0.4}, 0.4),
+        (0.0, {"optimistic": 1}, 1.0),
+        (0.3, None, 0.3),
+        (0.3, {"optimistic": None}, 0.3),
+        (0.3, {"optimistic": 0}, 0.0),
+    ],
+)
+def test_a_request_overrides_the_server(path, default, mtp, expected, caplog) -> None:
+    """Every answer made so says how many of its tokens were accepted so, 0 too."""
+    caplog.set_level(logging.INFO, "mlx_mtp")
+    step = {"num_draft_tokens": 3, "num_accepted_tokens": 2, "optimistic": (1,) if expected else ()}
+    engine = FakeEngine(lambda _: iter([out(300, 301, EOS, finish="stop", **step)]))
+    with in_process(engine, optimistic=default) as client:
+        answered = client.post(path, json=GOOD[path] | {"mtp": mtp, "n": 2}).json()
+    assert [r.sampling.optimistic for r in engine.submitted] == [expected] * 2
+    assert answered["timings"].get("draft_n_optimistic") == (2 if expected else None)
+    assert ("2 of them optimistically" in caplog.text) == bool(expected)
+
+
+def test_the_servers_default_is_for_all_apis() -> None:
+    engine = FakeEngine(lambda _: iter([out(EOS, finish="stop")]))
+    with in_process(engine, optimistic=0.5) as client:
+        for path in GENERATING:
+            assert client.post(path, json=GOOD[path]).status_code == 200
+    assert [r.sampling.optimistic for r in engine.submitted] == [0.5] * len(GENERATING)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, "0.5", True])
+def test_what_is_no_share_is_refused(wrong) -> None:
+    with in_process() as client:
+        refused = client.post(CHAT, json=GOOD[CHAT] | {"mtp": {"optimistic": wrong}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mtp.optimistic")
+
+
+def test_where_nothing_is_drafted_it_is_refused() -> None:
+    info = FakeInfo(num_draft_tokens=0, mtp_enabled=False, draft_sources=())
+    engine = FakeEngine(lambda _: iter([out(EOS, finish="stop")]), info)
+    with in_process(engine) as client:
+        bodies = [GOOD[CHAT] | {"mtp": {"optimistic": share}} for share in (0.5, 0)]
+        refused, answered = (client.post(CHAT, json=body) for body in bodies)
+    assert (refused.status_code, answered.status_code) == (400, 200)
+    error = refused.json()["error"]
+    assert error["param"] == "mtp.optimistic" and "drafts nothing" in error["message"]
