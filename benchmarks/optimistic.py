@@ -5,7 +5,7 @@ answers are judged as in scripts/evaluate_demo_model.py. "as plain" is the share
 token for token those without it, "optimistic" that of tokens which are drafts in place of others.
 Answers at a temperature are judged alike, so they are less often right without it too.
 
-    python -m benchmarks.optimistic [--per-task 3] [--depth 3] [--rows 16] [--temperatures 0 1]
+    python -m benchmarks.optimistic [--per-task 2] [--depth 3] [--rows 16] [--temperatures 0 1]
 """
 
 import argparse
@@ -33,7 +33,7 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
 
-SHARES = (0.0, 0.9, 0.7, 0.5, 0.3, 0.1)
+SHARES = (0.0, 0.9, 0.7, 0.5, 0.3, 0.1, 0.01)
 HEADINGS = ["X", "open text", "closed tasks", "as plain", "optimistic", "tokens a step", "speed"]
 
 
@@ -54,7 +54,7 @@ class Answers(NamedTuple):
 def main() -> None:
     """Measure and print a table for each temperature."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--per-task", type=int, default=3)
+    parser.add_argument("--per-task", type=int, default=2)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
@@ -31,24 +32,22 @@ def optimistic(wanted: Request, share: float, **more) -> Request:
 
 
 def replay(model, wanted: Request, outputs) -> int:
-    """Check a traced request by one pass over its text; returns its optimistic tokens."""
+    """Check a traced request against mlx-lm on its text; returns its optimistic tokens."""
     p, prompt = wanted.sampling, wanted.prompt_token_ids
-    answer = [token for o in outputs for token in o.token_ids]
-    logits = model.model(mx.array([[*prompt, *answer]]))[0, len(prompt) - 1 :, :VOCAB]
-    raw = np.array(logits.astype(mx.float32))
-    own = np.array(mx.array(raw) - mx.logsumexp(mx.array(raw), axis=-1, keepdims=True))
+    cache, before = make_prompt_cache(model.model), prompt
     masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     stops, done, found = (EOS, *p.stop_token_ids), [], 0
     for o in outputs:
         drafts = [d.token_id for d in o.drafts]
         assert all(place < o.num_accepted_tokens for place in o.optimistic)
         for place, token in enumerate(o.token_ids):
-            banned = ()
+            logits = model.model(mx.array([before]), cache=cache)[0, -1, :VOCAB]
+            raw, banned = np.array(logits.astype(mx.float32)), ()
             if masks is not None:
                 bits = np.unpackbits(np.array(masks.mask())[0, 0], bitorder="little")[:VOCAB]
                 banned = np.flatnonzero(bits == 0)
                 masks.consume(token)  # The grammar allows it.
-            parts = p, raw[len(done)], prompt, done, stops, banned
+            parts = p, raw, prompt, done, stops, banned
             noisy, likely = slow_scores(*parts), slow_scores(*parts, noise=False)
             drawn = int(np.argmax(noisy))
             last, best = np.sort(noisy)[-2:]
@@ -65,8 +64,10 @@ def replay(model, wanted: Request, outputs) -> int:
             assert is_last or kept
             assert not (is_last and kept) or o.finish_reason is not None
             if o.logprobs:
-                assert o.logprobs[place].logprob == pytest.approx(own[len(done)][token], abs=1e-3)
+                own = logits[token] - mx.logsumexp(logits)
+                assert o.logprobs[place].logprob == pytest.approx(own.item(), abs=1e-3)
             done.append(token)
+            before = [token]
         found += len(o.optimistic)
     return found
 

@@ -44,7 +44,9 @@ def test_explicit_nulls_mean_absent_everywhere() -> None:
 
 def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
     known = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    assert set(known) - set(SAMPLING) == {"choice", "grammar", "prompt_logprobs", "top_logprobs"}
+    assert set(known) - set(SAMPLING) == {
+        *("choice", "grammar", "optimistic", "prompt_logprobs", "top_logprobs")
+    }
     others = {"logit_bias": ({"5": 1.5}, ((5, 1.5),)), "stop_token_ids": ([9], (9,))}
     others |= {"ignore_eos": (True, True), "allowed_token_ids": ([9], (9,))}
     for name, kind in SAMPLING.items():
