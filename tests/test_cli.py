@@ -37,6 +37,7 @@ def parse(*argv: str, **environ: str) -> argparse.Namespace:
 
 def test_every_flag_also_comes_from_the_environment():
     values = {"--cors-origin": "https://chat.example:7", "--kv-cache-quantization": "8"}
+    values["--mtp-optimistic"] = "0.7"
     for flag in cli.SERVE_FLAGS:
         value = flag.parse[-1] if isinstance(flag.parse, tuple) else values.get(flag.name, "7")
         argv = [flag.name, value] if flag.name.startswith("-") else [value]
@@ -56,7 +57,12 @@ def test_every_flag_also_comes_from_the_environment():
 
 
 WRONG = [("PORT", "http"), ("PORT", "65536"), ("ENABLE_MTP", "yes"), ("DTYPE", "int8")]
-WRONG += [("MTP_NUM_DRAFT_TOKENS", "9"), ("CALIBRATION_SECONDS", "-1"), ("CACHE_DIR", "")]
+WRONG += [
+    ("MTP_NUM_DRAFT_TOKENS", "9"),
+    ("CALIBRATION_SECONDS", "-1"),
+    ("MTP_OPTIMISTIC", "1.1"),
+    ("CACHE_DIR", ""),
+]
 WRONG += [("KV_CACHE_QUANTIZATION", "6"), ("SEED", str(1 << 63)), ("API_KEY", "\udcff")]
 WRONG += [("PREFIX_CACHE_SIZE", text) for text in ("", "GB", "-1", "1e9", "8 GBit", "9" * 400)]
 
