@@ -133,9 +133,8 @@ class Sampler:
         drawn = mx.argmax(self._noisy(scores, positions, None), axis=-1).astype(mx.int32)
         before, drafts = drawn[:, :-1], window[:, 1:]
         both = mx.take_along_axis(scores[:, :-1], mx.stack([before, drafts], axis=-1), axis=-1)
-        # Never one that can't be drawn, even where nothing can.
-        score = mx.where(both[..., 1] > -mx.inf, both[..., 1], mx.nan)
-        taken = (score >= both[..., 0] - self.margin) & (drafts != before)
+        taken = (both[..., 1] >= both[..., 0] - self.margin) & (drafts != before)
+        taken = taken & (both[..., 1] > -mx.inf)  # Even where nothing can be drawn.
         if num_drafts is not None:
             taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
         return mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1), taken

@@ -265,8 +265,7 @@ _JSON_TYPES[tuple[int, ...] | None] = AllowedTokenIds
 _HINTS = get_type_hints(SamplingParams)
 # The fields of `SamplingParams` that clients may set.
 SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
-for _name in ("choice", "optimistic"):  # These follow from the body's `n` and `mtp`.
-    del SAMPLING[_name]
+del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `n` and `mtp`.
 
 
 def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
