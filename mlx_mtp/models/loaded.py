@@ -18,6 +18,7 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 
@@ -127,6 +128,7 @@ class LoadedModel:
                 mx.eval(array)
                 bar.update(array.nbytes)
         mx.eval(self.model.state)
+        use_few_rows(self.model, self.dtype)
 
     def without_head(self) -> LoadedModel:
         return replace(self, head_source=None)
