@@ -99,7 +99,7 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
     prefill, joined = 0, 0
     while not prompt.finished:
         # The step that reads the first token has launched nothing of the joined batch yet.
-        prefilling = prompt.num_output == 0
+        prefilling = not prompt.output
         peak = step_peak()
         prefill, joined = max(prefill, prefilling * peak), max(joined, (not prefilling) * peak)
     for sequence in others:
@@ -112,7 +112,7 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
         rows,
         sum(map(demand.caches.kv, [tokens + ANSWER, *[SHORT_PROMPT + SHORT_ANSWER] * rows]))
         + (rows + 1) * demand.caches.states_and_window(DEPTH),
-        demand.heads * min(step, tokens) * tokens * 4,
+        min(step, tokens) * demand.scores(tokens),
         before,
         prefill,
         joined,

@@ -35,9 +35,10 @@ from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import root_key
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine, prefix_cache
+from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
@@ -110,8 +111,7 @@ def start(model: LoadedModel, folder: Path) -> Listener:
 def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     """Put a prompt's prefix on the disk: the states of its first tokens, and random KV."""
     store = open_store(folder)
-    prefixes = prefix_cache(_CONFIG, store)
-    assert prefixes is not None
+    prefixes = PrefixCache(_CONFIG.prefix_cache_size, store=store)
     runner = ModelRunner(model, MTPProposer(model), model.vocab_size, prefixes)
     reuse = PrefixReuse(prefixes.tree, (), _CONFIG.prefill_step_size)
     core = EngineCore(Scheduler(_CONFIG, FixedDepth(1), reuse), runner, overlap=True)

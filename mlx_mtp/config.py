@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text, whole, word_or
 
 MAX_DRAFT_TOKENS = 8
@@ -44,6 +45,17 @@ def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -
         if (flag := each.metadata.get("flag")) and hasattr(options, flag.key)
     }
     return settings(**values | given)
+
+
+def check_settings(settings: Any) -> None:
+    """UsageError for a value that its flag would not take, other than its default."""
+    for each in fields(settings):
+        flag, value = each.metadata.get("flag"), getattr(settings, each.name)
+        if flag is not None and value != each.default:
+            try:
+                flag.convert(str(value))
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(f"{each.name}: {error}.") from None
 
 
 def _bits(value: str) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlx_mtp import factories
-from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
+from mlx_mtp.engine.engine import Engine, run_requests
 from mlx_mtp.options import ANSWER_TOKENS, wants_head
 from mlx_mtp.server.detokenizer import Detokenizer
 from mlx_mtp.server.http_errors import from_validation
@@ -60,12 +60,11 @@ def stream_answer(
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
     stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, body.stop), PlainParser())
-    arrived = start_queued(engine)
+    engine.start(lambda _: None)  # Its start is not of the prompt's time.
     try:
         began = time.perf_counter()
-        engine.submit(request)
         times = list[tuple[float, int]]()
-        for at, output in read_outputs(engine, arrived, 1):
+        for at, output in run_requests(engine, [request]):
             for event in stream.push(output).events:
                 assert isinstance(event, Text), "plain text has no other events"
                 print(event.text, end="", flush=True)

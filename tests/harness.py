@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import prefix_cache
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
@@ -185,10 +185,10 @@ class Driver:
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)
-        self.prefixes, self.reuse = prefix_cache(config, store), None
-        if self.prefixes is not None:
-            step = config.prefill_step_size
-            self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
+        size, bits = config.prefix_cache_size, config.kv_cache_quantization
+        self.prefixes = PrefixCache(size, bits, store)
+        step = config.prefill_step_size
+        self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
         self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
         self.scheduler = Scheduler(config, depth, self.reuse)
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)

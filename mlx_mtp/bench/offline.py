@@ -1,7 +1,7 @@
 """The engine alone as a subject to measure: no HTTP and no text."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Self
@@ -11,7 +11,7 @@ from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.engine import Engine, read_outputs, start_queued
+from mlx_mtp.engine.engine import Engine, run_requests
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
@@ -29,7 +29,6 @@ class EngineSubject:
         self._tokenizer, self._numbers = tokenizer, itertools.count()
 
     def __enter__(self) -> Self:
-        self._arrived = start_queued(self.engine)
         try:
             # It may calibrate itself first, which must not happen while another is measured.
             self.ask([Prompt("Say hello.", seed=0)])
@@ -60,10 +59,13 @@ class EngineSubject:
         requests = [Request(f"bench-{next(self._numbers)}", *each) for each in prompts]
         timed: dict[str, list[Timed]] = {request.request_id: [] for request in requests}
         sent = []
-        for request in requests:
-            sent.append(perf_counter())
-            self.engine.submit(request)
-        for at, output in read_outputs(self.engine, self._arrived, len(requests)):
+
+        def submitted() -> Iterator[Request]:
+            for request in requests:
+                sent.append(perf_counter())
+                yield request
+
+        for at, output in run_requests(self.engine, submitted()):
             timed[output.request_id].append((at, output))
         return [
             (_answer(request, at, outputs), [output for _, output in outputs])

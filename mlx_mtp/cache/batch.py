@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
@@ -17,11 +18,9 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 class BatchCache:
     """The layers' caches of B rows of `offset` tokens; a pass is `begin`, the model, `commit`."""
 
-    def __init__(
-        self, layers: Sequence[LayerCache], num_rows: int, head: RaggedKVCache | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerCache], num_rows: int) -> None:
         self.layers: list[LayerCache] = list(layers)
-        self.head = head  # KV of an MTP head, in the places of the trunk's
+        self.head: RaggedKVCache | None = None  # KV of an MTP head, in the trunk's places
         self.layout = Layout(num_rows)
         self.offset = mx.zeros(num_rows, dtype=mx.int32)
 
@@ -31,9 +30,9 @@ class BatchCache:
         Must precede every pass: a write past a row's room would go to the next row. `limits` are
         bounds of the rows' lengths after the pass, and `rooms` what is allocated, if that is more.
         """
-        if change := self.layout.arrange(limits, rooms or limits):
+        if moves := self.layout.arrange(limits, rooms or limits):
             for cache in self.attention():
-                cache.rearrange(change)
+                cache.rearrange(self.layout, moves)
 
     def begin(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
         """Prepare for a window of each row, for which there is room.
@@ -58,14 +57,13 @@ class BatchCache:
     def select(self, rows: list[int]) -> BatchCache:
         """The caches of these rows; KV stays where it is."""
         where = mx.array(rows, dtype=mx.int32)
-        layout, buffers = self.layout.select(rows)
-        layers = [
-            c.select(where) if isinstance(c, GatedDeltaCache) else c.select(buffers)
+        selected = copy.copy(self)
+        selected.layout, selected.offset = self.layout.select(rows), self.offset[where]
+        selected.layers = [
+            c.select(where) if isinstance(c, GatedDeltaCache) else c.select(selected.layout)
             for c in self.layers
         ]
-        head = None if self.head is None else self.head.select(buffers)
-        selected = BatchCache(layers, len(rows), head)
-        selected.layout, selected.offset = layout, self.offset[where]
+        selected.head = self.head and self.head.select(selected.layout)
         return selected
 
     def extend(self, other: BatchCache) -> None:
@@ -86,9 +84,3 @@ class BatchCache:
     def attention(self) -> list[RaggedKVCache]:
         """The KV of all layers, the head's included."""
         return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]
-
-    def __getitem__(self, index: int) -> LayerCache:
-        return self.layers[index]
-
-    def __iter__(self) -> Iterator[LayerCache]:
-        return iter(self.layers)

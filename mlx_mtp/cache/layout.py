@@ -9,29 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 GROWTH = 256  # capacities are multiples of this
 STRIDE = 64  # attention reads up to a multiple of this: buffers serve many steps
 _BLOCK = 8192  # most tokens of a buffer with several slots
 
-Place = tuple[int, int]  # buffer and slot
 
-
-class Buffer(NamedTuple):
-    """The shape of a buffer, heads and dimensions apart."""
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """A buffer of every attention layer: its shape, heads and dimensions apart."""
 
     slots: int
     capacity: int  # tokens of a slot
 
 
-class Change(NamedTuple):
-    """How a layout's buffers follow from those before."""
-
-    kept: list[int]  # of the buffers before: they come first
-    new: list[Buffer]
-    moves: list[tuple[Place, Place]]  # of rows, from a buffer before to one of now
+Place = tuple[Buffer, int]  # and the slot in it
+Moves = list[tuple[Place, Place]]  # of rows, from where to where
+_NOWHERE = Buffer(0, -1), 0  # of a row that has no place yet
 
 
 @cache
@@ -54,15 +50,18 @@ class Layout:
     """The places of B rows, and how far attention reads each of them."""
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.buffers: list[Buffer] = []
-        self.places: list[Place] = []
+        self.places: list[Place] = [_NOWHERE] * num_rows
         self.limits: list[int] = []  # bounds of the rows' lengths, the next window included
         self._num_settled = num_rows  # rows from here on have joined, in buffers of their own
         self._left = False  # rows have left, so that slots may be empty
 
-    def arrange(self, limits: Sequence[int], rooms: Sequence[int]) -> Change | None:
-        """Give each row room for so many tokens; None if all have it.
+    @property
+    def buffers(self) -> list[Buffer]:
+        """Those that hold rows, in the order of the first of each."""
+        return list(dict.fromkeys(buffer for buffer, _ in self.places))
+
+    def arrange(self, limits: Sequence[int], rooms: Sequence[int]) -> Moves:
+        """Give each row room for so many tokens; returns the moves of rows that had a place.
 
         Afterwards at most half of the slots of a class are empty; of a class of long rows, none.
         """
@@ -70,80 +69,64 @@ class Layout:
         moving = self._outgrown(rooms)
         if self._left or any(row < self._num_settled for row in moving):
             self._thin(moving)
-        self._num_settled, self._left = self.num_rows, False
+        self._num_settled, self._left = len(self.places), False
         if not moving:
-            return None
-        before = dict(enumerate(self.places))
-        kept = sorted({buffer for row, (buffer, _) in before.items() if row not in moving})
-        places = {
-            row: (kept.index(buffer), slot)
-            for row, (buffer, slot) in before.items()
-            if row not in moving
-        }
-        self.buffers = [self.buffers[buffer] for buffer in kept]
-        waiting = Counter(moving.values())
+            return []
+        before, waiting = self.places.copy(), Counter(moving.values())
+        taken = [place for row, place in enumerate(before) if row not in moving]
         for row, capacity in moving.items():
-            places[row] = self._free_place(capacity, {*places.values()}, waiting[capacity])
+            self.places[row] = _free_place(capacity, taken, waiting[capacity])
+            taken.append(self.places[row])
             waiting[capacity] -= 1
-        self.places = [places[row] for row in range(self.num_rows)]
         # Else a write would go to another row.
-        has_room = (self.buffers[b].capacity >= n for (b, _), n in zip(self.places, rooms))
-        assert all(has_room)
-        moves = [(before[row], places[row]) for row in moving if row in before]
-        return Change(kept, self.buffers[len(kept) :], moves)
+        assert all(buffer.capacity >= n for (buffer, _), n in zip(self.places, rooms))
+        return [(before[row], self.places[row]) for row in moving if before[row] != _NOWHERE]
 
-    def select(self, rows: Sequence[int]) -> tuple[Layout, list[int]]:
-        """The layout of these rows, and the buffers that they are in."""
+    def select(self, rows: Sequence[int]) -> Layout:
         selected = Layout(len(rows))
-        places = [self.places[row] for row in rows]
-        kept = sorted({buffer for buffer, _ in places})
-        selected.buffers = [self.buffers[buffer] for buffer in kept]
-        selected.places = [(kept.index(buffer), slot) for buffer, slot in places]
+        selected.places = [self.places[row] for row in rows]
         selected.limits = [self.limits[row] for row in rows]
         selected._left = True
-        return selected, kept
+        return selected
 
     def extend(self, other: Layout) -> None:
-        first = len(self.buffers)
-        self.buffers = self.buffers + other.buffers
-        self.places = self.places + [(first + buffer, slot) for buffer, slot in other.places]
+        self.places = self.places + other.places
         self.limits = self.limits + other.limits
-        self.num_rows += other.num_rows
 
     def _outgrown(self, rooms: Sequence[int]) -> dict[int, int]:
         """Rows that need another place, and the capacity of their class."""
         moving = {}
-        for row, room in enumerate(rooms):
-            capacity = self.buffers[self.places[row][0]].capacity if self.places else -1
-            if capacity < room:
+        for row, ((buffer, _), room) in enumerate(zip(self.places, rooms, strict=True)):
+            if buffer.capacity < room:
                 moving[row] = rounded_capacity(room)
-            elif row >= self._num_settled and most_slots(capacity) > 1:
-                moving[row] = capacity
+            elif row >= self._num_settled and most_slots(buffer.capacity) > 1:
+                moving[row] = buffer.capacity
         return moving
 
     def _thin(self, moving: dict[int, int]) -> None:
         """Let rows move out of the emptiest buffers of a class of which more than half is empty."""
-        staying = Counter(
-            buffer for row, (buffer, _) in enumerate(self.places) if row not in moving
-        )
-        for capacity in {self.buffers[buffer].capacity for buffer in staying}:
-            own = {b: n for b, n in staying.items() if self.buffers[b].capacity == capacity}
-            rows = sum(own.values()) + sum(c == capacity for c in moving.values())
-            slots = sum(self.buffers[buffer].slots for buffer in own)
-            while slots > 2 * rows:
-                least = min(own, key=own.__getitem__)
-                leaving = (row for row, (b, _) in enumerate(self.places) if b == least)
-                moving |= {row: capacity for row in leaving if row not in moving}
-                slots -= self.buffers[least].slots
-                del own[least]
+        waiting = Counter(moving.values())
+        held = Counter(buffer for row, (buffer, _) in enumerate(self.places) if row not in moving)
+        for capacity in {buffer.capacity for buffer in held}:
+            same = [buffer for buffer in held if buffer.capacity == capacity]
+            slots = sum(buffer.slots for buffer in same)
+            rows = sum(held[buffer] for buffer in same) + waiting[capacity]
+            for emptiest in sorted(same, key=held.__getitem__):
+                if slots <= 2 * rows:
+                    break
+                slots -= emptiest.slots
+                for row, (buffer, _) in enumerate(self.places):
+                    if buffer is emptiest:
+                        moving.setdefault(row, capacity)
 
-    def _free_place(self, capacity: int, taken: set[Place], waiting: int) -> Place:
-        same = [b for b, buffer in enumerate(self.buffers) if buffer.capacity == capacity]
-        places = [(b, slot) for b in same for slot in range(self.buffers[b].slots)]
-        free = next((place for place in places if place not in taken), None)
-        if free is not None:
-            return free
-        # As many as there are: so a class that rows join one by one has few buffers.
-        slots = min(most_slots(capacity), max(waiting, len(places) + 1))
-        self.buffers = [*self.buffers, Buffer(slots, capacity)]
-        return len(self.buffers) - 1, 0
+
+def _free_place(capacity: int, taken: Sequence[Place], waiting: int) -> Place:
+    """A place for one of the rows of a class that wait for one."""
+    same = dict.fromkeys(buffer for buffer, _ in taken if buffer.capacity == capacity)
+    places = [(buffer, slot) for buffer in same for slot in range(buffer.slots)]
+    free = next((place for place in places if place not in taken), None)
+    if free is not None:
+        return free
+    # As many as there are: so a class that rows join one by one has few buffers.
+    slots = min(most_slots(capacity), max(waiting, len(places) + 1))
+    return Buffer(slots, capacity), 0

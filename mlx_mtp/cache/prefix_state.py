@@ -27,6 +27,7 @@ _Cache = TypeVar("_Cache", RaggedKVCache, GatedDeltaCache)
 
 _HEAD = "mtp"
 _HIDDEN = "hidden"
+_KV = ("keys", "values")
 _GROUP_SIZES = (64, 32)
 _PARTS = ("packed", "scales", "biases")
 
@@ -78,7 +79,7 @@ def take_segment(batch: BatchCache, row: int, start: int, end: int, bits: int | 
     arrays = Arrays()
     for name, cache in _caches(RaggedKVCache, batch):
         rows = slice(_row(name, start), _row(name, end))
-        for part, whole in zip(("keys", "values"), cache.row(batch.layout.places[row])):
+        for part, whole in zip(_KV, cache.row(batch.layout.places[row])):
             # Contiguous, so that the batch's whole buffer isn't kept alive.
             copied = mx.contiguous(whole[:, rows])
             arrays.update(_stored(f"{name}.{part}", copied, bits))
@@ -90,7 +91,6 @@ def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Se
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
     for name, cache in _caches(GatedDeltaCache, batch):
         cache.fold()
-        assert cache.state is not None and cache.history is not None
         arrays[f"{name}.state"] = mx.contiguous(cache.state[row])
         arrays[f"{name}.history"] = mx.contiguous(cache.history[row])
     return Segment(end, end, arrays)
@@ -100,11 +100,10 @@ def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
     """Fill empty caches with a prefix for each row; returns the last hidden states, [B, 1, H]."""
     batch.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
     for name, cache in _caches(RaggedKVCache, batch):
-        keys, values = (
-            [[_loaded(segment, f"{name}.{part}") for segment in segments] for segments, _ in rows]
-            for part in ("keys", "values")
-        )
-        cache.load(batch.layout, zip(keys, values))
+        for place, (segments, _) in zip(batch.layout.places, rows, strict=True):
+            for segment in segments:
+                keys, values = (_loaded(segment, f"{name}.{part}") for part in _KV)
+                cache.put(place, _row(name, segment.start), keys, values)
     snapshots = [snapshot.arrays for _, snapshot in rows]
     for name, recurrent in _caches(GatedDeltaCache, batch):
         recurrent.state = mx.stack([s[f"{name}.state"] for s in snapshots])
@@ -113,10 +112,8 @@ def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
 
 
 def _caches(kind: type[_Cache], batch: BatchCache) -> list[tuple[str, _Cache]]:
-    named = [
-        *((f"layers.{index}", cache) for index, cache in enumerate(batch)),
-        (_HEAD, batch.head),
-    ]
+    named = [(f"layers.{index}", cache) for index, cache in enumerate(batch.layers)]
+    named += [] if batch.head is None else [(_HEAD, batch.head)]
     return [(name, cache) for name, cache in named if isinstance(cache, kind)]
 
 

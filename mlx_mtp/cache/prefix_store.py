@@ -27,10 +27,10 @@ _MANY_TASKS = 10_000
 class StoreStats(NamedTuple):
     """Gauges and counters of a store."""
 
-    num_nodes: int  # files on the disk
-    nbytes: int  # of these
-    num_written: int  # files, since the start
-    num_dropped: int
+    num_files: int  # on the disk
+    file_nbytes: int  # of these
+    num_files_written: int  # since the start
+    num_files_dropped: int
 
 
 class PrefixStore:

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from mlx_mtp.cache.batch import LayerCache
+import mlx.core as mx
+
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
@@ -33,73 +34,58 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """A decoder layer. Sizes are in bytes; an activation has `itemsize` of them."""
-
-    mlp: MLPSpec
-
-    def make_cache(self, batch_size: int) -> LayerCache:
-        raise NotImplementedError
-
-    def activations(self) -> int:
-        """Numbers that one position has in the layer, the MLP apart."""
-        raise NotImplementedError
-
-    def token_nbytes(self, itemsize: int) -> int:
-        return 0
-
-    def state_nbytes(self, itemsize: int) -> dict[str, int]:
-        """What a row takes in the cache whatever its length, by what it is."""
-        return {}
-
-    def window_nbytes(self, itemsize: int) -> tuple[int, int]:
-        """What a position of a decode step leaves to the next step, and how much more of drafts."""
-        return 0, 0
-
-
-@dataclass(frozen=True)
-class AttentionSpec(LayerSpec):
+class AttentionSpec:
     """Full attention with a gate."""
 
+    mlp: MLPSpec
     heads: int
     kv_heads: int
     head_dim: int
 
-    def make_cache(self, batch_size: int) -> RaggedKVCache:
+    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> RaggedKVCache:
         return RaggedKVCache()
 
     def activations(self) -> int:
+        """Numbers that one position has in the layer, the MLP apart."""
         return 4 * (self.heads + self.kv_heads) * self.head_dim
 
     def token_nbytes(self, itemsize: int) -> int:
+        """What a token takes in the cache, where a number has so many bytes."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
 @dataclass(frozen=True)
-class GatedDeltaSpec(LayerSpec):
+class GatedDeltaSpec:
     """A GatedDeltaNet layer."""
 
+    mlp: MLPSpec
     shape: Shape
 
-    def make_cache(self, batch_size: int) -> GatedDeltaCache:
-        return GatedDeltaCache(batch_size, self.shape.conv_size)
+    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> GatedDeltaCache:
+        return GatedDeltaCache(num_rows, self.shape, dtype)
 
     def activations(self) -> int:
+        """Numbers that one position has in the layer, the MLP apart."""
         hk, dk, hv, dv, _ = self.shape
         # Projections and convolution; the chunkwise rule has as many key heads as value heads.
         return 4 * (hk * dk + hv * dv) + self.shape.channels + hv * (4 * dk + 6 * CHUNK)
 
     def state_nbytes(self, itemsize: int) -> dict[str, int]:
+        """What a row takes in the cache whatever its length, by what it is."""
         _, dk, hv, dv, kernel = self.shape
         return {
             "recurrent state (float32)": hv * dv * dk * _FLOAT32,
             "convolution": (kernel - 1) * self.shape.channels * itemsize,
         }
 
-    def window_nbytes(self, itemsize: int) -> tuple[int, int]:
+    def window_nbytes(self, depth: int, itemsize: int) -> int:
+        """What a decode step of a row with so many drafts leaves to the next step."""
         hk, dk, hv, dv, _ = self.shape
-        keys, deltas, decays = hk * dk * itemsize, hv * dv * _FLOAT32, hv * _FLOAT32
-        return self.shape.channels * itemsize, keys + deltas + decays
+        pending = hk * dk * itemsize + hv * dv * _FLOAT32 + hv * _FLOAT32
+        return (depth + 1) * (self.shape.channels * itemsize + (pending if depth else 0))
+
+
+LayerSpec = AttentionSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True)
@@ -107,21 +93,29 @@ class CacheMemory:
     """Bytes that rows take in the caches."""
 
     layers: tuple[LayerSpec, ...]  # of the trunk
-    head: LayerSpec | None  # the MTP head's layer
+    has_head: bool  # whose layer is as the trunk's attention
     itemsize: int  # bytes of an activation
 
     @cached_property
+    def attention(self) -> list[AttentionSpec]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionSpec)]
+
+    @cached_property
+    def recurrent(self) -> list[GatedDeltaSpec]:
+        return [layer for layer in self.layers if isinstance(layer, GatedDeltaSpec)]
+
+    @cached_property
     def kv_per_token(self) -> int:
-        return sum(layer.token_nbytes(self.itemsize) for layer in self.layers)
+        return sum(layer.token_nbytes(self.itemsize) for layer in self.attention)
 
     @cached_property
     def head_kv_per_token(self) -> int:
-        return 0 if self.head is None else self.head.token_nbytes(self.itemsize)
+        return self.attention[-1].token_nbytes(self.itemsize) if self.has_head else 0
 
     @cached_property
     def states(self) -> dict[str, int]:
         total: Counter[str] = Counter()
-        for layer in self.layers:
+        for layer in self.recurrent:
             total.update(layer.state_nbytes(self.itemsize))
         total["counters"] = _INT32  # its length
         return dict(total)
@@ -132,9 +126,8 @@ class CacheMemory:
 
     def window(self, depth: int) -> int:
         """What each decode step with so many drafts leaves to the next, besides."""
-        parts = [layer.window_nbytes(self.itemsize) for layer in self.layers]
-        always, drafts = (sum(each) for each in zip(*parts))
-        return (depth + 1) * (always + (drafts if depth else 0)) + (_INT32 if always else 0)
+        left = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
+        return left + (_INT32 if left else 0)
 
     def kv(self, tokens: int) -> int:
         """The KV of a row that has room for so many tokens."""

@@ -70,8 +70,7 @@ class Target:
                 f"The source's head is a mixture of experts, {self.path} has num_experts 0: "
                 "they belong to different models."
             )
-        layer = self.family.head_layer(self.args, moe=moe)
-        return MTPHead(layer, self.args.hidden_size, self.args.rms_norm_eps)
+        return self.family.make_head(self.args, moe=moe)
 
     def quantization(
         self, head: nn.Module, flags: Mapping[str, Any]

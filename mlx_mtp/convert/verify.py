@@ -8,7 +8,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.engine import read_outputs, start_queued
+from mlx_mtp.engine.engine import run_requests
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.loaded import LoadedModel
@@ -54,12 +54,10 @@ def measure(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, 
     """Decode greedily: the number of steps, and the share that accepted draft 1, 2, .."""
     config = EngineConfig(num_draft_tokens=DEPTH, max_num_seqs=len(prompts))
     engine = build_engine(model, config, model.vocab_size, ())
-    arrived = start_queued(engine)
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0)
+    requests = [Request(f"verify-{n}", tuple(p), sampling) for n, p in enumerate(prompts)]
     try:
-        for number, prompt in enumerate(prompts):
-            sampling = SamplingParams(NUM_TOKENS, temperature=0.0)
-            engine.submit(Request(f"verify-{number}", tuple(prompt), sampling))
-        list(read_outputs(engine, arrived, len(prompts)))
+        list(run_requests(engine, requests))
     finally:
         engine.stop()
     stats = engine.stats()

@@ -115,19 +115,25 @@ class Batches:
     """All rows on the device: those that prefill, those with a computed prompt, those that run."""
 
     def __init__(self) -> None:
-        self.prefilling: dict[int, Batch] = {}  # by the group's number
+        self.prefilling: list[Batch] = []  # each a group of prompts
         # They join the running rows when their first token has been read. Until then they share
         # nothing with them, so a prefill that fails affects no other request.
         self.ready: list[Batch] = []
         self.decoding: Batch | None = None
 
-    def store(self, group: int, batch: Batch, is_last: Many[bool]) -> None:
+    def take(self, rows: Many[Sequence]) -> Batch | None:
+        """The group of these prompts, until it is stored again; None before its first chunk."""
+        found = next((b for b in self.prefilling if b.sequences == [*rows]), None)
+        self.prefilling = [b for b in self.prefilling if b is not found]
+        return found
+
+    def store(self, batch: Batch, is_last: Many[bool]) -> None:
         """Keep a group after its chunk; rows with `is_last` are ready."""
         done = {s for s, last in zip(batch.sequences, is_last, strict=True) if last}
         if done:
             self.ready.append(batch.filter(lambda s: s in done))
         if len(done) < len(batch):
-            self.prefilling[group] = batch.filter(lambda s: s not in done)
+            self.prefilling.append(batch.filter(lambda s: s not in done))
 
     def gather(self, wanted: Many[Sequence]) -> Batch:
         """The running batch with exactly these rows: others leave it, and ready ones join."""
@@ -145,25 +151,23 @@ class Batches:
 
     def prune(self, live: Container[Sequence]) -> None:
         """Drop the rows that are not live; those of the running batch leave it in `gather`."""
-        left = {n: b.filter(lambda s: s in live) for n, b in self.prefilling.items()}
-        self.prefilling = {n: batch for n, batch in left.items() if len(batch)}
-        self.ready = [b for b in (r.filter(lambda s: s in live) for r in self.ready) if len(b)]
+        self.prefilling, self.ready = (
+            [left for b in batches if len(left := b.filter(lambda s: s in live))]
+            for batches in (self.prefilling, self.ready)
+        )
         if self.decoding is not None and not any(s in live for s in self.decoding.sequences):
             self.decoding = None
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows of those batches."""
         running = [] if self.decoding is None else [self.decoding]
-        batches = (*running, *self.ready, *self.prefilling.values())
+        batches = (*running, *self.ready, *self.prefilling)
         hit = [b for b in batches if any(s in rows for s in b.sequences)]
         if self.decoding in hit:
             self.decoding = None
         self.ready = [b for b in self.ready if b not in hit]
-        self.prefilling = {n: b for n, b in self.prefilling.items() if b not in hit}
+        self.prefilling = [b for b in self.prefilling if b not in hit]
         return [s for batch in hit for s in batch.sequences]
-
-    def clear(self) -> None:
-        self.prefilling, self.ready, self.decoding = {}, [], None
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig, check_settings
 from mlx_mtp.engine.calibration import CostKeeper, fingerprint
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
@@ -55,14 +55,7 @@ def build_engine(
     Ids at or above `tokenizer_vocab_size` are never sampled. `proposer` replaces the config's
     source of drafts. UsageError for a limit out of range, or wrong `draft_ids`.
     """
-    wanted = config.num_draft_tokens
-    if wanted != "auto" and (type(wanted) is not int or not 0 <= wanted <= MAX_DRAFT_TOKENS):
-        raise UsageError(
-            f'num_draft_tokens is {wanted!r}; it must be "auto" or 0 to {MAX_DRAFT_TOKENS}.'
-        )
-    for name in ("max_num_seqs", "prefill_step_size"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
+    check_settings(config)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None
     if draft_ids is not None:
@@ -75,7 +68,7 @@ def build_engine(
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
     proposer = proposer or own
-    num_draft_tokens = wanted if proposer is not None else 0
+    num_draft_tokens = config.num_draft_tokens if proposer is not None else 0
     depth: DepthPolicy
     keeper = None
     if num_draft_tokens != "auto":
@@ -99,16 +92,14 @@ def build_engine(
         memory={} if memory is None else memory.parts(),
         draft_source=config.draft_source,
     )
-    prefixes = prefix_cache(config, store)
+    prefixes = PrefixCache(config.prefix_cache_size, config.kv_cache_quantization, store)
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
-        reuse = None
-        if prefixes is not None:
-            turn_ends = frozenset(info.eos_token_ids)
-            reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
-        fits, usage = (None, None) if memory is None else (memory.fits, memory.usage)
-        scheduler = Scheduler(config, depth, reuse, fits, totals, usage)
+        turn_ends = frozenset(info.eos_token_ids)
+        reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
+        usage = None if memory is None else memory.usage
+        scheduler = Scheduler(config, depth, reuse, usage, totals)
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
@@ -123,36 +114,20 @@ def prefix_store(
     if not config.prefix_cache_size:
         raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
     device = mx.device_info()
-    try:
-        mark = prefix_fingerprint(
-            model.config,
-            model.path.glob("*.safetensors"),
-            head=model.head_source,
-            draft_source=config.draft_source,
-            kv_bits=config.kv_cache_quantization,
-            dtype=dtype,
-            prefill_step_size=config.prefill_step_size,
-            device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
-            platform=[platform.system(), platform.machine()],
-            mlx=metadata.version("mlx"),
-            version=__version__,
-        )
-    except OSError as error:
-        raise UsageError(
-            f"--prefix-cache-dir needs to know the model's files, but {error.filename} can't be "
-            f"read: {error.strerror}."
-        ) from None
+    mark = prefix_fingerprint(
+        model.config,
+        model.path.glob("*.safetensors"),
+        head=model.head_source,
+        draft_source=config.draft_source,
+        kv_bits=config.kv_cache_quantization,
+        dtype=dtype,
+        prefill_step_size=config.prefill_step_size,
+        device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
+        platform=[platform.system(), platform.machine()],
+        mlx=metadata.version("mlx"),
+        version=__version__,
+    )
     return PrefixStore(path, mark, max_bytes)
-
-
-def prefix_cache(config: EngineConfig, store: PrefixStore | None = None) -> PrefixCache | None:
-    """The prefix cache of a config; UsageError if its size or its bits are out of range."""
-    size, bits = config.prefix_cache_size, config.kv_cache_quantization
-    if size < 0:
-        raise UsageError(f"prefix_cache_size is {size}; it must be 0 or more bytes.")
-    if bits not in (None, 4, 8):
-        raise UsageError(f"kv_cache_quantization is {bits!r}; it must be None, 8 or 4.")
-    return PrefixCache(size, bits, store) if size else None
 
 
 def plan_for(

@@ -58,9 +58,17 @@ class EngineCore:
         return self._scheduler.stats()
 
     def step(self) -> list[RequestOutput]:
-        plan = self._schedule()
+        if self._scheduler.num_waiting:
+            self.runner.prefixes.settle()
+        plan = self._scheduler.schedule()
+        self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
+        self._last_plan = plan
         steps, seconds = self._run(plan)
-        return self._update(steps, seconds)
+        outputs = self._scheduler.update(steps, seconds)
+        self.runner.save_ends(steps)
+        if not self._in_flight:
+            self.runner.prefixes.settle()
+        return outputs
 
     def rest(self) -> None:
         assert self.idle
@@ -73,15 +81,7 @@ class EngineCore:
         try:
             self._scheduler.cancel()
         finally:
-            self.runner.clear_prefixes()
-
-    def _schedule(self) -> StepPlan:
-        if self._scheduler.num_waiting:
-            self.runner.settle()
-        plan = self._scheduler.schedule()
-        self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
-        self._last_plan = plan
-        return plan
+            self.runner.prefixes.clear()
 
     def _run(self, plan: StepPlan) -> tuple[list[InFlightStep], float | None]:
         """The steps that have been read, and what a decode step took if that is known."""
@@ -94,13 +94,6 @@ class EngineCore:
             ready, self._in_flight = [*ready, *launched], []
         steps = self.runner.read(ready)
         return steps, self._timer.lap(ready, launched)
-
-    def _update(self, steps: list[InFlightStep], seconds: float | None) -> list[RequestOutput]:
-        outputs = self._scheduler.update(steps, seconds)
-        self.runner.save_ends(steps)
-        if not self._in_flight:
-            self.runner.settle()
-        return outputs
 
 
 class StepTimer:
@@ -137,7 +130,7 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
 
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
     """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
-    chunks = [p.chunk.rows for p in (plan, last) if p.chunk is not None]
+    chunks = [p.chunk for p in (plan, last) if p.chunk]
     tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))
     drafts = max(plan.num_draft_tokens, last.num_draft_tokens)

@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,11 +26,9 @@ from mlx_mtp.sampling.params import check_token_ids
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 1.0  # seconds without outputs after which `read_outputs` checks the engine's health
+PATIENCE = 1.0  # seconds without outputs after which `run_requests` checks the engine's health
 
 Deliver = Callable[[Many[RequestOutput]], None]
-# The outputs of each step, with the time (`perf_counter`) at which they were delivered.
-Arrivals = queue.SimpleQueue[tuple[float, Many[RequestOutput]]]
 
 
 class Engine:
@@ -98,7 +96,7 @@ class Engine:
     def start(self, deliver: Deliver) -> None:
         """Take requests; the thread calls `deliver` once a step, with all outputs of that step."""
         self._deliver = deliver
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             self.launch()
 
     def launch(self) -> None:
@@ -149,15 +147,8 @@ class Engine:
         stats = replace(self._stats, active_memory=mx.get_active_memory())
         if self._store is None:
             return stats
-        disk = self._store.stats()
-        prefixes = replace(
-            stats.prefix_cache,
-            num_files=disk.num_nodes,
-            file_nbytes=disk.nbytes,
-            num_files_written=disk.num_written,
-            num_files_dropped=disk.num_dropped,
-        )
-        return replace(stats, prefix_cache=prefixes)
+        disk = self._store.stats()._asdict()
+        return replace(stats, prefix_cache=replace(stats.prefix_cache, **disk))
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len
@@ -283,18 +274,21 @@ class Engine:
                 self._open.pop(output.request_id, None)
 
 
-def start_queued(engine: Engine) -> Arrivals:
-    """Start an engine for a caller without an event loop; returns the queue of its outputs."""
-    arrived: Arrivals = queue.SimpleQueue()
-    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
-    return arrived
-
-
-def read_outputs(
-    engine: Engine, arrived: Arrivals, num_requests: int
+def run_requests(
+    engine: Engine, requests: Iterable[Request]
 ) -> Iterator[tuple[float, RequestOutput]]:
-    """Yield outputs with their times until so many requests have ended; raises their errors."""
-    while num_requests:
+    """Run requests for a caller without an event loop: their outputs, until all have ended.
+
+    Each comes with the time (`perf_counter`) at which it was delivered. Starts the engine; raises
+    what a request ends with, or EngineStoppedError.
+    """
+    arrived = queue.SimpleQueue[tuple[float, Many[RequestOutput]]]()
+    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
+    left = 0
+    for request in requests:
+        engine.submit(request)
+        left += 1
+    while left:
         reason = engine.unhealthy_reason
         try:
             at, outputs = arrived.get(timeout=PATIENCE)
@@ -306,5 +300,5 @@ def read_outputs(
         for output in outputs:
             if output.error is not None:
                 raise output.error
-            num_requests -= output.finish_reason is not None
+            left -= output.finish_reason is not None
             yield at, output

@@ -58,21 +58,15 @@ class _Lane:
         self.resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
 
 
-class FairQueue:
+class FairQueue(_Lane):
     """Requests of clients that take turns; in the order of their arrival within one client."""
 
-    def __init__(self) -> None:
-        self._root = _Lane()
-
     def __len__(self) -> int:
-        return self._root.size
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._root)
+        return self.size
 
     def add(self, item: Sequence, *, first: bool = False) -> None:
         """Queue a request behind its client's others, or before them; a new client comes last."""
-        lane = self._root
+        lane: _Lane = self
         lane.size += 1
         for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
             lane = lane.lanes.setdefault(name, _Lane())
@@ -94,12 +88,9 @@ class FairQueue:
             lane.credit -= 0 if free else item.num_prompt + FLAT_COST
         return item
 
-    def keep(self, wanted: frozenset[Sequence]) -> None:
-        self._root.keep(wanted)
-
     def _next_path(self) -> list[_Lane]:
         assert len(self), "the queue is empty"
-        path = [self._root]
+        path: list[_Lane] = [self]
         for _ in range(NUM_NAMES):
             path.append(path[-1].next())
         return path

@@ -1,11 +1,11 @@
 """What serving a model takes in memory, how that is shared out, and which rows fit."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mlx_mtp.cache.layout import STRIDE
-from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, LayerSpec
+from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit, text_bytes
 from mlx_mtp.models.loaded import LoadedModel
@@ -32,33 +32,35 @@ class Footprint:
     head: int  # of the MTP head, its reduced lm_head included
     caches: CacheMemory
     depth: int  # most drafts a step
-    heads: int  # attention heads of a layer
-    num_attention: int  # layers with attention, the head not included
-    activations: int  # numbers that one position has in a layer of each kind together
     vocab_size: int
-
-    def rows(self, lengths: Iterable[int]) -> int:
-        """Most bytes of rows that hold so many tokens each, prefill apart."""
-        return sum(map(self.row, lengths))
 
     def row(self, tokens: int) -> int:
         """Most bytes of a row that holds so many tokens, prefill apart."""
         reach, window = tokens + _WINDOWS * (self.depth + 1), self.depth + 1
         kv = self.caches.most_kv(reach)
         # Rows that outgrow their class are copied layer by layer.
-        copied = kv // max(self.num_attention, 1)
+        copied = kv // len(self.caches.attention)
         states = _COPIES * self.caches.states_and_window(self.depth)
-        scores = window * self.heads * (reach + STRIDE) * self.caches.itemsize
+        scores = window * self.scores(reach + STRIDE)
         return kv + copied + states + scores + window * self.vocab_size * 4 * _LOGITS
 
     def chunk(self, step: int, tokens: int) -> int:
-        """Most bytes that a prefill chunk of `step` positions takes beside the caches."""
+        """Most bytes that a chunk of up to `step` positions of a prompt takes beside the caches."""
+        step = min(step, tokens)
         # One layer's attention scores and mask: not every head size has a fused kernel.
-        scores = step * tokens * (self.heads * self.caches.itemsize + 1)
-        layers = step * self.activations * max(self.caches.itemsize, 4)
+        scores = step * (self.scores(tokens) + tokens)
+        # The numbers that a position has in a layer of each kind.
+        layers = self.caches.layers
+        numbers = sum(layer.activations() for layer in set(layers))
+        numbers += max(layer.mlp.activations() for layer in layers)
+        computed = step * numbers * max(self.caches.itemsize, 4)
         # Logprobs of the prompt are computed when the layers are done.
         prompt = min(step, PROMPT_POSITIONS) * self.vocab_size * 4 * _PROMPT_LOGITS
-        return max(scores + int(_MARGIN * layers), prompt) + self.vocab_size * 4 * _LOGITS
+        return max(scores + int(_MARGIN * computed), prompt) + self.vocab_size * 4 * _LOGITS
+
+    def scores(self, tokens: int) -> int:
+        """One layer's attention scores of one position to so many."""
+        return self.caches.attention[0].heads * tokens * self.caches.itemsize
 
 
 def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:
@@ -66,40 +68,9 @@ def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) 
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
         head += num_draft_ids * model.row_nbytes()
-    return footprint_of(
-        model.layer_specs,
-        model.vocab_size,
-        weights=weights,
-        head=head,
-        has_head=model.head is not None,
-        itemsize=model.dtype.size,
-        depth=depth,
-    )
-
-
-def footprint_of(
-    layers: Sequence[LayerSpec],
-    vocab_size: int,
-    *,
-    weights: int,
-    head: int,  # 0 if its bytes are among the weights'
-    has_head: bool,
-    itemsize: int,  # bytes of an activation
-    depth: int,
-) -> Footprint:
-    """A model's, by its layers and the size of its weights."""
-    attention = [layer for layer in layers if isinstance(layer, AttentionSpec)]
-    kinds = sum(layer.activations() for layer in set(layers))
-    return Footprint(
-        weights=weights,
-        head=head,
-        caches=CacheMemory(tuple(layers), attention[-1] if has_head else None, itemsize),
-        depth=depth if has_head else 0,
-        heads=max((layer.heads for layer in attention), default=0),
-        num_attention=len(attention),
-        activations=kinds + max(layer.mlp.activations() for layer in layers),
-        vocab_size=vocab_size,
-    )
+    has_head = model.head is not None
+    caches = CacheMemory(tuple(model.layer_specs), has_head, model.dtype.size)
+    return Footprint(weights, head, caches, depth if has_head else 0, model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -114,11 +85,9 @@ class MemoryPlan:
     max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
     reduced: bool  # memory made that less than what the model allows
 
-    def fits(self, lengths: Iterable[int]) -> bool:
-        return self.footprint.rows(lengths) <= self.rows
-
     def usage(self, lengths: Iterable[int]) -> float:
-        return self.footprint.rows(lengths) / self.rows
+        """The share of the memory for rows that rows of so many tokens each take, at most."""
+        return sum(map(self.footprint.row, lengths)) / self.rows
 
     def num_rows(self, tokens: int, most: int, beside: int = 0) -> int:
         """How many rows of so many tokens fit, beside one of that many."""
@@ -177,11 +146,8 @@ def plan_memory(
         prefix_cache = min(max(left, 0) // 4, MOST_PREFIX_CACHE)
     room = left - prefix_cache
 
-    def chunk(tokens: int, step: int = prefill_step_size) -> int:
-        return footprint.chunk(min(step, tokens), tokens)
-
     def need(tokens: int, step: int = prefill_step_size) -> int:
-        return chunk(tokens, step) + footprint.row(tokens)
+        return footprint.chunk(step, tokens) + footprint.row(tokens)
 
     tokens = wanted or allowed
     least = min(_LEAST_TOKENS, tokens)
@@ -213,12 +179,13 @@ def plan_memory(
             f"Not enough memory: one request of {asked:,} tokens needs {size_text(needed)}. "
             f"{told}. What would do: {', or '.join(advice)}."
         )
+    chunk = footprint.chunk(prefill_step_size, found)
     return MemoryPlan(
         limit=limit,
         footprint=footprint,
         prefix_cache=prefix_cache,
-        chunk=chunk(found),
-        rows=room - chunk(found),
+        chunk=chunk,
+        rows=room - chunk,
         max_model_len=found,
         reduced=found < tokens,
     )

@@ -27,12 +27,13 @@ class Save(NamedTuple):
 class PrefixCache:
     """The arrays behind a tree of prefixes, which may take `limit` bytes; KV is stored in `bits`.
 
+    With a limit of 0 it keeps nothing.
     Nothing that goes wrong here hits a request: what can't be saved is not saved, and a prompt
     whose prefix can't be restored is computed.
     """
 
     def __init__(
-        self, limit: int, bits: int | None = None, store: PrefixStore | None = None
+        self, limit: int = 0, bits: int | None = None, store: PrefixStore | None = None
     ) -> None:
         self.tree = PrefixTree(limit, store)
         self._bits = bits
@@ -61,7 +62,7 @@ class PrefixCache:
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
-        """Copy the caches of rows that have ended; the last token is not in them."""
+        """Copy the caches of rows that have ended, until `settle`; they lack the last token."""
         for row, sequence in enumerate(batch.sequences):
             if sequence in ended:
                 self._ends += self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
@@ -72,6 +73,7 @@ class PrefixCache:
         self.tree.clear()
 
     def settle(self) -> None:
+        """Insert the copied ends of answers, for the next lookup."""
         self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
@@ -90,6 +92,8 @@ class PrefixCache:
                 logger.exception("A prefix of %d tokens could not be kept", len(tokens))
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+        if not self.tree.limit:
+            return []
         sequence, segments = batch.sequences[row], []
         try:
             # What was copied a step ago will be in the tree when this is inserted.

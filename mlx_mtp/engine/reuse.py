@@ -16,7 +16,7 @@ class PrefixReuse:
 
     Each waits only for prompts that were before it in the queue, so none waits forever. One prefix
     is read at a time; one that wants the same finds it in memory then. When the disk is late all
-    that wait for it give up.
+    that wait for it give up. A tree of no size keeps nothing, and nothing is looked up.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PrefixReuse:
         self._reader: Sequence | None = None
 
     def find(self, sequence: Sequence) -> Node | None:
-        if not sequence.reuses_prefixes:
+        if not self._looks_up(sequence):
             return None
         return self.tree.match(sequence.salt, sequence.prompt)
 
@@ -73,7 +73,7 @@ class PrefixReuse:
         """It should wait: for one of these prompts, which are computed, or for its turn to read."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
-        if not sequence.reuses_prefixes:
+        if not self._looks_up(sequence):
             return False
         if self.waits(sequence):
             return True
@@ -100,8 +100,8 @@ class PrefixReuse:
         start = 0 if node is None else node.end
         ends = turns(sequence.prompt, self._turn_ends)
         points = save_points(sequence.num_prompt, start, ends, self._step, self._min_gain)
-        sequence.begin(node, points, first_turn=ends[0] if ends else None)
-        self.num_queries += sequence.num_prompt if sequence.reuses_prefixes else 0
+        sequence.begin(node, points if self.tree.limit else [], ends[0] if ends else None)
+        self.num_queries += sequence.num_prompt if self._looks_up(sequence) else 0
         self.num_hits += start
 
     def release(self, sequence: Sequence) -> None:
@@ -115,9 +115,13 @@ class PrefixReuse:
         totals = self.num_queries, self.num_hits, nbytes, len(self.tree)
         return PrefixCacheStats(*totals, evicted=dict(self.tree.evicted))
 
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Not for logprobs of its prompt: hidden states of a cached prefix are not kept."""
+        return self.tree.limit > 0 and sequence.request.sampling.prompt_logprobs is None
+
     def _on_disk(self, sequence: Sequence) -> int:
         """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
-        if not sequence.reuses_prefixes or sequence.skips_disk or self.tree.disk is None:
+        if self.tree.disk is None or sequence.skips_disk or not self._looks_up(sequence):
             return 0
         node = self.find(sequence)
         length = self.tree.disk.longest(sequence.salt, sequence.prompt)

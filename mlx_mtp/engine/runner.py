@@ -38,7 +38,7 @@ class ModelRunner:
         self._model = model
         self._proposer = proposer
         self._vocab_size = vocab_size
-        self._prefixes = prefixes
+        self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
         self._num_steps = 0
         self._failed_last = False
@@ -49,8 +49,8 @@ class ModelRunner:
         self._clear_cache(plan)
         depth = plan.num_draft_tokens
         launched = []
-        if (chunk := plan.chunk) is not None:
-            rows = tuple(s for s, _, _ in chunk.rows)
+        if chunk := plan.chunk:
+            rows = tuple(s for s, _, _ in chunk)
             launched.append(self._guard(rows, lambda: self._prefill(chunk, depth)))
         if plan.decode:
             launched.append(self._guard(plan.decode, lambda: self._decode(plan.decode, depth)))
@@ -70,46 +70,33 @@ class ModelRunner:
                 others = tuple(s for s in dropped if s not in step.sequences)
                 steps.append(_failed(others, step.error))
             else:
-                if self._prefixes is not None:
-                    self._prefixes.commit(step.saves)
+                self.prefixes.commit(step.saves)
         return steps
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
-        """Copy the caches of rows that have just ended; `settle` puts them into the cache."""
-        running = self.batches.decoding
-        if self._prefixes is None or running is None:
-            return
+        """Copy the caches of rows that have just ended."""
         rows = (row for step in steps for row in zip(step.sequences, step.finished, step.token_ids))
         ended = {s for s, finished, tokens in rows if finished and tokens and s.ended}
-        if ended:
-            self._prefixes.save_ends(running, ended)
-
-    def settle(self) -> None:
-        """Put the copied ends of answers into the prefix cache, for the next lookup."""
-        if self._prefixes is not None:
-            self._prefixes.settle()
-
-    def clear_prefixes(self) -> None:
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if ended and self.batches.decoding is not None:
+            self.prefixes.save_ends(self.batches.decoding, ended)
 
     def release(self) -> None:
-        self.batches.clear()
+        self.batches = Batches()
         mx.clear_cache()
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> InFlightStep:
-        sequences = tuple(s for s, _, _ in chunk.rows)
-        batch = self.batches.prefilling.pop(chunk.group, None)
+        sequences = tuple(s for s, _, _ in chunk)
+        batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
         arrays = ChunkArrays(chunk, int(warm))
+        assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
         batch = batch or self._new_batch(sequences)
-        assert tuple(batch.sequences) == sequences, "the plan and the batches disagree"
         wanted = zip(self._num_drafts(batch, depth), arrays.is_last.tolist())
         num_drafts = [number if last else 0 for number, last in wanted]
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
         batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
-        if warm and self._prefixes is not None and not self._prefixes.restore(batch):
+        if warm and not self.prefixes.restore(batch):
             for sequence in sequences:
                 sequence.restart()
             return InFlightStep((), (), is_prefill=True)
@@ -126,9 +113,8 @@ class ModelRunner:
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
-        if self._prefixes is not None:
-            step.saves.extend(self._prefixes.save_prompts(batch))
-        self.batches.store(chunk.group, batch, arrays.is_last.tolist())
+        step.saves.extend(self.prefixes.save_prompts(batch))
+        self.batches.store(batch, arrays.is_last.tolist())
         return step
 
     def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, packing: Packing) -> mx.array:
@@ -136,11 +122,11 @@ class ModelRunner:
         known, counts = batch.last_hidden[:, 0], arrays.num_computed
         if not counts.any():
             return known
-        computed = batch.cache.begin(counts.tolist(), mx.array(counts))
+        batch.cache.begin(counts.tolist(), mx.array(counts))
         tokens = arrays.tokens
         if arrays.before:
             tokens = np.delete(tokens, arrays.ends - counts)
-        hidden = self._model.hidden(mx.array(tokens), computed, batch.cache)
+        hidden = self._model.hidden(mx.array(tokens), batch.cache)
         batch.cache.commit(mx.array(counts))
         return packing.after(known, hidden) if arrays.before else hidden
 
@@ -170,7 +156,7 @@ class ModelRunner:
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin(lengths, kept)
 
-        hidden = self._model.hidden(packing.flat(window), packing, batch.cache)
+        hidden = self._model.hidden(packing.flat(window), batch.cache)
         logits = packing.rows(self._model.logits(hidden))
         batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + 1 + mx.arange(window.shape[1])
@@ -213,7 +199,7 @@ class ModelRunner:
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        due = plan.empty or plan.chunk is not None or self._num_steps % _CLEAR_STEPS == 0
+        due = plan.empty or plan.chunk or self._num_steps % _CLEAR_STEPS == 0
         if due or self._failed_last:
             mx.clear_cache()
         self._failed_last = False
@@ -233,7 +219,7 @@ class ModelRunner:
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
-            self.clear_prefixes()  # The only memory that can be given up.
+            self.prefixes.clear()  # The only memory that can be given up.
         return reported
 
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import perf_counter
 
+from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.request import Draft, FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.stats import EngineStats, Prefill, PrefixCacheStats
+from mlx_mtp.engine.stats import EngineStats, Prefill
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan
 from mlx_mtp.speculative.depth import DecodeStep, DepthPolicy, Outcome
 
@@ -19,8 +20,8 @@ class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
     A plan holds at most one chunk of a group of prompts, cut at multiples of `prefill_step_size`,
-    and one decode step. `memory` says whether rows of so many tokens each fit, and `usage` which
-    share of the memory for rows they take.
+    and one decode step. `usage` says which share of the memory rows of so many tokens each take;
+    without it they all fit.
     """
 
     def __init__(
@@ -28,20 +29,18 @@ class Scheduler:
         config: EngineConfig,
         depth: DepthPolicy,
         reuse: PrefixReuse | None = None,
-        memory: Callable[[list[int]], bool] | None = None,
-        totals: EngineStats | None = None,
         usage: Callable[[list[int]], float] | None = None,
+        totals: EngineStats | None = None,
     ) -> None:
         self._config = config
         self._depth = depth
-        self._reuse = reuse
-        self._memory, self._usage = memory, usage
+        self._reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
+        self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
         self._held: list[Sequence] = []  # another request computes their prefix, or it is read
-        self._groups: deque[tuple[int, list[Sequence]]] = deque()
+        self._groups: deque[list[Sequence]] = deque()  # prompts that are computed together
         self._running: list[Sequence] = []
-        self._next_group = 0
         self._last_size = 0
 
     @property
@@ -49,28 +48,21 @@ class Scheduler:
         return len(self._waiting) + len(self._held)
 
     @property
-    def num_running(self) -> int:
-        return sum(1 for s in self._admitted() if not s.finished)
-
-    @property
     def idle(self) -> bool:
-        return self.num_waiting == 0 and self.num_running == 0
+        return self.num_waiting == 0 and all(s.finished for s in self._admitted())
 
     @property
     def seconds_left(self) -> float:
-        return 0.0 if self._reuse is None else self._reuse.seconds_left
+        return self._reuse.seconds_left
 
     def stats(self) -> EngineStats:
         depths = self._depth.choices
         rows = [s for s in self._admitted() if not s.finished]
-        usage = 0.0
-        if rows and self._usage is not None:
-            usage = self._usage([s.num_cached for s in rows])
         return replace(
             self._totals,
             num_requests_running=len(rows),
             num_requests_waiting=self.num_waiting,
-            kv_usage=usage,
+            kv_usage=self._usage([s.num_cached for s in rows]),
             prefills=tuple(
                 Prefill(s.request_id, s.admitted_at, s.num_computed, s.num_prompt)
                 for s in rows
@@ -79,7 +71,7 @@ class Scheduler:
             depths=tuple(sorted(depths.items())),
             choice=self._depth.reason,
             parked=depths.get(self._last_size) == 0,
-            prefix_cache=PrefixCacheStats() if self._reuse is None else self._reuse.stats(),
+            prefix_cache=self._reuse.stats(),
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -89,7 +81,7 @@ class Scheduler:
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if request_id in (None, sequence.request_id):
                 sequence.status = Status.FINISHED
-                self._release(sequence)
+                self._reuse.release(sequence)
         self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
         self._held = [s for s in self._held if not s.finished]
 
@@ -151,7 +143,7 @@ class Scheduler:
         sequence.output += tokens
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING and tokens:
-            for _, group in self._groups:
+            for group in self._groups:
                 if sequence in group:
                     group.remove(sequence)
             sequence.status = Status.DECODING
@@ -176,30 +168,29 @@ class Scheduler:
             else None,
         )
 
-    def _num_draft_tokens(self, chunk: PrefillChunk | None, decode: tuple[Sequence, ...]) -> int:
+    def _num_draft_tokens(self, chunk: PrefillChunk, decode: tuple[Sequence, ...]) -> int:
         """Drafts for the next window of the rows that decode, or will when this step has run."""
-        spans = chunk.rows if chunk is not None else ()
-        ending = (s for s, start, length in spans if start + length == s.num_prompt)
+        ending = (s for s, start, length in chunk if start + length == s.num_prompt)
         rows = [s.drafting for s in (*decode, *ending)]
         if not rows:
             return 0
         self._last_size = len(rows)
-        return self._depth.depth(rows, steady=chunk is None)
+        return self._depth.depth(rows, steady=not chunk)
 
     def _admitted(self) -> list[Sequence]:
         return [*self._prefilling(), *self._running]
 
     def _prefilling(self) -> list[Sequence]:
-        return [s for _, group in self._groups for s in group]
+        return [s for group in self._groups for s in group]
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
             # What was planned has been launched since, and so has copied its prefix.
             if sequence.finished or sequence.begun:
-                self._release(sequence)
+                self._reuse.release(sequence)
         self._running = [s for s in self._running if not s.finished]
-        groups = ((n, [s for s in g if not s.finished]) for n, g in self._groups)
-        self._groups = deque((number, group) for number, group in groups if group)
+        groups = ([s for s in group if not s.finished] for group in self._groups)
+        self._groups = deque(filter(None, groups))
 
     def _admit(self) -> None:
         """Form a group of the first waiting prompts whose padded chunk fits the step."""
@@ -207,21 +198,19 @@ class Scheduler:
         group: list[Sequence] = []
         step, longest = self._config.prefill_step_size, 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
-            prefix = None if self._reuse is None else self._reuse.find(sequence)
+            prefix = self._reuse.find(sequence)
             start = 0 if prefix is None else prefix.end
             longest = max(longest, min(sequence.num_prompt - start, step))
             alike = not group or (group[0].prefix is None) == (prefix is None)
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
             self._waiting.pop()
-            if self._reuse is not None:
-                self._reuse.begin(sequence, prefix)
+            self._reuse.begin(sequence, prefix)
             sequence.status = Status.PREFILLING
             sequence.admitted_at = perf_counter()
             group.append(sequence)
         if group:
-            self._groups.append((self._next_group, group))
-            self._next_group += 1
+            self._groups.append(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
         """The first that there is memory for; those that wait for their prefix are set aside.
@@ -234,40 +223,29 @@ class Scheduler:
         prefilling = self._prefilling() + group
         while len(self._waiting):
             sequence = self._waiting.peek()
-            if reuse is None or not reuse.held_back(sequence, prefilling):
-                if not self._has_memory_for([*self._admitted(), *group, sequence]):
+            if not reuse.held_back(sequence, prefilling):
+                rows = [*self._admitted(), *group, sequence]
+                most = [row.num_prompt + row.max_new_tokens for row in rows]
+                # One alone always fits: `Engine.submit` rejects what could never run.
+                if len(rows) > 1 and self._usage(most) > 1:
                     return None
                 # Another prompt may be computing what could not be read after all.
-                if reuse is None or not (
-                    reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)
-                ):
+                if not (reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)):
                     return sequence
             self._held.append(self._waiting.pop(free=True))
         return None
 
-    def _has_memory_for(self, rows: list[Sequence]) -> bool:
-        """One alone always fits: `Engine.submit` rejects what could never run."""
-        if self._memory is None or len(rows) == 1:
-            return True
-        return self._memory([row.most_cached for row in rows])
-
     def _put_back(self) -> None:
-        if self._reuse is None:
-            return
         held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
         self._held = [s for s in held if self._reuse.waits(s)]
         for sequence in held:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)
 
-    def _release(self, sequence: Sequence) -> None:
-        if self._reuse is not None:
-            self._reuse.release(sequence)
-
-    def _next_chunk(self) -> PrefillChunk | None:
+    def _next_chunk(self) -> PrefillChunk:
         step = self._config.prefill_step_size
         for _ in range(len(self._groups)):
-            number, group = self._groups[0]
+            group = self._groups[0]
             self._groups.rotate(-1)
             rows = tuple(
                 (s, s.num_computed, s.next_cut(step) - s.num_computed)
@@ -278,5 +256,5 @@ class Scheduler:
                 for sequence, start, length in rows:
                     sequence.num_computed = start + length
                     sequence.begun = True
-                return PrefillChunk(number, rows)
-        return None
+                return rows
+        return ()

@@ -54,22 +54,13 @@ class Sequence:
         self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property
-    def reuses_prefixes(self) -> bool:
-        """Not if it wants logprobs of its prompt: hidden states of a cached prefix are not kept."""
-        return self.request.sampling.prompt_logprobs is None
-
-    @property
-    def num_output(self) -> int:
-        return len(self.output)
-
-    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
     @property
     def surely_finished(self) -> bool:
         """Every step emits a token, so the steps in flight reach its limit at the latest."""
-        return self.num_output + self._steps_in_flight >= self.max_new_tokens
+        return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property
     def needs_host(self) -> bool:
@@ -80,11 +71,6 @@ class Sequence:
     def max_cached(self) -> int:
         """Most positions in its caches once all steps in flight have run."""
         return self.num_cached + self._positions_in_flight
-
-    @property
-    def most_cached(self) -> int:
-        """Most positions its caches can ever hold."""
-        return self.num_prompt + self.max_new_tokens
 
     def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""

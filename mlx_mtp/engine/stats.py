@@ -59,9 +59,7 @@ class EngineStats:
 
     num_requests_running: int = 0  # rows in a prefill or decode batch
     num_requests_waiting: int = 0  # not yet admitted
-    kv_usage: float = (
-        0.0  # share of the memory for rows that those in a batch take; 0 without limit
-    )
+    kv_usage: float = 0.0  # share of the memory for rows that is in use; 0 without a limit
     prefills: tuple[Prefill, ...] = ()
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0  # given to requests

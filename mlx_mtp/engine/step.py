@@ -13,25 +13,21 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.speculative.acceptance import AcceptResult
 
-
-class PrefillChunk(NamedTuple):
-    """A chunk of the prompts of one group."""
-
-    group: int  # the group's number, unique
-    rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, first position, number of tokens)
+# Of the prompts of one group, each with its first position and its number of tokens.
+PrefillChunk = tuple[tuple[Sequence, int, int], ...]
 
 
 class StepPlan(NamedTuple):
     """What to launch: a prefill chunk, a decode step, or both."""
 
-    chunk: PrefillChunk | None
+    chunk: PrefillChunk  # empty: none
     decode: tuple[Sequence, ...]
     num_draft_tokens: int  # to propose for the next window
     live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
 
     @property
     def empty(self) -> bool:
-        return self.chunk is None and not self.decode
+        return not (self.chunk or self.decode)
 
     @property
     def needs_host(self) -> bool:
@@ -44,12 +40,12 @@ class ChunkArrays:
     def __init__(self, chunk: PrefillChunk, before: int) -> None:
         self.before = before  # its hidden state is known
         # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
-        self.num_computed = np.array([length for _, _, length in chunk.rows], dtype=np.int32)
+        self.num_computed = np.array([length for _, _, length in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
         self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
-        ends = [(s.num_prompt, start + length) for s, start, length in chunk.rows]  # in this chunk
+        ends = [(s.num_prompt, start + length) for s, start, length in chunk]  # in this chunk
         self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
-        spans = [(s.prompt, start - before, start + length) for s, start, length in chunk.rows]
+        spans = [(s.prompt, start - before, start + length) for s, start, length in chunk]
         # int32 [N]: the tokens, and the one after each, 0 where the prompt ends.
         tokens = [prompt[low:high] for prompt, low, high in spans]
         following = [(*prompt[low + 1 : high + 1], 0)[: high - low] for prompt, low, high in spans]

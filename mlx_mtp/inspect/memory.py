@@ -2,18 +2,19 @@
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_mtp.cache.layout import GROWTH
+from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.config import MAX_DRAFT_TOKENS, EngineConfig
-from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, footprint_of, plan_memory
+from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.family import text_config
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import DTYPES, load_model
 from mlx_mtp.server.params import model_defaults
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -42,28 +43,27 @@ def demand(found: Found, dtype: str) -> Demand:
         try:
             model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
             shape, row = footprint(model, MAX_DRAFT_TOKENS), model.row_nbytes()
-            refusal = _refusal(model)
+            refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
             refusal = str(error)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
-    shape = footprint_of(
-        target.family.layer_specs(target.args),
-        int(target.args.vocab_size),
+    layers = tuple(target.family.layer_specs(target.args))
+    shape = Footprint(
         weights=found.trunk[0],
         head=found.head_bytes,
-        has_head=has_head,
-        itemsize=in_use.size,
-        depth=MAX_DRAFT_TOKENS,
+        caches=CacheMemory(layers, has_head, in_use.size),
+        depth=MAX_DRAFT_TOKENS if has_head else 0,
+        vocab_size=int(target.args.vocab_size),
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
     return Demand(shape, in_use, "as stored", int(allowed), refusal=refusal)
 
 
-def _refusal(model: LoadedModel) -> str | None:
+def _refusal(path: Path, generation_config: dict[str, Any]) -> str | None:
     try:
-        Tokenizer.load(model.path)
-        model_defaults(model.generation_config)
+        Tokenizer.load(path)
+        model_defaults(generation_config)
     except ModelError as error:
         return str(error)
     return None
@@ -105,11 +105,10 @@ def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
 def memory_rows(wanted: Demand) -> dict[str, str]:
     """What each part takes, in bytes."""
     shape, caches = wanted.footprint, wanted.footprint.caches
-    has_head = caches.head is not None
     name = str(wanted.dtype).removeprefix("mlx.core.")
     weights = shape.weights + shape.head
-    head = f" and {caches.head_kv_per_token:,} of the head's" if has_head else ""
-    depths = _DEPTHS if has_head else _DEPTHS[:1]
+    head = f" and {caches.head_kv_per_token:,} of the head's" if caches.has_head else ""
+    depths = _DEPTHS if caches.has_head else _DEPTHS[:1]
     windows = ", ".join(f"{caches.window(k):,} with {k}" for k in depths)
     states = ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items())
     rows = {
@@ -119,7 +118,7 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
         "  per row": f"{caches.row:,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
-    if has_head and wanted.lm_head_row is not None:
+    if caches.has_head and wanted.lm_head_row is not None:
         rows["  draft vocab"] = f"{wanted.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
     rows["rows x tokens"] = (
         f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step"
@@ -127,7 +126,7 @@ def memory_rows(wanted: Demand) -> dict[str, str]:
     lengths = [tokens for tokens in _TOKENS if tokens <= wanted.allowed] or [wanted.allowed]
     for count, tokens in itertools.product(_ROWS, lengths):
         taken = count * shape.row(tokens)
-        chunk = shape.chunk(min(EngineConfig().prefill_step_size, tokens), tokens)
+        chunk = shape.chunk(EngineConfig().prefill_step_size, tokens)
         total = size_text(taken + chunk + weights)
         rows[f"  {count} x {tokens:,}"] = (
             f"{size_text(taken)}; {total} with a prefill chunk and the weights"

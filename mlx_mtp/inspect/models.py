@@ -16,7 +16,6 @@ from mlx_mtp.engine.memory import MemoryPlan, footprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.inspect.memory import Demand, plan
 from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
-from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, Release
@@ -65,8 +64,7 @@ def _sizes(name: str, bits: int) -> tuple[Demand, int]:
     model_class, args_class = family.classes(config)
     model = model_class(args_class.from_dict(config))  # type: ignore[attr-defined]
     args = family.causal_lm(model).args
-    layer = family.head_layer(args, moe=getattr(args, "num_experts", 0) > 0)
-    head = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+    head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
 
     def how(path: str, child: nn.Module) -> bool | dict[str, int]:
         if not hasattr(child, "to_quantized"):
@@ -81,7 +79,7 @@ def _sizes(name: str, bits: int) -> tuple[Demand, int]:
     for module in (model, head):
         nn.quantize(module, class_predicate=how)
     model.mtp = head
-    loaded = LoadedModel(Path(), config, {}, model, family, "computed", slow_few_rows=False)
+    loaded = LoadedModel(Path(), config, {}, model, family, "computed")
     shape = footprint(loaded, MAX_DRAFT_TOKENS)
     return Demand(shape, loaded.dtype, "as stored", loaded.max_model_len), in_bf16
 

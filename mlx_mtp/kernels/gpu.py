@@ -102,20 +102,18 @@ class Kernel:
         where = backend()
         if where is None or any(getattr(shape, size) % LANES for size in self.aligned):
             return False
-        if (where, shape, dtype) not in self._works:
-            self._works[where, shape, dtype] = self._passes(where, launch, shape, dtype)
-        return self._works[where, shape, dtype]
+        known = (where, shape, dtype)
+        if known not in self._works:
+            fault = self._fault(launch, shape, dtype)
+            self._works[known] = not fault
+            if fault:
+                told = "The %s kernel is not used on %s, slower code is used: %s"
+                logger.warning(told, self.name.replace("_", " "), where, fault)
+        return self._works[known]
 
-    def _passes(self, where: Backend, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
-        name = self.name.replace("_", " ")
+    def _fault(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> str:
         try:
             error = self.check(launch, shape, dtype)
         except Exception as problem:
-            logger.warning(
-                "The %s kernel does not run on %s, slower code is used: %s", name, where, problem
-            )
-            return False
-        if not error < _TOLERANCE:
-            logger.warning("The %s kernel is off by %.1e on %s: not used", name, error, where)
-            return False
-        return True
+            return f"{type(problem).__name__}: {problem}"
+        return "" if error < _TOLERANCE else f"it is off by {error:.1e}"

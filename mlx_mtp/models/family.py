@@ -1,7 +1,8 @@
 """What a model family says of itself, and the layers that mlx-lm's instance is patched with."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpe
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.kernels.window import Convolution, Projected, Shape
 from mlx_mtp.models.few_rows import project
+from mlx_mtp.models.head import MTPHead
 
 
 class RaggedAttention(Qwen3NextAttention):
@@ -24,21 +26,20 @@ class RaggedAttention(Qwen3NextAttention):
         """All rows as one, [1, N, H] to [1, N, H], so that a projection is one product."""
         if not isinstance(cache, RaggedKVCache):
             return super().__call__(x, mask, cache)
-        doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        self._write(keys, values, cache, cache.packing)
+        doubled, *entries = project(x, self.q_proj, self.k_proj, self.v_proj)
+        self._write(entries, cache, cache.packing)
         return self._attend(doubled, cache, cache.packing)
 
     def write(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
         """Write the keys and values of a pass's tokens [1, N, H]."""
-        self._write(*project(x, self.k_proj, self.v_proj), cache, packing)
+        self._write(project(x, self.k_proj, self.v_proj), cache, packing)
 
     def attend(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """Attention of tokens [1, N, H] whose keys and values have been written."""
         return self._attend(self.q_proj(x), cache, packing)
 
-    def _write(
-        self, keys: mx.array, values: mx.array, cache: RaggedKVCache, packing: Packing
-    ) -> None:
+    def _write(self, entries: list[mx.array], cache: RaggedKVCache, packing: Packing) -> None:
+        keys, values = entries
         shape = (keys.shape[1], self.num_key_value_heads, self.head_dim)
         keys = self._rotated(self.k_norm(keys.reshape(shape)), packing)
         cache.write(packing, keys, values.reshape(shape))
@@ -79,6 +80,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
+@dataclass(frozen=True)
 class Family:
     """One mlx-lm model family: its layers, and how to reach and patch its parts.
 
@@ -88,6 +90,8 @@ class Family:
     model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
     decoder_layer: type[nn.Module]  # mlx-lm's
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
+    # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
+    prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
         mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
@@ -111,18 +115,14 @@ class Family:
         """The module with `.model` (embed_tokens, layers, norm), `.lm_head` and `.args`."""
         return model.get("language_model", model)
 
-    def prepare_weights(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Fix up tensors of the trunk that mlx-lm's own `sanitize` does not handle."""
-        return weights
-
-    def head_layer(self, args: Any, *, moe: bool) -> nn.Module:
-        """A decoder layer for an MTP head, whose MLP may be of another kind than the trunk's."""
+    def make_head(self, args: Any, *, moe: bool) -> MTPHead:
+        """A head with nothing in it, whose MLP may be of another kind than the trunk's."""
         layer = self.decoder_layer(args, args.full_attention_interval - 1)
         layer.self_attn.__class__ = RaggedAttention
         wanted = Qwen3NextSparseMoeBlock if moe else Qwen3NextMLP
         if type(layer.mlp) is not wanted:
             layer.mlp = wanted(args) if moe else wanted(args.hidden_size, args.intermediate_size)
-        return layer
+        return MTPHead(layer, args.hidden_size, args.rms_norm_eps)
 
     def patch(self, model: nn.Module) -> None:
         """Put our layers into this instance; UnsupportedModelError if mlx-lm's are others."""

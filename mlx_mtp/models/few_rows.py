@@ -12,6 +12,8 @@ from mlx_mtp.kernels.few_rows import MOST_ROWS, Quantized, experts, fits, gate_a
 
 logger = logging.getLogger(__name__)
 
+Shapes = tuple[tuple[int, ...], ...]
+
 _MOST_PAIRS = 2048  # of token and expert; more are a prompt's
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
@@ -59,12 +61,13 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
 
 def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
     """Let products use the kernel, each shape where it agrees with mlx; whether any does."""
-    kinds: dict[tuple[object, ...], list[nn.Module]] = {}
+    kinds: dict[tuple[type[nn.Module], Shapes], list[nn.Module]] = {}
     for module in model.modules():
         if ours := _class_for(module, dtype):
-            kinds.setdefault((ours, *map(_shape, _quantized(module))), []).append(module)
+            shapes = tuple(tuple(layer.weight.shape) for layer in _quantized(module))
+            kinds.setdefault((ours, shapes), []).append(module)
     used = False
-    for (ours, *shapes), modules in kinds.items():
+    for (ours, shapes), modules in kinds.items():
         if problem := _problem(modules[0], ours, dtype):
             logger.warning("The few-rows kernel is not used for %s: %s", shapes, problem)
             continue
@@ -112,10 +115,6 @@ def _rows(x: mx.array) -> mx.array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _shape(layer: nn.Module) -> tuple[int, ...]:
-    return tuple(layer.weight.shape)
-
-
 def _weights(layer: nn.Module) -> Quantized:
     return layer.weight, layer.scales, layer.biases
 
@@ -131,9 +130,9 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str |
         true = _in_float32(module)(x.astype(mx.float32), *rest)
         module.__class__ = ours
         found, alone = module(x, *rest), module(x[:1], *(each[:1] for each in rest))
-        error = mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max()
-        if not error.item() < _TOLERANCE:
-            return f"it is off by {error.item():.1e}"
+        error = float(mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max())
+        if not error < _TOLERANCE:
+            return f"it is off by {error:.1e}"
         return None if mx.array_equal(found[:1], alone).item() else "a row depends on the others"
     except Exception as problem:
         return f"it does not run here: {problem}"

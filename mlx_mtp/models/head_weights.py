@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from mlx_mtp.errors import CheckpointError
@@ -160,24 +159,13 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
         nn.quantize(head, class_predicate=quantization)
     except (ValueError, ZeroDivisionError, KeyError) as error:
         raise CheckpointError(f"The quantized head in {source} is malformed: {error}") from error
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    expected = {name: tuple(value.shape) for name, value in tree_flatten(head.parameters())}
-    for name, shape in expected.items():
-        if name not in found:
-            raise CheckpointError(
-                f"The head in {source} has no tensor mtp.{name} (expected shape {shape})."
-            )
-        if found[name] != shape:
-            raise CheckpointError(
-                f"The head in {source} does not fit this model: mtp.{name} has shape "
-                f"{found[name]}, expected {shape}."
-            )
-    for name in sorted(found.keys() - expected.keys()):
+    try:
+        head.load_weights(list(weights.items()))
+    except ValueError as error:
+        why = " ".join(str(error).split())
         raise CheckpointError(
-            f"The head in {source} has a tensor that this model has no place for: mtp.{name} "
-            f"{found[name]}."
-        )
-    head.load_weights(list(weights.items()))
+            f"The head in {source} does not fit this model: {why:.1000}"
+        ) from error
     head.eval()
 
 

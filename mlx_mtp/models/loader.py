@@ -23,17 +23,16 @@ from mlx_mtp.machine import machine_memory
 from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.files import read_json, shapes_in
-from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
-from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
-from mlx_mtp.models.qwen3_5 import Qwen35
-from mlx_mtp.models.qwen3_next import Qwen3Next
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.qwen3_5 import QWEN3_5
+from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
 
 logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
-    model_type: family for family in (Qwen3Next(), Qwen35()) for model_type in family.model_types
+    model_type: family for family in (QWEN3_NEXT, QWEN3_5) for model_type in family.model_types
 }
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 _DEQUANTIZED_SHARE = 0.5  # of the memory, that a model expanded to float32 may take
@@ -74,8 +73,7 @@ def load_model(
         logger.debug("Why %s can't be loaded", path, exc_info=True)
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
-    slow = few_rows_are_slow(config)
-    loaded = LoadedModel(path, config, generation_config, model, family, head_source, slow)
+    loaded = LoadedModel(path, config, generation_config, model, family, head_source)
     loaded.check()
     if not lazy:
         loaded.read()
@@ -95,8 +93,7 @@ def _build(
         if head is None:
             raise missing_head(str(path))
         weights, args = head_weights.to_mlx(head), family.causal_lm(model).args
-        layer = family.head_layer(args, moe=head_weights.has_router(weights))
-        model.mtp = MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+        model.mtp = family.make_head(args, moe=head_weights.has_router(weights))
         head_weights.load_into(model.mtp, weights, head.source)
         head_source = head.source
         del weights

@@ -27,15 +27,5 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
         return projected, z.reshape(x.shape[1], self.num_v_heads, self.head_v_dim)
 
 
-class Qwen35(Family):
-    """`qwen3_5` and `qwen3_5_moe`, which differ in the MLP alone."""
-
-    model_types = ("qwen3_5", "qwen3_5_moe")
-    decoder_layer = DecoderLayer
-    gated_delta_net = _GatedDeltaNet
-
-    def prepare_weights(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Stack experts stored one by one; mlx-lm's class knows the stacked layout alone."""
-        if not any(".experts.0." in key for key in weights):
-            return weights
-        return stack_experts(weights)
+# The two differ in the MLP alone. mlx-lm's class knows no experts that are stored one by one.
+QWEN3_5 = Family(("qwen3_5", "qwen3_5_moe"), DecoderLayer, _GatedDeltaNet, stack_experts)

@@ -23,9 +23,4 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         return Projected(q, k, v, a, b), z
 
 
-class Qwen3Next(Family):
-    """`qwen3_next`: a mixture of experts without a vision part."""
-
-    model_types = ("qwen3_next",)
-    decoder_layer = Qwen3NextDecoderLayer
-    gated_delta_net = _GatedDeltaNet
+QWEN3_NEXT = Family(("qwen3_next",), Qwen3NextDecoderLayer, _GatedDeltaNet)

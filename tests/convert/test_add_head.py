@@ -108,10 +108,10 @@ def test_a_mismatch_names_both_values_and_of_layers_is_a_warning(pair):
     ("part", "match"),
     [
         ("mtp.", r"no MTP head.*'model\.language_model\.mtp\.'.*Qwen3-Coder-Next"),
-        ("mtp.fc", r"no tensor mtp\.fc\.weight \(expected shape \(64, 128\)\)"),
+        ("mtp.fc", r"Missing 1 parameters: fc\.weight"),
         ("mtp.layers.0.mlp.experts.3.up_proj", "expert 3 is missing"),
         # Pruned: the stacks have fewer experts than either config says.
-        ("mtp.layers.0.mlp.experts.5", r"does not fit.*\(5, .*\(6, "),
+        ("mtp.layers.0.mlp.experts.5", r"does not fit.*\(6, .*\(5, "),
     ],
 )
 def test_what_is_missing_of_a_source_is_named(pair, part, match):
@@ -125,7 +125,7 @@ def test_what_is_missing_of_a_source_is_named(pair, part, match):
         ("mtp.fc.weight", mx.zeros((64, 128), mx.int64), r"mtp\.fc\.weight .*type I64"),
         ("mtp.fc.qweight", mx.zeros(1, mx.int32), "a quantization that is not supported"),
         ("model.mtp.fc.weight", mx.zeros((64, 128)), "two heads"),
-        ("mtp.extra.weight", mx.zeros((64, 128)), r"no place for: mtp\.extra\.weight"),
+        ("mtp.extra.weight", mx.zeros((64, 128)), r"not in model: extra\.weight"),
         (EXPERT, mx.zeros((16, 64), mx.bfloat16), r"experts\.2\.up_proj.* shape \(16, 64\)"),
     ],
 )

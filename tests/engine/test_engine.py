@@ -294,13 +294,15 @@ def test_an_idle_engine_holds_no_rows(client, monkeypatch):
             if name == "b":
                 served.engine.cancel(name)
         wait_until(lambda: left)
-        assert left.pop() == (None, [], {}, 0)
+        assert left.pop() == (None, [], [], 0)
 
 
 def test_settings_out_of_range_are_refused(tiny_models):
     for name, value, text in (
-        ("num_draft_tokens", 9, "0 to 8"),
+        ("num_draft_tokens", 9, "num_draft_tokens: 9 is not between 0 and 8"),
+        ("kv_cache_quantization", 3, "none, 8, 4"),
         ("num_draft_tokens", "some", "auto"),
+        ("prefix_cache_size", -1, "not a size"),
         ("max_model_len", 513, "2 to 512"),
         ("max_num_seqs", 0, "max_num_seqs"),
         ("prefill_step_size", 0, "prefill_step_size"),

@@ -105,4 +105,4 @@ def test_clients_are_forgotten_with_their_last_request():
     for number in range(1000):
         queue.add(Item((f"client {number}",), 10_000))
         queue.pop()
-        assert len(queue._root.lanes) < 64
+        assert len(queue.lanes) < 64

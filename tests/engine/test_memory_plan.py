@@ -31,11 +31,8 @@ LINEAR = GatedDeltaSpec(EXPERTS, QWEN3_NEXT_80B)
 LARGE = Footprint(
     weights=45 * GB,
     head=GB,
-    caches=CacheMemory((LINEAR, LINEAR, LINEAR, ATTENTION) * 12, ATTENTION, itemsize=2),
+    caches=CacheMemory((LINEAR, LINEAR, LINEAR, ATTENTION) * 12, has_head=True, itemsize=2),
     depth=8,
-    heads=16,
-    num_attention=12,
-    activations=150_000,
     vocab_size=151_936,
 )
 
@@ -68,8 +65,8 @@ def test_rows_are_counted_each_by_its_own_length():
     long, beside = (found.num_rows(100_000, 32), found.num_rows(8000, 32, beside=100_000))
     assert text.endswith(f" or {long} of 100,000 or 1 of 100,000 and {beside} of 8,000")
     assert beside > 0
-    assert found.fits([100_000, *[8000] * beside])
-    assert not found.fits([100_000, *[8000] * (beside + 1)])
+    assert found.usage([100_000, *[8000] * beside]) <= 1
+    assert found.usage([100_000, *[8000] * (beside + 1)]) > 1
     # The bytes are those of the rows, and not much more (the 1.5 GB are logits and scores).
     own = 100_000 * LARGE.caches.kv(256) // 256
     assert own < LARGE.row(100_000) < 1.3 * own + 10**9
@@ -80,7 +77,7 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
     assert found.reduced
     assert 4096 < found.max_model_len < 262_144
     assert found.num_rows(found.max_model_len, 32) == 1
-    assert not found.fits([found.max_model_len + 100])
+    assert found.usage([found.max_model_len + 100]) > 1
     assert plan(54 * GB, wanted=found.max_model_len) == replace(found, reduced=False)
     assert "less than the model allows" in found.lines(32)[1]
     assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
@@ -155,7 +152,7 @@ def test_no_more_is_used_than_was_planned(tmp_path):
     longest = tokens + prefill_memory.ANSWER
     short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
     for used in prefill_memory.measure_apart(tmp_path, [(tokens, 0), (tokens, 4)], step):
-        rows = found.rows([longest, *[short] * used.rows])
+        rows = sum(map(found.row, [longest, *[short] * used.rows]))
         assert used.prefill <= rows + chunk
         assert used.joined <= rows
         assert used.prefill > (found.row(longest) + chunk) / 5

@@ -115,7 +115,7 @@ def test_trees_of_conversations(tiny_models, count):
                     used = store if max_bytes else None
                     warm = play(tiny_models[family], turns, shape, ties, used)
                     assert store.flush(30)
-                    assert store.stats().nbytes <= max_bytes
+                    assert store.stats().file_nbytes <= max_bytes
         queries.append(warm.reuse.num_queries)
         hits.append(warm.reuse.num_hits)
 

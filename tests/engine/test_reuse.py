@@ -25,12 +25,12 @@ OTHER = [6] * 60
 class World:
     """A scheduler with a prefix cache, and a runner that only saves what it should."""
 
-    def __init__(self, rows: int = 8, step: int = STEP, limit: int = 100_000, memory=None) -> None:
+    def __init__(self, rows: int = 8, step: int = STEP, limit: int = 100_000, usage=None) -> None:
         self.disk = FakeDisk()
         self.tree = PrefixTree(limit, self.disk)
         self.reuse = PrefixReuse(self.tree, {END}, step, GAIN)
         config = EngineConfig(max_num_seqs=rows, prefill_step_size=step)
-        self.policy = Scheduler(config, FixedDepth(2), self.reuse, memory)
+        self.policy = Scheduler(config, FixedDepth(2), self.reuse, usage)
         self.saves = True
         self.computed: dict[str, int] = {}  # prompt tokens that each request had computed
         self.admitted: list[str] = []  # in the order in which their prompts began
@@ -56,7 +56,7 @@ class World:
     def step(self, fail: bool = False) -> StepPlan:
         plan = self.policy.schedule()
         steps = []
-        for row, start, length in plan.chunk.rows if plan.chunk else ():
+        for row, start, length in plan.chunk:
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
             row.launched(length)
@@ -73,7 +73,7 @@ class World:
             steps.append(InFlightStep((row,), (length,), is_prefill=True, token_ids=[tokens]))
         for row in plan.decode:
             row.launched(1)
-            read = {"num_cached": [1], "token_ids": [(7,)], "finished": [row.num_output >= 1]}
+            read = {"num_cached": [1], "token_ids": [(7,)], "finished": [len(row.output) >= 1]}
             steps.append(InFlightStep((row,), (1,), **read))
         self.policy.update(steps)
         return plan
@@ -157,7 +157,7 @@ def test_a_request_waits_only_for_those_before_it():
     for round_ in range(30):
         world.add(f"later {round_}", [*[5] * 32, *[7] * 60, round_ + 10])
         world.step()
-    assert waiting.num_output, "it was overtaken for ever"
+    assert waiting.output, "it was overtaken for ever"
     world.run()
 
 
@@ -204,7 +204,7 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
 
 
 def test_nothing_is_read_for_one_that_waits_for_memory_and_none_overtakes_it():
-    world = World(memory=lambda lengths: sum(lengths) <= 90)
+    world = World(usage=lambda lengths: sum(lengths) / 90)
     world.on_disk([*LONG, *LONG[:30]])
     world.add("runs", [9] * 40)
     world.step()

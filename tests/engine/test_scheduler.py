@@ -26,17 +26,17 @@ def sequence(
 
 def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
     """With memory for as many tokens in all rows; None: without a limit."""
-    fits = None if memory is None else lambda lengths: sum(lengths) <= memory
-    return Scheduler(EngineConfig(**limits), FixedDepth(2), memory=fits)
+    usage = None if memory is None else lambda lengths: sum(lengths) / memory
+    return Scheduler(EngineConfig(**limits), FixedDepth(2), usage=usage)
 
 
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
     """What a runner would report of a plan's chunk: a first token where a prompt ends."""
-    assert plan.chunk is not None
-    rows, _, lengths = zip(*plan.chunk.rows, strict=True)
+    assert plan.chunk
+    rows, _, lengths = zip(*plan.chunk, strict=True)
     for row, length in zip(rows, lengths):
         row.launched(length)
-    ends = [row.num_prompt == at + n for row, at, n in plan.chunk.rows]
+    ends = [row.num_prompt == at + n for row, at, n in plan.chunk]
     tokens = [(7,) if end else () for end in ends]
     return policy.update([InFlightStep(rows, lengths, is_prefill=True, token_ids=tokens)])
 
@@ -46,7 +46,7 @@ def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[Requ
     rows, count = plan.decode, len(plan.decode)
     for row in rows:
         row.launched(3)
-    finished = [stop or row.num_output + 1 == row.max_new_tokens for row in rows]
+    finished = [stop or len(row.output) + 1 == row.max_new_tokens for row in rows]
     kept = {"num_cached": [1] * count, "token_ids": [(7,)] * count}
     return policy.update([InFlightStep(rows, (3,) * count, finished=finished, **kept)])
 
@@ -56,7 +56,7 @@ def names(rows) -> list[str]:
 
 
 def chunk_names(plan: StepPlan) -> list[str]:
-    return [] if plan.chunk is None else names(row for row, _, _ in plan.chunk.rows)
+    return names(row for row, _, _ in plan.chunk)
 
 
 def add(policy: Scheduler, **lengths: int) -> None:
@@ -182,12 +182,12 @@ def test_every_prompt_token_is_computed_once_and_every_request_ends(prompts, ste
         if policy.idle:
             break
         plan = policy.schedule()
-        assert policy.num_running <= rows
+        assert policy.stats().num_requests_running <= rows
         outputs = []
-        if plan.chunk is not None:
-            longest = max(length for _, _, length in plan.chunk.rows)
-            assert len(plan.chunk.rows) == 1 or longest * len(plan.chunk.rows) <= step
-            for row, start, length in plan.chunk.rows:
+        if plan.chunk:
+            longest = max(length for _, _, length in plan.chunk)
+            assert len(plan.chunk) == 1 or longest * len(plan.chunk) <= step
+            for row, start, length in plan.chunk:
                 assert start // step == (start + length - 1) // step
                 assert (start + length) % step == 0 or start + length == row.num_prompt
                 computed[row.request_id] += range(start, start + length)
@@ -225,7 +225,7 @@ def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, mo
         # By the prompts and all that may be emitted, whatever the sequence says of itself.
         held = sum(len(s.prompt) + s.max_new_tokens for s in rows)
         assert len(rows) <= 1 or held <= most
-        if plan.chunk is not None:
+        if plan.chunk:
             finish_chunk(policy, plan)
         finish_decode(policy, plan, stop=False)
     assert order == everyone

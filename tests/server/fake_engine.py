@@ -114,7 +114,8 @@ class FakeEngine:
 
     def start(self, deliver: Callable[[Sequence[RequestOutput]], None]) -> None:
         self._deliver = deliver
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
 
     def submit(self, request: Request) -> None:
         request.sampling.validate(self.info.vocab_size)
