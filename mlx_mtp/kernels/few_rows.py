@@ -7,7 +7,7 @@ sums are added in a fixed order. mlx's own products read the weights once a row 
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -260,12 +260,12 @@ def fits(inputs: int, outputs: int, bits: int, group_size: int, dtype: mx.Dtype)
 
 def products(x: mx.array, weights: Sequence[Quantized]) -> list[mx.array]:
     """x [M, K] times the transpose of each of some weights [N, K] of the same bits: [M, N] each."""
-    return _launch(x, weights, 1, _row_blocks(len(x)))
+    return _launch(x, weights, 1, ())
 
 
 def gate_and_up(x: mx.array, gate: Quantized, up: Quantized) -> mx.array:
     """silu(x times the transpose of gate [N, K]) times that of up: [M, N]."""
-    (y,) = _launch(x, [gate, up], 2, _row_blocks(len(x)))
+    (y,) = _launch(x, [gate, up], 2, ())
     return y
 
 
@@ -277,27 +277,42 @@ def experts(
     targets: mx.array,  # int32 [P], and of the result
 ) -> mx.array:
     """Each pair's product with its expert: [P, N]."""
-    pairs = [chosen, sources, targets]
-    (y,) = _launch(x, weights, len(weights), (1, chosen.size), pairs)
+    (y,) = _launch(x, weights, len(weights), (chosen, sources, targets))
     return y
 
 
-def _row_blocks(rows: int) -> tuple[int, int]:
-    """Tiles of a block, and blocks."""
-    tiles = 1 if rows <= _TILE else _MOST_TILES
-    return tiles, -(-rows // (tiles * _TILE))
-
-
 def _launch(
+    x: mx.array, weights: Sequence[Quantized], parts: int, pairs: tuple[mx.array, ...]
+) -> list[mx.array]:
+    shapes = tuple(codes.shape for codes, _, _ in weights)
+    flat = itertools.chain(*weights)
+    return _compiled(parts, *shapes)(x, *flat, *pairs)
+
+
+@functools.cache
+def _compiled(parts: int, *shapes: tuple[int, ...]) -> Callable[..., list[mx.array]]:
+    """The launch for such weights, compiled by mlx for each number of rows: a call of a custom
+    kernel assembles its source anew, which takes longer than all else that the host does for it.
+    """
+
+    def launch(x: mx.array, *arrays: mx.array) -> list[mx.array]:
+        weights = [arrays[3 * i : 3 * i + 3] for i in range(len(shapes))]
+        return _launched(x, weights, parts, arrays[3 * len(shapes) :])
+
+    return mx.compile(launch)
+
+
+def _launched(
     x: mx.array,
     weights: Sequence[Quantized],
     parts: int,  # 2: the weights are gate and up, else each has a result of its own
-    blocks: tuple[int, int],
-    pairs: Sequence[mx.array] = (),
+    pairs: Sequence[mx.array],
 ) -> list[mx.array]:
+    tiles = 1 if pairs or len(x) <= _TILE else _MOST_TILES
+    across = pairs[0].size if pairs else -(-len(x) // (tiles * _TILE))
     codes, inner = weights[0][0], x.shape[1]
     bits = codes.shape[-1] * 32 // inner
-    chunks, (tiles, across) = inner // _CHUNK, blocks
+    chunks = inner // _CHUNK
     # The sums' order follows from it, so that it must not depend on the rows.
     most = max(1, _MOST_WARPS * 4 // bits // parts**2)
     least = max(1, min(chunks, most // 2))

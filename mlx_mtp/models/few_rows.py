@@ -67,7 +67,8 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
             shapes = tuple(tuple(layer.weight.shape) for layer in _quantized(module))
             kinds.setdefault((ours, shapes), []).append(module)
     used = False
-    for (ours, shapes), modules in kinds.items():
+    # An MLP is compared with what its own last product will be.
+    for (ours, shapes), modules in sorted(kinds.items(), key=lambda kind: len(kind[0][1])):
         if problem := _problem(modules[0], ours, dtype):
             logger.warning("The few-rows kernel is not used for %s: %s", shapes, problem)
             continue
