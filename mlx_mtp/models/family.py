@@ -15,6 +15,7 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.kernels.window import Convolution, Projected, Shape
+from mlx_mtp.models.few_rows import project
 from mlx_mtp.models.head import MTPHead
 
 
@@ -25,22 +26,31 @@ class RaggedAttention(Qwen3NextAttention):
         """All rows as one, [1, N, H] to [1, N, H], so that a projection is one product."""
         if not isinstance(cache, RaggedKVCache):
             return super().__call__(x, mask, cache)
-        self.write(x, cache, cache.packing)
-        return self.attend(x, cache, cache.packing)
+        doubled, *entries = project(x, self.q_proj, self.k_proj, self.v_proj)
+        self._write(entries, cache, cache.packing)
+        return self._attend(doubled, cache, cache.packing)
 
     def write(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
         """Write the keys and values of a pass's tokens [1, N, H]."""
-        shape = (x.shape[1], self.num_key_value_heads, self.head_dim)
-        keys = self.k_norm(self.k_proj(x).reshape(shape))
-        cache.write(packing, self._rotated(keys, packing), self.v_proj(x).reshape(shape))
+        self._write(project(x, self.k_proj, self.v_proj), cache, packing)
 
     def attend(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """Attention of tokens [1, N, H] whose keys and values have been written."""
-        doubled = self.q_proj(x).reshape(x.shape[1], self.num_attention_heads, -1)
-        queries, gate = mx.split(doubled, 2, axis=-1)
+        return self._attend(self.q_proj(x), cache, packing)
+
+    def _write(self, entries: list[mx.array], cache: RaggedKVCache, packing: Packing) -> None:
+        keys, values = entries
+        shape = (keys.shape[1], self.num_key_value_heads, self.head_dim)
+        keys = self._rotated(self.k_norm(keys.reshape(shape)), packing)
+        cache.write(packing, keys, values.reshape(shape))
+
+    def _attend(self, doubled: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
+        """From q_proj's queries and gates."""
+        by_head = doubled.reshape(doubled.shape[1], self.num_attention_heads, -1)
+        queries, gate = mx.split(by_head, 2, axis=-1)
         queries = self._rotated(self.q_norm(queries), packing)
         attended = cache.attend(packing, queries, self.scale)
-        return self.o_proj((attended * mx.sigmoid(gate)).reshape(*x.shape[:2], -1))
+        return self.o_proj((attended * mx.sigmoid(gate)).reshape(*doubled.shape[:2], -1))
 
     def _rotated(self, x: mx.array, packing: Packing) -> mx.array:
         """Queries or keys [N, heads, D] at the tokens' positions."""

@@ -5,6 +5,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family, WindowedGatedDeltaNet
+from mlx_mtp.models.few_rows import project
 from mlx_mtp.models.head_weights import stack_experts
 
 
@@ -13,15 +14,17 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
         """q, k and v come from one projection, the others from one each."""
         ratio = self.num_v_heads // self.num_k_heads
         by_key = (x.shape[1], self.num_k_heads)
-        q, k, v = mx.split(self.in_proj_qkv(x), [self.key_dim, 2 * self.key_dim], axis=-1)
+        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
+        qkv, z, a, b = project(x, *layers)
+        q, k, v = mx.split(qkv, [self.key_dim, 2 * self.key_dim], axis=-1)
         projected = Projected(
             q.reshape(*by_key, self.head_k_dim),
             k.reshape(*by_key, self.head_k_dim),
             v.reshape(*by_key, ratio, self.head_v_dim),
-            self.in_proj_a(x).reshape(*by_key, ratio),
-            self.in_proj_b(x).reshape(*by_key, ratio),
+            a.reshape(*by_key, ratio),
+            b.reshape(*by_key, ratio),
         )
-        return projected, self.in_proj_z(x).reshape(x.shape[1], self.num_v_heads, self.head_v_dim)
+        return projected, z.reshape(x.shape[1], self.num_v_heads, self.head_v_dim)
 
 
 # The two differ in the MLP alone. mlx-lm's class knows no experts that are stored one by one.

@@ -5,6 +5,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaN
 
 from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family, WindowedGatedDeltaNet
+from mlx_mtp.models.few_rows import project
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
@@ -13,9 +14,10 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
         by_head = (x.shape[1], self.num_k_heads)
-        qkvz = self.in_proj_qkvz(x).reshape(*by_head, 2 * dim + 2 * width)
+        qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba)
+        qkvz = qkvz.reshape(*by_head, 2 * dim + 2 * width)
         q, k, v, z = mx.split(qkvz, [dim, 2 * dim, 2 * dim + width], axis=-1)
-        b, a = mx.split(self.in_proj_ba(x).reshape(*by_head, 2 * ratio), 2, axis=-1)
+        b, a = mx.split(ba.reshape(*by_head, 2 * ratio), 2, axis=-1)
         v = v.reshape(*v.shape[:2], ratio, self.head_v_dim)
         z = z.reshape(z.shape[0], self.num_v_heads, self.head_v_dim)
         return Projected(q, k, v, a, b), z
