@@ -7,12 +7,12 @@ sums are added in a fixed order. mlx's own products read the weights once a row 
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels.gpu import backend, launcher
 
 MOST_ROWS = 64  # of a product; more are a prompt's, which mlx's own operation serves well
 _BITS, _GROUP_SIZE = (4, 8), 64
@@ -282,27 +282,6 @@ def experts(
 
 
 def _launch(
-    x: mx.array, weights: Sequence[Quantized], parts: int, pairs: tuple[mx.array, ...]
-) -> list[mx.array]:
-    shapes = tuple(codes.shape for codes, _, _ in weights)
-    flat = itertools.chain(*weights)
-    return _compiled(parts, *shapes)(x, *flat, *pairs)
-
-
-@functools.cache
-def _compiled(parts: int, *shapes: tuple[int, ...]) -> Callable[..., list[mx.array]]:
-    """The launch for such weights, compiled by mlx for each number of rows: a call of a custom
-    kernel assembles its source anew, which takes longer than all else that the host does for it.
-    """
-
-    def launch(x: mx.array, *arrays: mx.array) -> list[mx.array]:
-        weights = [arrays[3 * i : 3 * i + 3] for i in range(len(shapes))]
-        return _launched(x, weights, parts, arrays[3 * len(shapes) :])
-
-    return mx.compile(launch)
-
-
-def _launched(
     x: mx.array,
     weights: Sequence[Quantized],
     parts: int,  # 2: the weights are gate and up, else each has a result of its own
@@ -320,18 +299,16 @@ def _launched(
     ring = _STAGES * parts * _FEATURES * (_CHUNK * bits // 8 + 2 * 2 * _CHUNK // _GROUP_SIZE)
     template = {"T": x.dtype, "K": inner, "BITS": bits, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
-    outputs = [each.shape[-2] for each, _, _ in weights[::parts]]
-    launch = _kernel(len(weights), parts, bool(pairs), warps * max(ring, tiles * parts * 512))
     rows = pairs[0].size if pairs else len(x)
-    found: list[mx.array] = launch(
-        inputs=[x, *itertools.chain(*weights), *pairs],
-        template=list(template.items()),
-        grid=(32 * sum(outputs) // _FEATURES, warps * across, 1),
-        threadgroup=(32, warps, 1),
-        output_shapes=[(rows, features) for features in outputs],
-        output_dtypes=[x.dtype] * len(outputs),
+    outputs = [each.shape[-2] for each, _, _ in weights[::parts]]
+    launch = launcher(
+        _kernel(len(weights), parts, bool(pairs), warps * max(ring, tiles * parts * 512)),
+        tuple(template.items()),
+        (32 * sum(outputs) // _FEATURES, warps * across, 1),
+        (32, warps, 1),
+        tuple(((rows, features), x.dtype) for features in outputs),
     )
-    return found
+    return launch(x, *itertools.chain(*weights), *pairs)
 
 
 @functools.cache

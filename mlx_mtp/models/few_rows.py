@@ -1,6 +1,7 @@
 """Layers whose quantized products are those of `kernels.few_rows`, where that serves them."""
 
 import copy
+import functools
 import logging
 
 import mlx.core as mx
@@ -22,14 +23,14 @@ class FewRowsLinear(nn.QuantizedLinear):
     """A product that gives a row the same bits whatever the other rows are, up to MOST_ROWS."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return project(x, self)[0] if _few(x) else super().__call__(x)
+        return project(x, self)[0] if few(x) else super().__call__(x)
 
 
 class FewRowsMLP(Qwen3NextMLP):
     """An MLP whose gate, up and activation are one launch."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not _few(x):
+        if not few(x):
             return super().__call__(x)
         inner = gate_and_up(_rows(x), _weights(self.gate_proj), _weights(self.up_proj))
         return self.down_proj(inner.reshape(*x.shape[:-1], -1))
@@ -42,18 +43,21 @@ class FewRowsExperts(SwitchGLU):
         if not 0 < indices.size <= _MOST_PAIRS:
             return super().__call__(x, indices)
         chosen = indices.reshape(-1).astype(mx.int32)
-        order = mx.argsort(chosen).astype(mx.int32)
-        pairs = mx.arange(order.size, dtype=mx.int32)
+        pairs, sources = _numbers(chosen.size), _numbers(chosen.size, indices.shape[-1])
+        order = pairs
+        if chosen.size > indices.shape[-1]:  # The experts of one token differ.
+            order = mx.argsort(chosen).astype(mx.int32)
+            chosen, sources = chosen[order], sources[order]
         both = [_weights(self.gate_proj), _weights(self.up_proj)]
-        inner = experts(_rows(x), both, chosen[order], order // indices.shape[-1], pairs)
-        result = experts(inner, [_weights(self.down_proj)], chosen[order], pairs, order)
+        inner = experts(_rows(x), both, chosen, sources, pairs)
+        result = experts(inner, [_weights(self.down_proj)], chosen, pairs, order)
         return result.reshape(*indices.shape, -1)
 
 
 def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """Several products of one input, in one launch where the kernel serves all of them."""
     bits = {layer.bits if type(layer) is FewRowsLinear else None for layer in layers}
-    if not _few(x) or len(bits) > 1 or None in bits:
+    if not few(x) or len(bits) > 1 or None in bits:
         return [layer(x) for layer in layers]
     found = products(_rows(x), [_weights(layer) for layer in layers])
     return [each.reshape(*x.shape[:-1], -1) for each in found]
@@ -108,8 +112,17 @@ def _fits(layer: nn.Module, dtype: mx.Dtype) -> bool:
     )
 
 
-def _few(x: mx.array) -> bool:
+def few(x: mx.array) -> bool:
+    """Whether these tokens [.., H] are a decode step's, not a prompt's."""
     return 0 < x.size // x.shape[-1] <= MOST_ROWS
+
+
+@functools.cache
+def _numbers(count: int, each: int = 1) -> mx.array:
+    """0, 1, .., every number so many times: int32 [count]."""
+    numbers = mx.arange(count, dtype=mx.int32) // each
+    mx.eval(numbers)
+    return numbers
 
 
 def _rows(x: mx.array) -> mx.array:
@@ -145,6 +158,8 @@ def _in_float32(module: nn.Module) -> nn.Module:
     """A module of the same codes that multiplies and adds in float32."""
     twin = copy.copy(module)
     if "scales" in module:
+        if type(twin) is FewRowsLinear:
+            twin.__class__ = nn.QuantizedLinear
         twin.scales, twin.biases = (each.astype(mx.float32) for each in _weights(module)[1:])
     else:
         for name in ("gate_proj", "up_proj", "down_proj"):

@@ -4,12 +4,13 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 
 from mlx_mtp.kernels.window import Projected
-from mlx_mtp.models.family import Family, WindowedGatedDeltaNet
+from mlx_mtp.models.family import Family
 from mlx_mtp.models.few_rows import project
+from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
-    def project(self, x: mx.array) -> tuple[Projected, mx.array]:
+    def before(self, x: mx.array, positions: mx.array) -> tuple[Projected, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
@@ -23,4 +24,8 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         return Projected(q, k, v, a, b), z
 
 
-QWEN3_NEXT = Family(("qwen3_next",), Qwen3NextDecoderLayer, _GatedDeltaNet)
+class _Layer(PartedLayer, Qwen3NextDecoderLayer):
+    pass
+
+
+QWEN3_NEXT = Family(("qwen3_next",), _Layer, _GatedDeltaNet)

@@ -4,9 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import few_rows
+from mlx_mtp.kernels import few_rows, gpu
 from mlx_mtp.models import few_rows as layers
 from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT, EmulatedKernel
 
@@ -23,7 +24,7 @@ def emulated(monkeypatch, tmp_path):
         mx.fast, "cuda_kernel", lambda **asked: EmulatedKernel(tmp_path, **asked), raising=False
     )
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    cached = (few_rows._kernel, few_rows._compiled)
+    cached = (few_rows._kernel, gpu.launcher)
     for each in cached:
         each.cache_clear()
     yield
@@ -105,10 +106,15 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
             self.narrow, self.odd = linear(128, 16, 4, 3), linear(256, 8, 4, 4)
             self.coarse = nn.QuantizedLinear(256, 32, bias=False, group_size=128)
             self.biased = nn.QuantizedLinear(256, 32, bias=True)
+            self.mlp = Qwen3NextMLP(256, 256)
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                self.mlp[name] = linear(256, 256, 4, 5)
 
     model = Model()
     assert layers.use_few_rows(model, BF16)
     assert [type(layer) for layer in model.ours] == [layers.FewRowsLinear] * 3
+    assert type(model.mlp) is layers.FewRowsMLP
+    assert not caplog.text
     others = (model.narrow, model.odd, model.coarse, model.biased)
     assert all(type(layer) is nn.QuantizedLinear for layer in others)
     for layer in model.ours[:2]:
