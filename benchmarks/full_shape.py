@@ -29,6 +29,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
@@ -171,6 +172,8 @@ def run(options: argparse.Namespace) -> list[Measured]:
     print(
         f"# {options.shape}, {options.bits} bit: {mx.get_active_memory() / 1e9:.1f} GB", flush=True
     )
+    if options.few_rows:
+        use_few_rows(model.model, model.dtype)
     runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
     found: list[Measured] = []
 
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=integers, default=[512, 8192, 32768])
     parser.add_argument("--acceptance", type=float, default=0.9, help="synthetic, per position")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--few-rows", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--mlx-lm", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--mlx-lm-context", type=int, default=512, help="no longer ones for mlx-lm")
     parser.add_argument("--json", type=Path)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.published import GROUP_SIZE
 
@@ -43,9 +43,7 @@ def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     model.eval()
     plain.eval()
     stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
-    return LoadedModel(
-        Path(), stored, {}, model, family, "random", few_rows_are_slow(stored)
-    ), plain
+    return LoadedModel(Path(), stored, {}, model, family, "random"), plain
 
 
 def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:

@@ -24,7 +24,6 @@ class Packing:
         self.layout = layout
         self.lengths = np.array(lengths)
         self.num_tokens = int(self.lengths.sum())
-        self.num_run = self.num_tokens  # more while a pass of few tokens is run as one of 8
         self.longest = int(self.lengths.max())
         self._first = np.cumsum(self.lengths) - self.lengths
         self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # of each token
@@ -34,20 +33,10 @@ class Packing:
         self.tokens = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
         self._rect = _index(self.tokens.reshape(-1))
         self._flat = _index(self.row * self.longest + self.step)
-        self._positions = start
+        self.positions = start  # of each token, int32
         if self.longest > 1 or self.num_tokens < len(self.lengths):
             where, more = (mx.array(a.astype(np.int32)) for a in (self.row, self.step))
-            self._positions = start[where] + more
-
-    def fill_up(self, x: mx.array) -> mx.array:
-        """[N, ..] followed by what is run besides and means nothing."""
-        more = self.num_run - self.num_tokens
-        return mx.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) if more else x
-
-    @property
-    def positions(self) -> mx.array:
-        """Of every token that is run, int32."""
-        return self.fill_up(self._positions)
+            self.positions = start[where] + more
 
     def rows(self, x: mx.array) -> mx.array:
         """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite."""
@@ -55,7 +44,7 @@ class Packing:
 
     def flat(self, x: mx.array) -> mx.array:
         """[B, T, ..] to [N, ..]."""
-        return self.fill_up(x.reshape(-1, *x.shape[2:])[self._flat])
+        return x.reshape(-1, *x.shape[2:])[self._flat]
 
     def at(self, step: mx.array) -> mx.array:
         """The token of each row at its `step[b]` (int32 [B]): int32 [B]."""
@@ -90,7 +79,7 @@ class Packing:
         """[N, ..] from the parts' outputs, each [slots, T, ..]."""
         flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
         joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
-        return self.fill_up(joined[self._from_parts])
+        return joined[self._from_parts]
 
 
 class Part:
@@ -107,11 +96,11 @@ class Part:
         self.slot = np.array([layout.places[row][1] for row in packing.row[self.own]])
         # What is written: these tokens, in these slots, at these positions.
         self.tokens, self.slots = _index(self.own), mx.array(self.slot.astype(np.int32))
-        self.positions = packing._positions[self.tokens]
+        self.positions = packing.positions[self.tokens]
         # Queries for a slot that is empty are those of another: their result isn't used.
         table = [slots.get(slot, rows[0]) for slot in range(self.used)]
         # Not the packing: masks are large, and must not wait for Python to collect a cycle.
-        self._every_position = packing._positions
+        self._every_position = packing.positions
         self._rect = _index(packing.tokens[table, : self.length].reshape(-1))
 
     def rect(self, x: mx.array) -> mx.array:

@@ -121,11 +121,11 @@ class ModelRunner:
         known, counts = batch.last_hidden[:, 0], arrays.num_computed
         if not counts.any():
             return known
-        computed = batch.cache.begin(counts.tolist(), mx.array(counts))
+        batch.cache.begin(counts.tolist(), mx.array(counts))
         tokens = arrays.tokens
         if arrays.before:
             tokens = np.delete(tokens, arrays.ends - counts)
-        hidden = self._model.hidden(mx.array(tokens), computed, batch.cache)
+        hidden = self._model.hidden(mx.array(tokens), batch.cache)
         batch.cache.commit(mx.array(counts))
         return packing.after(known, hidden) if arrays.before else hidden
 
@@ -156,7 +156,7 @@ class ModelRunner:
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin(lengths, kept)
 
-        hidden = self._model.hidden(packing.flat(window), packing, batch.cache)
+        hidden = self._model.hidden(packing.flat(window), batch.cache)
         logits = packing.rows(self._model.logits(hidden))
         batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + 1 + mx.arange(window.shape[1])

@@ -79,7 +79,7 @@ def _sizes(name: str, bits: int) -> tuple[Demand, int]:
     for module in (model, head):
         nn.quantize(module, class_predicate=how)
     model.mtp = head
-    loaded = LoadedModel(Path(), config, {}, model, family, "computed", slow_few_rows=False)
+    loaded = LoadedModel(Path(), config, {}, model, family, "computed")
     shape = footprint(loaded, MAX_COPY_TOKENS)
     return Demand(shape, loaded.dtype, "as stored", loaded.max_model_len), in_bf16
 

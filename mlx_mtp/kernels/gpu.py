@@ -1,7 +1,8 @@
 """What the GPU kernels share: the backend, its shuffle, and the check before first use."""
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["metal", "cuda"]
 Launch = Callable[..., tuple[Any, Any, Any]]
+
+Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
 LANES = 32
 _WARPS = 4  # of a threadgroup, along y
@@ -49,6 +52,32 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
+@functools.cache
+def launcher(
+    kernel: Any,  # what mlx made of a source
+    template: tuple[tuple[str, Any], ...],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    outputs: tuple[Output, ...],
+) -> Callable[..., list[mx.array]]:
+    """A launch compiled by mlx: a call of a custom kernel assembles its source anew, which takes
+    longer than all else that the host does for it.
+    """
+
+    def launch(*inputs: mx.array) -> list[mx.array]:
+        launched: list[mx.array] = kernel(
+            inputs=list(inputs),
+            template=list(template),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )
+        return launched
+
+    return mx.compile(launch)
+
+
 @dataclass
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
@@ -72,7 +101,7 @@ class Kernel:
         inputs: list[mx.array],
         template: list[tuple[str, Any]],  # constants and types by name
         grid: tuple[int, int, int],  # warps in x, y and z
-        outputs: list[tuple[Sequence[int], mx.Dtype]],  # shape and type of each
+        outputs: list[Output],
     ) -> list[mx.array]:
         where = backend()
         assert where is not None
@@ -87,15 +116,11 @@ class Kernel:
                 ensure_row_contiguous=False,
             )
         x, y, z = grid
-        launched: list[mx.array] = self._built[where](
-            inputs=inputs,
-            template=template,
-            grid=(LANES * x, y, z),
-            threadgroup=(LANES, min(_WARPS, y), 1),
-            output_shapes=[shape for shape, _ in outputs],
-            output_dtypes=[dtype for _, dtype in outputs],
+        warps = LANES, min(_WARPS, y), 1
+        launch = launcher(
+            self._built[where], tuple(template), (LANES * x, y, z), warps, tuple(outputs)
         )
-        return launched
+        return launch(*inputs)
 
     def works(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
         """Whether it can be used here, checked before its first use; a warning says why not."""

@@ -1,4 +1,4 @@
-"""What a model family says of itself, and the layers that mlx-lm's instance is patched with."""
+"""What a model family says of itself, and how an instance of mlx-lm's model is patched."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -7,61 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3_next import Qwen3NextAttention, Qwen3NextMLP, Qwen3NextSparseMoeBlock
+from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
-from mlx_mtp.cache.gated_delta import GatedDeltaCache
-from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.kernels.window import Convolution, Projected, Shape
+from mlx_mtp.kernels.window import Shape
 from mlx_mtp.models.head import MTPHead
-
-
-class RaggedAttention(Qwen3NextAttention):
-    """Runs a window of all rows on a `RaggedKVCache`. With any other cache it is mlx-lm's own."""
-
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        """All rows as one, [1, N, H] to [1, N, H], so that a projection is one product."""
-        if not isinstance(cache, RaggedKVCache):
-            return super().__call__(x, mask, cache)
-        self.write(x, cache, cache.packing)
-        return self.attend(x, cache, cache.packing)
-
-    def write(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
-        """Write the keys and values of a pass's tokens [1, N, H]."""
-        shape = (x.shape[1], self.num_key_value_heads, self.head_dim)
-        keys = self.k_norm(self.k_proj(x).reshape(shape))
-        cache.write(packing, self._rotated(keys, packing), self.v_proj(x).reshape(shape))
-
-    def attend(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
-        """Attention of tokens [1, N, H] whose keys and values have been written."""
-        doubled = self.q_proj(x).reshape(x.shape[1], self.num_attention_heads, -1)
-        queries, gate = mx.split(doubled, 2, axis=-1)
-        queries = self._rotated(self.q_norm(queries), packing)
-        attended = cache.attend(packing, queries, self.scale)
-        return self.o_proj((attended * mx.sigmoid(gate)).reshape(*x.shape[:2], -1))
-
-    def _rotated(self, x: mx.array, packing: Packing) -> mx.array:
-        """Queries or keys [N, heads, D] at the tokens' positions."""
-        return self.rope(x[:, :, None], offset=packing.positions).squeeze(2)
-
-
-class WindowedGatedDeltaNet(nn.Module):
-    """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
-
-    def project(self, x: mx.array) -> tuple[Projected, mx.array]:
-        """The input projections of [1, N, H], all [N, ..], and the output's gate z [N, Hv, Dv]."""
-        raise NotImplementedError
-
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if not isinstance(cache, GatedDeltaCache):
-            return super().__call__(x, mask, cache)
-        projected, z = self.project(x)
-        rows = Projected(*map(cache.packing.rows, projected))
-        outputs = cache.run(rows, Convolution(self.conv1d.weight, self.A_log, self.dt_bias))
-        normed = self.norm(cache.packing.flat(outputs), z)
-        return self.out_proj(normed.reshape(*x.shape[:2], -1))
+from mlx_mtp.models.layers import PartedLayer, RaggedAttention, WindowedGatedDeltaNet
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,7 +30,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
-    decoder_layer: type[nn.Module]  # mlx-lm's
+    decoder_layer: type[PartedLayer]  # direct subclass of mlx-lm's
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
     # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
     prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights
@@ -120,13 +72,16 @@ class Family:
         layers = zip(causal_lm.model.layers, self.layer_specs(causal_lm.args), strict=True)
         for index, (layer, spec) in enumerate(layers):
             is_attention = isinstance(spec, AttentionSpec)
-            ours = RaggedAttention if is_attention else self.gated_delta_net
+            mixer = RaggedAttention if is_attention else self.gated_delta_net
             name = "self_attn" if is_attention else "linear_attn"
-            inner = layer[name]
-            if type(inner) not in ours.__bases__:
-                raise UnsupportedModelError(
-                    f"Layer {index}'s {name} is not the module that this version of mlx-mtp "
-                    "patches. The installed mlx-lm is newer or older than the tested range: "
-                    "install mlx-lm>=0.32.2,<0.33."
-                )
-            inner.__class__ = ours
+            for what, module, ours in (
+                (f"Layer {index}'s {name}", layer[name], mixer),
+                (f"Layer {index}", layer, self.decoder_layer),
+            ):
+                if type(module) not in ours.__bases__:
+                    raise UnsupportedModelError(
+                        f"{what} is not the module that this version of mlx-mtp patches. The "
+                        "installed mlx-lm is newer or older than the tested range: install "
+                        "mlx-lm>=0.32.2,<0.33."
+                    )
+                module.__class__ = ours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,23 +14,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
-
-# mlx's CUDA backend multiplies quantized weights with fewer than 8 rows one row at a time, which
-# from 4 rows on takes longer than with 8 (measured: docs/benchmarks.md).
-_FEW_ROWS = 4
-_FULL_ROWS = 8
-
-
-def few_rows_are_slow(config: Mapping[str, Any]) -> bool:
-    """Whether products of 4 to 7 rows are run as products of 8, for a model with this config."""
-    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
-    return on_cuda and "quantization" in config
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,6 @@ class LoadedModel:
     model: nn.Module  # with the head as its `mtp` if one was loaded
     family: Family
     head_source: str | None  # where the head came from; None without one
-    slow_few_rows: bool  # see `few_rows_are_slow`
 
     @property
     def model_type(self) -> str:
@@ -125,6 +113,7 @@ class LoadedModel:
                 mx.eval(array)
                 bar.update(array.nbytes)
         mx.eval(self.model.state)
+        use_few_rows(self.model, self.dtype)
 
     def without_head(self) -> LoadedModel:
         return replace(self, head_source=None)
@@ -133,30 +122,16 @@ class LoadedModel:
         layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
         return BatchCache(layers, num_rows)
 
-    def hidden(self, tokens: mx.array, packing: Packing, cache: BatchCache) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
         """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
-        packing.num_run = self.num_run(packing.num_tokens)
-        hidden = self.causal_lm.model(packing.fill_up(tokens)[None], cache.layers)
-        packing.num_run = packing.num_tokens
-        return hidden[0, : packing.num_tokens]
-
-    def num_run(self, num_tokens: int) -> int:
-        """Tokens that a pass of so many is run as; those that are added mean nothing."""
-        few = self.slow_few_rows and _FEW_ROWS <= num_tokens < _FULL_ROWS
-        # With experts the added rows would cost more than the others save.
-        return _FULL_ROWS if few and not self.layer_specs[0].mlp.num_experts else num_tokens
+        hidden: mx.array = self.causal_lm.model(tokens[None], cache.layers)
+        return hidden[0]
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
         if layer is None:
             layer = self.output_layer
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        count = rows.shape[0]
-        # So wide a matrix gains from 2 rows on.
-        if self.slow_few_rows and 1 < count < _FULL_ROWS:
-            rows = mx.pad(rows, [(0, _FULL_ROWS - count), (0, 0)])
-        logits = layer.as_linear(rows) if hasattr(layer, "as_linear") else layer(rows)
-        return logits[:count].reshape(*hidden.shape[:-1], -1)
+        return layer.as_linear(hidden) if hasattr(layer, "as_linear") else layer(hidden)
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.causal_lm.model.embed_tokens(tokens)

@@ -24,7 +24,7 @@ from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.files import read_json, shapes_in
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
-from mlx_mtp.models.loaded import LoadedModel, few_rows_are_slow
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.qwen3_5 import QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
@@ -73,8 +73,7 @@ def load_model(
         logger.debug("Why %s can't be loaded", path, exc_info=True)
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
-    slow = few_rows_are_slow(config)
-    loaded = LoadedModel(path, config, generation_config, model, family, head_source, slow)
+    loaded = LoadedModel(path, config, generation_config, model, family, head_source)
     loaded.check()
     if not lazy:
         loaded.read()

@@ -36,9 +36,9 @@ def nbytes(arrays: Iterable[mx.array]) -> int:
 def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | None) -> int:
     """Bytes of trunk's and head's caches after a window."""
     start, kept = cache.offset, None if known is None else mx.array(known)
-    packing = cache.begin(lengths, kept)
+    cache.begin(lengths, kept)
     tokens = mx.ones(sum(lengths), dtype=mx.int32)
-    hidden = model.hidden(tokens, packing, cache)
+    hidden = model.hidden(tokens, cache)
     cache.commit(mx.ones(len(lengths), dtype=mx.int32) if kept is None else kept)
     if cache.head is not None:
         z = model.head.join(model.embed(tokens), hidden)

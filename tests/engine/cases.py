@@ -54,7 +54,7 @@ SPECS = (
     GrammarSpec("free", free_until="</think>", free_tokens=5),
 )
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "model": ("qwen3_next", "qwen3_5", "qwen3_5_moe", "few rows"),
+    "model": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
     "depth": (0, 1, 2, 3, 5, "erratic", "auto"),
     "drafts": ("head", "half", "reject", "mixed", "force"),
     "requests": ("greedy", "sampled", "greedy grammars", "sampled grammars"),

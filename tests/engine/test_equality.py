@@ -31,17 +31,10 @@ for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
     CASES.append(pytest.param(whole, marks=pytest.mark.full))
 
 
-@pytest.fixture
-def model_of(tiny_models):
-    """A family's model; "few rows" is one that takes itself for a quantized one on CUDA."""
-    few = dataclasses.replace(tiny_models["qwen3_5"], slow_few_rows=True)
-    return {**tiny_models, "few rows": few}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_tokens_equal_plain_decoding(model_of, references, ties, case):
-    family = case["model"] if case["model"] != "few rows" else "qwen3_5"
-    model, reference = model_of[case["model"]], references(family, case["requests"])
+def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
+    family = case["model"]
+    model, reference = tiny_models[family], references(family, case["requests"])
     requests = make_requests(case["requests"])
     erratic = Erratic(seed=len(case["drafts"])) if case["depth"] == "erratic" else None
     driver = Driver(
@@ -201,12 +194,6 @@ def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, n
         if number == steps // 3:
             driver.add(request("c", [7, 8], greedy(50, ignore_eos=True)))
     check_head_cache(driver, model, name)
-
-
-def test_windows_of_few_rows_are_filled_up(model_of):
-    few, other = model_of["few rows"], model_of["qwen3_5"]
-    assert [few.num_run(n) for n in range(1, 11)] == [1, 2, 3, 8, 8, 8, 8, 8, 9, 10]
-    assert other.num_run(5) == 5
 
 
 def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_models):

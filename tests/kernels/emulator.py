@@ -1,8 +1,9 @@
-"""Runs a kernel's source for CUDA or Metal on the CPU, a warp of 32 lanes at a time.
+"""Runs a kernel's source for CUDA or Metal on the CPU, a threadgroup at a time.
 
 The source is compiled as plain C++, with shims for what the two languages bring along. Each lane is
-a fiber: at a shuffle it leaves its value in a slot and lets the others come to theirs. So the body,
-the launch and the strides are the real ones, and only the hardware is played.
+a fiber: at a shuffle, a matrix product or a barrier it leaves its values in a slot and lets the
+others come to theirs. So the body, the launch and the strides are the real ones, and only the
+hardware is played.
 """
 
 import ctypes
@@ -18,7 +19,12 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 WHY_NOT = None if COMPILER else "no C++ compiler"
 if sys.platform != "linux":
     WHY_NOT = "fibers by makecontext are Linux's; a Mac runs the kernels themselves"
-_TYPES = {mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.int32: "int"}
+_TYPES = {
+    mx.float32: "float",
+    mx.bfloat16: "bfloat16_t",
+    mx.int32: "int",
+    mx.uint32: "unsigned",
+}
 _CANARY = 256
 
 _SHIMS = r"""
@@ -50,59 +56,146 @@ struct dim3 { unsigned x, y, z; };
 static dim3 threadIdx, blockIdx, blockDim;
 static dim3 thread_position_in_threadgroup, threadgroup_position_in_grid, thread_position_in_grid;
 
-static const int LANES = 32;
-static ucontext_t contexts[LANES], unused;
-static jmp_buf places[LANES], scheduler;  // swapcontext alone would be a system call a switch
-static bool started[LANES], finished[LANES];
-static int shuffles[LANES], lane_now;
-static float slots[2][LANES];
-static vector<vector<char>> stacks(LANES, vector<char>(1 << 17));
+static const int LANES = 32, WARPS_AT_MOST = 32, MOST = LANES * WARPS_AT_MOST;
+static ucontext_t contexts[MOST], unused;
+static jmp_buf places[MOST], scheduler;  // swapcontext alone would be a system call a switch
+static bool started[MOST], finished[MOST];
+static int lane_now, lanes_in_all;
+static long steps[MOST], barriers[MOST], steps_in_all[MOST], progress;
+struct Values { unsigned words[6]; };
+static Values slots[2][MOST];
+static vector<vector<char>> stacks(MOST);
 
-static float exchange(float value, int other) {
-  // Two slots in turns: a lane may be one shuffle ahead of the others.
-  const int turn = shuffles[lane_now]++ % 2;
-  slots[turn][lane_now] = value;
+static void let_others() {
   if (_setjmp(places[lane_now]) == 0) _longjmp(scheduler, 1);
-  return slots[(shuffles[lane_now] - 1) % 2][lane_now ^ other];
 }
 
-#define simd_shuffle_xor(value, other) exchange(value, other)
-#define __shfl_xor_sync(mask, value, other) exchange(value, other)
+static void wait_for(const long* counts, int first, int end, long count) {
+  ++progress;
+  for (int lane = first; lane < end; ++lane) {
+    while (counts[lane] < count) let_others();
+  }
+}
+
+// All lanes of a warp leave their values; two slots in turns, as a lane may be one step ahead.
+static const Values* exchange(const Values& mine) {
+  const int first = lane_now / LANES * LANES;
+  const long turn = steps[lane_now]++ % 2;
+  slots[turn][lane_now] = mine;
+  wait_for(steps, first, first + LANES, steps[lane_now]);
+  return &slots[turn][first];
+}
+
+static void threadgroup_barrier() {
+  ++barriers[lane_now];
+  wait_for(barriers, 0, lanes_in_all, barriers[lane_now]);
+}
+
+static unsigned as_word(float value) {
+  unsigned word;
+  memcpy(&word, &value, 4);
+  return word;
+}
+
+static float as_float(unsigned word) {
+  float value;
+  memcpy(&value, &word, 4);
+  return value;
+}
+
+static float shuffle_xor(float value, int other) {
+  return as_float(exchange({as_word(value)})[(lane_now % LANES) ^ other].words[0]);
+}
+
+#define simd_shuffle_xor(value, other) shuffle_xor(value, other)
+#define __shfl_xor_sync(mask, value, other) shuffle_xor(value, other)
+
+#define __device__
+#define __forceinline__ inline
+#define __syncthreads() threadgroup_barrier()
+#define __syncwarp() exchange({})
+#define __uint_as_float(word) as_float(word)
+#define __expf(value) expf(value)
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+static uint4 __ldg(const uint4* from) { return *from; }
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+  const uint64_t both = a | (uint64_t(b) << 32);
+  unsigned word = 0;
+  for (int i = 0; i < 4; ++i) word |= unsigned(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return word;
+}
+"""
+
+# For `few_rows.CUDA`: copies are done at once, and a matrix product gathers the lanes' fragments.
+MATRIX_UNITS = r"""
+alignas(16) static unsigned char shared_bytes[1 << 18];
+#define SHARED(name) unsigned char* const name = shared_bytes
+static float element(unsigned word, int i) { return as_float(i ? word & 0xffff0000u : word << 16); }
+static void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  const Values* all = exchange({a[0], a[1], a[2], a[3], b0, b1});
+  for (int i = 0; i < 4; ++i) {
+    const int lane = lane_now % LANES, row = lane / 4, column = 2 * (lane % 4) + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int t = k % 8 / 2;
+      const unsigned left = all[row * 4 + t].words[i / 2 + k / 8 * 2];
+      c[i] += element(left, k % 2) * element(all[column * 4 + t].words[4 + k / 8], k % 2);
+    }
+  }
+}
+static void copy16(void* to, const void* from) { memcpy(to, from, 16); }
+static void copy8(void* to, const void* from) { memcpy(to, from, 8); }
+static void commit() {}
+template <int left> static void wait() {}
 """
 
 _RUN = r"""
 static void lane_main() {
   call_body();
   finished[lane_now] = true;
+  steps_in_all[lane_now] = steps[lane_now];
+  // Who waits for the others waits no longer for this one.
+  steps[lane_now] = barriers[lane_now] = 1L << 60;
+  ++progress;
   _longjmp(scheduler, 1);
 }
 
-static bool run_warp() {
-  for (lane_now = 0; lane_now < LANES; ++lane_now) {
+// False if lanes of a warp come to different steps, or all wait.
+static bool run_group() {
+  static dim3 group;
+  static bool working;
+  static long before;
+  group = blockIdx;
+  for (lane_now = 0; lane_now < lanes_in_all; ++lane_now) {
     started[lane_now] = finished[lane_now] = false;
-    shuffles[lane_now] = 0;
+    steps[lane_now] = barriers[lane_now] = 0;
+    stacks[lane_now].resize(1 << 16);
     getcontext(&contexts[lane_now]);
     contexts[lane_now].uc_stack.ss_sp = stacks[lane_now].data();
     contexts[lane_now].uc_stack.ss_size = stacks[lane_now].size();
     contexts[lane_now].uc_link = nullptr;
     makecontext(&contexts[lane_now], lane_main, 0);
   }
-  static bool working;
   for (working = true; working;) {
     working = false;
-    for (lane_now = 0; lane_now < LANES; ++lane_now) {
+    before = progress;
+    for (lane_now = 0; lane_now < lanes_in_all; ++lane_now) {
       if (finished[lane_now]) continue;
       working = true;
+      threadIdx = {unsigned(lane_now % LANES), unsigned(lane_now / LANES), 0};
+      thread_position_in_threadgroup = threadIdx;
+      threadgroup_position_in_grid = blockIdx;
+      thread_position_in_grid = {blockIdx.x * LANES + threadIdx.x,
+                                 blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z};
       if (_setjmp(scheduler) != 0) continue;
       if (started[lane_now]) _longjmp(places[lane_now], 1);
       started[lane_now] = true;
-      threadIdx.x = thread_position_in_threadgroup.x = lane_now;
-      thread_position_in_grid.x = blockIdx.x * blockDim.x + lane_now;
       swapcontext(&unused, &contexts[lane_now]);
     }
+    if (working && progress == before) return false;
   }
-  for (int lane = 1; lane < LANES; ++lane) {
-    if (shuffles[lane] != shuffles[0]) return false;
+  for (int lane = 0; lane < lanes_in_all; ++lane) {
+    if (steps_in_all[lane] != steps_in_all[lane / LANES * LANES]) return false;
   }
   return true;
 }
@@ -111,16 +204,13 @@ extern "C" int run(const int* grid, const int* group, void** in, int** shapes, i
                    void** out) {
   inputs = in; all_shapes = shapes; all_strides = strides; outputs = out;
   blockDim = {unsigned(group[0]), unsigned(group[1]), unsigned(group[2])};
+  lanes_in_all = group[0] * group[1];
   // CUDA launches whole groups, so that some warps lie outside of the grid.
   for (unsigned z = 0; z < unsigned(grid[2]); ++z) {
-    for (unsigned y = 0; y < unsigned((grid[1] + group[1] - 1) / group[1] * group[1]); ++y) {
+    for (unsigned y = 0; y < unsigned((grid[1] + group[1] - 1) / group[1]); ++y) {
       for (unsigned x = 0; x < unsigned(grid[0] / LANES); ++x) {
-        threadIdx = {0, y % group[1], 0};
-        blockIdx = {x, y / group[1], z};
-        thread_position_in_threadgroup = threadIdx;
-        threadgroup_position_in_grid = blockIdx;
-        thread_position_in_grid = {0, y, z};
-        if (!run_warp()) return 1;
+        blockIdx = {x, y, z};
+        if (!run_group()) return 1;
       }
     }
   }
@@ -133,9 +223,19 @@ class EmulatedKernel:
     """What `mx.fast.cuda_kernel` or `mx.fast.metal_kernel` returns, on the CPU."""
 
     def __init__(
-        self, folder, *, name, input_names, output_names, source, header, ensure_row_contiguous
+        self,
+        folder,
+        *,
+        name,
+        input_names,
+        output_names,
+        source,
+        header,
+        ensure_row_contiguous=True,
+        shared_memory=0,
     ):
-        assert not ensure_row_contiguous, "nothing is copied here"
+        assert shared_memory <= 1 << 18
+        self._dense = ensure_row_contiguous
         self._folder = folder
         self._name = name
         self._inputs, self._outputs = input_names, output_names
@@ -145,6 +245,7 @@ class EmulatedKernel:
     def __call__(self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
         assert threadgroup[0] * threadgroup[1] * threadgroup[2] <= 1024
         assert grid[0] % threadgroup[0] == 0 and threadgroup[0] == 32 and threadgroup[2] == 1
+        inputs = [mx.contiguous(a) for a in inputs] if self._dense else inputs
         mx.eval(inputs)
         run = self._library(template, [a.dtype for a in inputs], output_dtypes)
         views = [memoryview(a) for a in inputs]
@@ -164,7 +265,7 @@ class EmulatedKernel:
             (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, strides)),
             (ctypes.c_void_p * len(results))(*(r.ctypes.data for r in results)),
         )
-        assert not diverged, f"{self._name}: lanes of a warp came to different shuffles"
+        assert not diverged, f"{self._name}: lanes of a warp came to different steps"
         for name, result in zip(self._outputs, results):
             assert (result[-_CANARY:] == 0xFF).all(), f"{self._name}: {name} has been overrun"
         return [

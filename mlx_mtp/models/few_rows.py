@@ -1,0 +1,167 @@
+"""Layers whose quantized products are those of `kernels.few_rows`, where that serves them."""
+
+import copy
+import functools
+import logging
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
+
+from mlx_mtp.kernels.few_rows import MOST_ROWS, Quantized, experts, fits, gate_and_up, products
+
+logger = logging.getLogger(__name__)
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_MOST_PAIRS = 2048  # of token and expert; more are a prompt's
+_TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
+
+
+class FewRowsLinear(nn.QuantizedLinear):
+    """A product that gives a row the same bits whatever the other rows are, up to MOST_ROWS."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return project(x, self)[0] if few(x) else super().__call__(x)
+
+
+class FewRowsMLP(Qwen3NextMLP):
+    """An MLP whose gate, up and activation are one launch."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not few(x):
+            return super().__call__(x)
+        inner = gate_and_up(_rows(x), _weights(self.gate_proj), _weights(self.up_proj))
+        return self.down_proj(inner.reshape(*x.shape[:-1], -1))
+
+
+class FewRowsExperts(SwitchGLU):
+    """Experts, each of which is read once for up to eight of its tokens."""
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        if not 0 < indices.size <= _MOST_PAIRS:
+            return super().__call__(x, indices)
+        chosen = indices.reshape(-1).astype(mx.int32)
+        pairs, sources = _numbers(chosen.size), _numbers(chosen.size, indices.shape[-1])
+        order = pairs
+        if chosen.size > indices.shape[-1]:  # The experts of one token differ.
+            order = mx.argsort(chosen).astype(mx.int32)
+            chosen, sources = chosen[order], sources[order]
+        both = [_weights(self.gate_proj), _weights(self.up_proj)]
+        inner = experts(_rows(x), both, chosen, sources, pairs)
+        result = experts(inner, [_weights(self.down_proj)], chosen, pairs, order)
+        return result.reshape(*indices.shape, -1)
+
+
+def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
+    """Several products of one input, in one launch where the kernel serves all of them."""
+    bits = {layer.bits if type(layer) is FewRowsLinear else None for layer in layers}
+    if not few(x) or len(bits) > 1 or None in bits:
+        return [layer(x) for layer in layers]
+    found = products(_rows(x), [_weights(layer) for layer in layers])
+    return [each.reshape(*x.shape[:-1], -1) for each in found]
+
+
+def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
+    """Let products use the kernel, each shape where it agrees with mlx; whether any does."""
+    kinds: dict[tuple[type[nn.Module], Shapes], list[nn.Module]] = {}
+    for module in model.modules():
+        if ours := _class_for(module, dtype):
+            shapes = tuple(tuple(layer.weight.shape) for layer in _quantized(module))
+            kinds.setdefault((ours, shapes), []).append(module)
+    used = False
+    # An MLP is compared with what its own last product will be.
+    for (ours, shapes), modules in sorted(kinds.items(), key=lambda kind: len(kind[0][1])):
+        if problem := _problem(modules[0], ours, dtype):
+            logger.warning("The few-rows kernel is not used for %s: %s", shapes, problem)
+            continue
+        used = True
+        for module in modules:
+            module.__class__ = ours
+    return used
+
+
+def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
+    """What takes its place, if the kernel is made for all of its weights."""
+    if type(module) is nn.QuantizedLinear:
+        ours, leaf = FewRowsLinear, nn.QuantizedLinear
+    elif type(module) is Qwen3NextMLP:
+        ours, leaf = FewRowsMLP, nn.QuantizedLinear
+    elif type(module) is SwitchGLU and type(module.activation) is SwiGLU:
+        ours, leaf = FewRowsExperts, QuantizedSwitchLinear
+    else:
+        return None
+    layers = _quantized(module)
+    fit = all(type(each) is leaf and _fits(each, dtype) for each in layers)
+    return ours if fit and layers[0].bits == layers[len(layers) // 2].bits else None
+
+
+def _quantized(module: nn.Module) -> list[nn.Module]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return [module] if "scales" in module else [module[name] for name in names]
+
+
+def _fits(layer: nn.Module, dtype: mx.Dtype) -> bool:
+    inputs = layer.scales.shape[-1] * layer.group_size
+    return (
+        layer.mode == "affine"
+        and "bias" not in layer
+        and layer.scales.dtype == dtype
+        and fits(inputs, layer.weight.shape[-2], layer.bits, layer.group_size, dtype)
+    )
+
+
+def few(x: mx.array) -> bool:
+    """Whether these tokens [.., H] are a decode step's, not a prompt's."""
+    return 0 < x.size // x.shape[-1] <= MOST_ROWS
+
+
+@functools.cache
+def _numbers(count: int, each: int = 1) -> mx.array:
+    """0, 1, .., every number so many times: int32 [count]."""
+    numbers = mx.arange(count, dtype=mx.int32) // each
+    mx.eval(numbers)
+    return numbers
+
+
+def _rows(x: mx.array) -> mx.array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _weights(layer: nn.Module) -> Quantized:
+    return layer.weight, layer.scales, layer.biases
+
+
+def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str | None:
+    """Why it must not be of our class: it computes something else, or not each row by itself."""
+    first, theirs = _quantized(module)[0], type(module)
+    x = mx.random.normal((9, first.scales.shape[-1] * first.group_size), key=mx.random.key(0))
+    x = x.astype(dtype)
+    # The experts are chosen for rows in a way that some have one row, and some more than one block.
+    rest = (mx.arange(18).reshape(9, 2) // 9,) if ours is FewRowsExperts else ()
+    try:
+        true = _in_float32(module)(x.astype(mx.float32), *rest)
+        module.__class__ = ours
+        found, alone = module(x, *rest), module(x[:1], *(each[:1] for each in rest))
+        error = float(mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max())
+        if not error < _TOLERANCE:
+            return f"it is off by {error:.1e}"
+        return None if mx.array_equal(found[:1], alone).item() else "a row depends on the others"
+    except Exception as problem:
+        return f"it does not run here: {problem}"
+    finally:
+        module.__class__ = theirs
+
+
+def _in_float32(module: nn.Module) -> nn.Module:
+    """A module of the same codes that multiplies and adds in float32."""
+    twin = copy.copy(module)
+    if "scales" in module:
+        if type(twin) is FewRowsLinear:
+            twin.__class__ = nn.QuantizedLinear
+        twin.scales, twin.biases = (each.astype(mx.float32) for each in _weights(module)[1:])
+    else:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            twin[name] = _in_float32(module[name])
+    return twin
