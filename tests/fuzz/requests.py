@@ -188,9 +188,8 @@ def ask(address: tuple[str, int], chance: random.Random) -> str:
         content = spoilt(content, HTTP_TOKENS, chance)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(socket.create_connection(address, timeout=SECONDS))
-        cut = (
-            len(content) if way in ("whole", "unread", "closed") else chance.randrange(len(content))
-        )
+        whole = way in ("whole", "unread", "closed")
+        cut = len(content) if whole else chance.randrange(len(content) + 1)  # Damage may empty it.
         with contextlib.suppress(OSError):  # It was refused before it was all sent.
             raw.sendall(content[:cut])
             if way in ("left", "unread"):
