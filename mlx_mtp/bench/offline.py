@@ -102,9 +102,7 @@ def _answer(request: Request, sent: float, timed: Sequence[Timed]) -> Answer:
     times, tokens = tuple(at for at, _ in chunks), tuple(float(count) for _, count in chunks)
     stats = EngineStats()
     for _, output in timed:
-        stats.count_window(
-            output.draft_source, output.num_draft_tokens, output.num_accepted_tokens
-        )
+        stats.count_window(output.draft_source, output.num_draft_tokens, output.num_accepted_tokens)
     return Answer(
         *(sent, timed[-1][0], times, tokens),
         *(int(sum(tokens)), Split.TOLD, len(chunks), len(request.prompt_token_ids)),

@@ -22,12 +22,8 @@ _HOST = 0.1  # cost in plain steps of a step that is read before the next one is
 _READING = 8  # steps of a reading: their low median, for a step is often late and never early
 _LEAST = 3  # steps that a reading needs when the kind changes before it is full
 _RECENT = 64  # readings further apart are not compared: too much may have changed
-_LARGEST_SURPRISE = math.log(2.0)
-_MOST_TRUST = 8.0
-_FORGETTING = 0.998  # factor of a reading on the trust in the other cells of its number of rows
-_DOUBT = 0.25  # possible relative error where nothing was measured
+_MOST_TRUST = 8
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
-_NEAR = 1.5  # a number of rows up to this factor away lends half of its trust
 
 Key = tuple[str, float]  # whether anything was copied, and drafts a row: one of `KNOTS`
 Seconds = dict[int, dict[str, dict[float, float]]]  # by rows, and the parts of the key
@@ -45,7 +41,7 @@ class Shape(NamedTuple):
 @dataclass(slots=True)
 class _Cell:
     log: float  # of its seconds
-    trust: float = 1.0  # the number of comparisons behind it
+    trust: int = 1  # the number of comparisons behind it
 
 
 class _Reading(NamedTuple):
@@ -120,15 +116,6 @@ class StepCosts:
             self._prices[rows] = Prices(rows, self._infer(rows))
         return self._prices[rows]
 
-    def doubt(self, rows: int, drafts: int) -> float:
-        """By what share so many drafts of the head for each row may cost less than the price."""
-        trust = 0.0
-        for size, cells in self._rows.items():
-            cell = cells.get((HEAD, drafts))
-            if cell is not None and 1 / _NEAR <= size / rows <= _NEAR:
-                trust = max(trust, cell.trust * (1.0 if size == rows else 0.5))
-        return _DOUBT / (1.0 + trust)
-
     def table(self) -> Seconds:
         table: Seconds = {}
         for size, cells in sorted(self._rows.items()):
@@ -149,20 +136,17 @@ class StepCosts:
         log = math.log(statistics.median_low(self._samples))
         self._samples.clear()
         cells, last = self._rows.setdefault(size, {}), self._last.get(size)
-        if last is None or self._num_steps - last.step > _RECENT or last.key == key:
+        if last is not None and last.key != key and self._num_steps - last.step <= _RECENT:
+            now = cells[last.key].log + log - last.log
+            cell = cells.setdefault(key, _Cell(now, trust=0))
+            cell.log += (now - cell.log) / (1 + cell.trust)
+            cell.trust = min(cell.trust + 1, _MOST_TRUST)
+        else:
             if last is not None and last.key == key:
                 log = (log + last.log) / 2
             change = log - cells.setdefault(key, _Cell(log)).log
             for each in cells.values():
                 each.log += change
-        else:
-            if key not in cells:
-                curves = self.prices(size)._curves
-                old, new = (_between(curves[source], x) for source, x in (last.key, key))
-                cells[key] = _Cell(cells[last.key].log + math.log(new / old), trust=0.0)
-            _compare(cells[key], cells[last.key], log - last.log)
-        for other, cell in cells.items():
-            cell.trust *= 1.0 if other == key else _FORGETTING
         self._last[size] = _Reading(key, log, self._num_steps)
         self._prices.clear()
 
@@ -184,15 +168,6 @@ class StepCosts:
                     copy, {x: c.log - plain for (s, x), c in cells.items() if s == COPY}
                 )
         return {HEAD: head, COPY: [math.exp(log) for log in copy]}
-
-
-def _compare(cell: _Cell, other: _Cell, ratio: float) -> None:
-    """Update the less certain of two cells by their measured (log) ratio."""
-    surprise = other.log + ratio - cell.log
-    surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
-    moved, sign = (cell, 1.0) if cell.trust <= other.trust else (other, -1.0)
-    moved.log += sign * surprise / (1.0 + moved.trust)
-    moved.trust = min(moved.trust + 1.0, _MOST_TRUST)
 
 
 def _between(curve: Sequence[float], x: float) -> float:

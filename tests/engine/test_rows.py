@@ -103,7 +103,7 @@ def test_ragged_rows(tiny_models, family, ties, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(36))
 def test_ragged_rows_of_up_to_5000_tokens(tiny_models, seed, ties, monkeypatch):
     """Some 20,000 tokens."""
     family = FAMILIES[seed % len(FAMILIES)]
