@@ -130,11 +130,11 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
 def drafts_by_source(waves: Sequence[Wave]) -> list[str]:
     """What each subject drafted, and the share accepted at each position, for those that say so."""
     totals: dict[tuple[str, str], dict[str, Counter[int]]] = {}
-    for wave, answer in ((wave, answer) for wave in waves for answer in wave.answers):
-        for source in answer.drafts:
+    for wave in waves:
+        for answer, source in ((each, source) for each in wave.answers for source in each.drafts):
             counts = totals.setdefault((wave.subject, source), defaultdict(Counter))
-            for name, own in (("drafts", answer.drafts), ("accepted", answer.accepted)):
-                counts[name].update(dict(enumerate(own[source])))
+            counts["drafts"].update(dict(enumerate(answer.drafts[source])))
+            counts["accepted"].update(dict(enumerate(answer.accepted[source])))
     lines = []
     for (subject, source), counts in sorted(totals.items()):
         drafts, accepted = counts["drafts"], counts["accepted"]

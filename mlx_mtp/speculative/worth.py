@@ -18,9 +18,9 @@ from mlx_mtp.speculative.rates import HeadRates
 _MARGIN = 1.02  # gain at which a choice replaces the one in use
 _RAGGED_MARGIN = 1.03  # and at which rows get different numbers, or copy
 _STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
-_PROBE_STEPS = 6  # two of them are transitions, whose times say nothing
+_PROBE_STEPS = 5  # two of them are transitions, whose times say nothing
 _PROBE_SHARE = 0.008  # of the time, may be lost by probes
-_LEAST_REST = 32  # steps between two probes
+_LEAST_REST = 48  # steps between two probes
 _LEAST_LOSS = 0.05  # of a probe's steps: a gain is not certain
 
 
@@ -194,7 +194,9 @@ class DraftsByWorth:
         before, copied = self._choice, any(self._choice.copied)
         if steady and not copied:
             before = before._replace(speed=_speed(prices, before, head))
-            best = before if best.speed < _MARGIN * before.speed else best
+            # Nothing is drafted as soon as that is no worse.
+            if any(best.head) and best.speed < _MARGIN * before.speed:
+                best = before
         # Rows with a number of their own are not asked here.
         offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
         found = best_choice(prices, offered, runs)
@@ -209,6 +211,7 @@ class DraftsByWorth:
         """A draft more and a draft less in turns, after a rest that pays for it."""
         best = self._choice
         depth = round(sum(best.head) / len(best.head)) + (1 if self._up else -1)
+        depth = depth if self._costs.knows_plain(len(best.head)) else 0
         self._up = not self._up
         if 0 <= depth <= self._most and even[depth].head != best.head:
             self._probe, self._probing = even[depth], _PROBE_STEPS
