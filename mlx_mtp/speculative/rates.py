@@ -29,7 +29,7 @@ class Rates:
 
     def fade(self) -> None:
         """Forget a little of everything: what is not tried any more may have changed."""
-        share = 1.0 - (1.0 - self._memory) / 16
+        share = 1.0 - (1.0 - self._memory) / 8
         self._tried = [share * tried for tried in self._tried]
         self._passed = [share * passed for passed in self._passed]
 

@@ -18,8 +18,8 @@ from mlx_mtp.speculative.rates import HeadRates
 _MARGIN = 1.02  # gain at which a choice replaces the one in use
 _RAGGED_MARGIN = 1.03  # and at which rows get different numbers, or copy
 _STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
-_PROBE_STEPS = 5  # two of them are transitions, whose times say nothing
-_PROBE_SHARE = 0.008  # of the time, may be lost by probes
+_PROBE_STEPS = 6  # two are transitions, whose times say nothing, and one may be a first of its kind
+_PROBE_SHARE = 0.006  # of the time, may be lost by probes
 _LEAST_REST = 48  # steps between two probes
 _LEAST_LOSS = 0.05  # of a probe's steps: a gain is not certain
 
