@@ -92,6 +92,8 @@ def main() -> None:
     print(f"\n{platform.platform()}, {BACKEND}, load {os.getloadavg()[0]:.1f}; tokens per second,")
     print(f"median of {given.rounds} rounds; in brackets the ratio to off in the same round: by")
     print("wall time / by processor time.")
+    for rows, figures in everything["the model's own head"].items():
+        print(f"{rows} at once, {given.work}: auto over the best fixed depth {over_best(figures)}")
     if given.json:
         write_json(given.json, everything)
 
@@ -140,14 +142,16 @@ def table(found: Found) -> str:
         [name, *(f"{s['rate']:.0f} ({s['rate_ratio']:.2f} / {s['cpu_ratio']:.2f})" for s in own)]
         for name, own in ((name, [figures[name] for figures in found.values()]) for name in names)
     ]
-    last = ["auto over the best of the others"]
-    for figures in found.values():
-        best = max(
-            (n for n in names if n not in ("auto", "mtp")), key=lambda n: figures[n]["cpu_ratio"]
-        )
-        wall, cpu = (ratio(figures, "auto", best, rates) for rates in ("rates", "cpu_rates"))
-        last.append(f"{best}: {wall:.3f} / {cpu:.3f}")
+    last = ["auto over the best of the others", *map(over_best, found.values())]
     return render(["depth", *(f"{count} at once" for count in found)], [*rows, last])
+
+
+def over_best(figures: dict[str, Summary]) -> str:
+    """The best depth, and the ratio of auto to it by wall time and by processor time."""
+    others = (name for name in figures if name not in ("auto", "mtp"))
+    best = max(others, key=lambda name: figures[name]["cpu_ratio"])
+    wall, cpu = (ratio(figures, "auto", best, rates) for rates in ("rates", "cpu_rates"))
+    return f"{best}: {wall:.3f} / {cpu:.3f}"
 
 
 if __name__ == "__main__":

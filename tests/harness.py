@@ -1,6 +1,7 @@
 """Plain decoding with mlx-lm's own modules as the reference, and the engine without its thread."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,7 @@ class Ties:
 
     places: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    num_accepted: Counter[str] = field(default_factory=Counter)  # drafts by source
 
     def check(self, name: str, got: Many[int], reference: Plain) -> None:
         """Equal token for token, or parted at a tie."""
@@ -158,6 +160,9 @@ class Ties:
     def report(self, what: str) -> None:
         """List them at the end of the run; more than one in a thousand would not be rounding."""
         MEASURED.append(f"{what}: {len(self.places)} rounding ties in {self.num_tokens} tokens")
+        if self.num_accepted:
+            told = ", ".join(f"{source} {n}" for source, n in self.num_accepted.items())
+            MEASURED.append(f"  drafts accepted: {told}")
         MEASURED.extend(f"  {place}" for place in self.places)
         assert len(self.places) <= 1 + self.num_tokens / 1000
 

@@ -6,8 +6,8 @@ answer has ended: a server may share the client's machine.
 
 import enum
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_mtp.errors import BenchError
@@ -46,6 +46,9 @@ class Answer:
     num_drafts: int = 0  # Draft tokens verified, as far as the server says.
     num_accepted: int = 0
     retries: int = 0  # Connections that were refused before one was accepted.
+    # Drafts verified and accepted by source and position, where the server is mlx-mtp.
+    drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    accepted: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def ttft(self) -> float | None:
@@ -85,7 +88,8 @@ def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer
     for (at, _), count in zip(events, tokens, strict=True):
         chunks[at] = chunks.get(at, 0.0) + count
     chunks = {at: count for at, count in chunks.items() if count}
-    counts = {"num_tokens": len(events)} | {k: last[k] for k in _COUNTS if k in last}
+    told = (*_COUNTS, "drafts", "accepted")
+    counts = {"num_tokens": len(events)} | {k: last[k] for k in told if k in last}
     return Answer(
         *(sent, ended, tuple(chunks), tuple(chunks.values())),
         **{"split": split, "num_events": len(events), "retries": retries, **counts},
@@ -128,7 +132,10 @@ def _parse_chunk(data: str) -> dict[str, Any]:
         for name, (section, key) in _COUNTS.items():
             if (chunk.get(section) or {}).get(key) is not None:
                 found[name] = int(chunk[section][key])
-    except (ValueError, TypeError, AttributeError):
+        if sources := (chunk.get("timings") or {}).get("draft_sources"):
+            for name, key in (("drafts", "draft_n"), ("accepted", "draft_n_accepted")):
+                found[name] = {source: [*map(int, own[key])] for source, own in sources.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):
         fault = f"the stream has {data[:60]!r}, which is not a chat completion chunk."
         raise BenchError(fault) from None
     if error is not None:

@@ -13,6 +13,7 @@ from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine, run_requests
 from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -99,9 +100,14 @@ def engine_subject(
 def _answer(request: Request, sent: float, timed: Sequence[Timed]) -> Answer:
     chunks = [(at, len(output.token_ids)) for at, output in timed if output.token_ids]
     times, tokens = tuple(at for at, _ in chunks), tuple(float(count) for _, count in chunks)
+    stats = EngineStats()
+    for _, output in timed:
+        stats.count_window(output.draft_source, output.num_draft_tokens, output.num_accepted_tokens)
     return Answer(
         *(sent, timed[-1][0], times, tokens),
         *(int(sum(tokens)), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
-        num_drafts=sum(output.num_draft_tokens for _, output in timed),
-        num_accepted=sum(output.num_accepted_tokens for _, output in timed),
+        num_drafts=stats.num_draft_tokens,
+        num_accepted=stats.num_accepted_tokens,
+        drafts=stats.num_draft_tokens_per_pos,
+        accepted=stats.num_accepted_tokens_per_pos,
     )

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import string
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,23 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
             text = remark.format(retries=sum(s["retries"] for s in about))
             notes.append(text if only_one else f"{names}: {text}")
     return notes
+
+
+def drafts_by_source(waves: Sequence[Wave]) -> list[str]:
+    """What each subject drafted, and the share accepted at each position, for those that say so."""
+    totals: dict[tuple[str, str], dict[str, Counter[int]]] = {}
+    for wave in waves:
+        for answer, source in ((each, source) for each in wave.answers for source in each.drafts):
+            counts = totals.setdefault((wave.subject, source), defaultdict(Counter))
+            counts["drafts"].update(dict(enumerate(answer.drafts[source])))
+            counts["accepted"].update(dict(enumerate(answer.accepted[source])))
+    lines = []
+    for (subject, source), counts in sorted(totals.items()):
+        drafts, accepted = counts["drafts"], counts["accepted"]
+        shares = " ".join(f"{accepted[n] / drafts[n]:.0%}" for n in sorted(drafts) if drafts[n])
+        total = f"{accepted.total():,} of {drafts.total():,}"
+        lines.append(f"{subject}: {total} drafts of {source} accepted, by position {shares}.")
+    return lines
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -16,18 +16,15 @@ HEAD, COPY = "mtp", "copy"
 KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts a row
 
 _HEAD_SHARE = 0.35  # of the cost of a draft: the head's pass; the rest is the longer window
-_SLOPE = 0.6  # cost of a draft in plain steps before anything is known: more than most bring
+_SLOPE = 0.8  # cost of a draft in plain steps before anything is known: what one brings
+_LEAST = 0.03  # and at least, whatever was measured: noise, where that is less
 _HOST = 0.1  # cost in plain steps of a step that is read before the next one is launched
 
 _READING = 8  # steps of a reading: their low median, for a step is often late and never early
-_LEAST = 3  # steps that a reading needs when the kind changes before it is full
+_FEWEST = 3  # steps that a reading needs when the kind changes before it is full
 _RECENT = 64  # readings further apart are not compared: too much may have changed
-_LARGEST_SURPRISE = math.log(2.0)
-_MOST_TRUST = 8.0
-_FORGETTING = 0.998  # factor of a reading on the trust in the other cells of its number of rows
-_DOUBT = 0.25  # possible relative error where nothing was measured
+_MOST_TRUST = 8
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
-_NEAR = 1.5  # a number of rows up to this factor away lends half of its trust
 
 Key = tuple[str, float]  # whether anything was copied, and drafts a row: one of `KNOTS`
 Seconds = dict[int, dict[str, dict[float, float]]]  # by rows, and the parts of the key
@@ -45,7 +42,7 @@ class Shape(NamedTuple):
 @dataclass(slots=True)
 class _Cell:
     log: float  # of its seconds
-    trust: float = 1.0  # the number of comparisons behind it
+    trust: int = 1  # the number of comparisons behind it
 
 
 class _Reading(NamedTuple):
@@ -55,7 +52,10 @@ class _Reading(NamedTuple):
 
 
 class Prices:
-    """Of steps of one number of rows, relative to one without drafts."""
+    """Of steps of one number of rows, relative to one without drafts.
+
+    The curves say how much more a step costs, over `KNOTS`.
+    """
 
     def __init__(self, rows: int, curves: Mapping[str, Sequence[float]]) -> None:
         self.rows = rows
@@ -64,10 +64,10 @@ class Prices:
 
     def cost(self, drafts: int, passes: int, *, copying: bool = False) -> float:
         """The head's passes cost what they do where all rows have as many drafts."""
-        head, verified = self._at(passes * self.rows, HEAD) - 1.0, self._at(drafts, HEAD)
+        head, verified = self._at(passes * self.rows, HEAD), self._at(drafts, HEAD)
         if copying:
-            return self._at(drafts, COPY) + _HEAD_SHARE * head
-        return verified + _HEAD_SHARE * (head + 1.0 - verified)
+            return 1.0 + self._at(drafts, COPY) + _HEAD_SHARE * head
+        return 1.0 + verified + _HEAD_SHARE * (head - verified)
 
     def _at(self, drafts: int, source: str) -> float:
         value = self._known.get((drafts, source))
@@ -103,15 +103,15 @@ class StepCosts:
             self.settle()
             self._at = shape.rows, (source, knot)
         # As it were at the knot, with as many passes as drafts, or none beside what is copied.
-        there = _between(self.prices(shape.rows)._curves[source], knot)
-        self._samples.append(
-            seconds * there / self.prices(shape.rows).cost(*shape[1:3], copying=shape.copying)
-        )
+        prices = self.prices(shape.rows)
+        there = 1.0 + _between(prices._curves[source], knot)
+        cost = prices.cost(shape.drafts, shape.passes, copying=shape.copying)
+        self._samples.append(seconds * there / cost)
         if len(self._samples) == _READING:
             self._read()
 
     def settle(self) -> None:
-        if len(self._samples) >= _LEAST:
+        if len(self._samples) >= _FEWEST:
             self._read()
         self._samples.clear()
 
@@ -120,14 +120,10 @@ class StepCosts:
             self._prices[rows] = Prices(rows, self._infer(rows))
         return self._prices[rows]
 
-    def doubt(self, rows: int, drafts: int) -> float:
-        """By what share so many drafts of the head for each row may cost less than the price."""
-        trust = 0.0
-        for size, cells in self._rows.items():
-            cell = cells.get((HEAD, drafts))
-            if cell is not None and 1 / _NEAR <= size / rows <= _NEAR:
-                trust = max(trust, cell.trust * (1.0 if size == rows else 0.5))
-        return _DOUBT / (1.0 + trust)
+    def knows_plain(self, rows: int) -> bool:
+        """Steps without drafts were measured with so many rows, not only inferred from others."""
+        cell = self._rows.get(rows, {}).get((HEAD, 0))
+        return cell is not None and cell.trust > 0
 
     def table(self) -> Seconds:
         table: Seconds = {}
@@ -149,50 +145,41 @@ class StepCosts:
         log = math.log(statistics.median_low(self._samples))
         self._samples.clear()
         cells, last = self._rows.setdefault(size, {}), self._last.get(size)
-        if last is None or self._num_steps - last.step > _RECENT or last.key == key:
+        if last is not None and last.key != key and self._num_steps - last.step <= _RECENT:
+            now = cells[last.key].log + log - last.log
+            cell = cells.setdefault(key, _Cell(now, trust=0))
+            cell.log += (now - cell.log) / (1 + cell.trust)
+            cell.trust = min(cell.trust + 1, _MOST_TRUST)
+        else:
             if last is not None and last.key == key:
                 log = (log + last.log) / 2
-            change = log - cells.setdefault(key, _Cell(log)).log
+            if not cells:  # A plain step's cost is the measure of all others.
+                price = 1.0 + _between(self.prices(size)._curves[key[0]], key[1])
+                cells[HEAD, 0] = _Cell(log - math.log(price), trust=0)
+            cell = cells.setdefault(key, _Cell(log))
+            cell.trust, change = max(cell.trust, 1), log - cell.log
             for each in cells.values():
                 each.log += change
-        else:
-            if key not in cells:
-                curves = self.prices(size)._curves
-                old, new = (_between(curves[source], x) for source, x in (last.key, key))
-                cells[key] = _Cell(cells[last.key].log + math.log(new / old), trust=0.0)
-            _compare(cells[key], cells[last.key], log - last.log)
-        for other, cell in cells.items():
-            cell.trust *= 1.0 if other == key else _FORGETTING
         self._last[size] = _Reading(key, log, self._num_steps)
         self._prices.clear()
 
     def _infer(self, rows: int) -> dict[str, list[float]]:
-        """The curves of the nearest numbers of rows, farthest first, each over the one before."""
+        """From the nearest numbers of rows, farthest first, each laid over the one before."""
         sizes = sorted(self._rows, key=lambda size: abs(math.log(size / rows)))[:_DONORS]
-        logs = [math.log(1.0 + _SLOPE * x) for x in KNOTS]
-        for size in reversed(sizes):
-            logs = _lay_over(
-                logs, {x: c.log for (s, x), c in self._rows[size].items() if s == HEAD}
-            )
-        head = [math.exp(log - logs[0]) for log in logs]
-        copy = [math.log(1.0 + _HOST + (1.0 - _HEAD_SHARE) * (cost - 1.0)) for cost in head]
-        for size in reversed(sizes):
-            cells = self._rows[size]
-            if (HEAD, 0) in cells:
-                plain = cells[HEAD, 0].log
-                copy = _lay_over(
-                    copy, {x: c.log - plain for (s, x), c in cells.items() if s == COPY}
-                )
-        return {HEAD: head, COPY: [math.exp(log) for log in copy]}
+        curves = {HEAD: [_SLOPE * x for x in KNOTS]}
+        for source in (HEAD, COPY):
+            for size in reversed(sizes):
+                curves[source] = _lay_over(curves[source], self._measured(size, source))
+            head = curves[HEAD]
+            curves.setdefault(COPY, [_HOST + (1.0 - _HEAD_SHARE) * cost for cost in head])
+        return curves
 
-
-def _compare(cell: _Cell, other: _Cell, ratio: float) -> None:
-    """Update the less certain of two cells by their measured (log) ratio."""
-    surprise = other.log + ratio - cell.log
-    surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)
-    moved, sign = (cell, 1.0) if cell.trust <= other.trust else (other, -1.0)
-    moved.log += sign * surprise / (1.0 + moved.trust)
-    moved.trust = min(moved.trust + 1.0, _MOST_TRUST)
+    def _measured(self, size: int, source: str) -> dict[float, float]:
+        cells = self._rows[size]
+        if (HEAD, 0) not in cells:
+            return {}
+        logs = {x: cell.log - cells[HEAD, 0].log for (s, x), cell in cells.items() if s == source}
+        return {x: max(math.exp(log) - 1.0, _LEAST) for x, log in logs.items()}
 
 
 def _between(curve: Sequence[float], x: float) -> float:
@@ -203,14 +190,14 @@ def _between(curve: Sequence[float], x: float) -> float:
 
 
 def _lay_over(curve: list[float], measured: Mapping[float, float]) -> list[float]:
-    """What was measured as it is; between that the curve, shifted as its neighbours are."""
-    off = {x: log - curve[KNOTS.index(x)] for x, log in measured.items()}
+    """What was measured as it is; between that the curve, as many times as high as beside it."""
+    at = {x: cost / known for x, cost in measured.items() if (known := curve[KNOTS.index(x)]) > 0}
+    if not at:
+        return curve
     laid = []
-    for x, log in zip(KNOTS, curve):
-        below = max((each for each in off if each <= x), default=min(off, default=None))
-        above = min((each for each in off if each >= x), default=max(off, default=None))
-        if below is None or above is None:
-            return curve
+    for x, cost in zip(KNOTS, curve):
+        below = max((each for each in at if each <= x), default=min(at))
+        above = min((each for each in at if each >= x), default=max(at))
         share = (x - below) / (above - below) if above > below else 0.0
-        laid.append(log + off[below] + share * (off[above] - off[below]))
+        laid.append(cost * (at[below] + share * (at[above] - at[below])))
     return laid

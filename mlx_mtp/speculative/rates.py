@@ -29,14 +29,12 @@ class Rates:
 
     def fade(self) -> None:
         """Forget a little of everything: what is not tried any more may have changed."""
-        share = 1.0 - (1.0 - self._memory) / 16
+        share = 1.0 - (1.0 - self._memory) / 8
         self._tried = [share * tried for tried in self._tried]
         self._passed = [share * passed for passed in self._passed]
 
-    def rate(self, index: int, prior: float, weight: float, hope: float = 0.0) -> float:
-        """With `hope` successes more than were counted, an upper estimate."""
-        passed = self._passed[index] + weight * prior + hope
-        return passed / (self._tried[index] + weight + hope)
+    def rate(self, index: int, prior: float, weight: float) -> float:
+        return (self._passed[index] + weight * prior) / (self._tried[index] + weight)
 
 
 class HeadRates(Rates):
@@ -47,17 +45,17 @@ class HeadRates(Rates):
         for position in range(min(num_accepted + (not cut), num_drafts)):
             self.count(position, position < num_accepted)
 
-    def of_all(self, hope: float = 0.0) -> list[float]:
+    def of_all(self) -> list[float]:
         """The rate of each position, where these are counts of all rows."""
         rates: list[float] = []
         for position in range(len(self._tried)):
             prior = _DECLINE * rates[-1] if rates else _FIRST_RATE
-            rates.append(self.rate(position, prior, _NEIGHBOUR_TRIALS, hope))
+            rates.append(self.rate(position, prior, _NEIGHBOUR_TRIALS))
         return rates
 
-    def chances(self, pool: Sequence[float], hope: float = 0.0) -> list[float]:
+    def chances(self, pool: Sequence[float]) -> list[float]:
         """That a row's first, second, .. draft is accepted; `pool` are the rates of all rows."""
-        rates = (self.rate(i, prior, _POOL_TRIALS, hope) for i, prior in enumerate(pool))
+        rates = (self.rate(i, prior, _POOL_TRIALS) for i, prior in enumerate(pool))
         return list(accumulate(rates, mul))
 
 

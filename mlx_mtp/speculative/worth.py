@@ -2,13 +2,11 @@
 
 Every row and source offers its next positions, each with the chance that it is accepted. They are
 taken in the order of chance while the expected tokens per second rise. Nothing is a choice, and
-rows differ. Choices rest on estimates, so a new one must promise more than the one in use; a probe
-is a few steps at another depth that could be better by the upper end of its estimate, paid for
-from a share of the time by what it really lost.
+rows differ. Choices rest on estimates, so a new one must promise more than the one in use, and now
+and then a few steps go one draft deeper or less deep, for a fixed share of the time.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,15 +16,12 @@ from mlx_mtp.speculative.prices import COPY, HEAD, Prices, Shape, StepCosts
 from mlx_mtp.speculative.rates import HeadRates
 
 _MARGIN = 1.02  # gain at which a choice replaces the one in use
-_RAGGED_MARGIN = 1.03  # and at which rows get different numbers of the head's drafts
-_COPY_MARGIN = 1.05  # and at which copying begins, for which the pipeline is emptied
+_RAGGED_MARGIN = 1.03  # and at which rows get different numbers, or copy
 _STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
-_HOPE = 1.0  # successes added in the upper estimate of a depth's acceptance
-_PROMISING_SHARE = 0.015  # of the time, for probes of depths that could well be better
-_REFRESHING_SHARE = 0.004  # where none could: costs and acceptance may drift
-_MOST_SAVED = 8.0  # plain steps of time that may be saved up for probes, or owed for them
-_PROBE_STEPS = 6  # two of them are transitions, whose times say nothing
-_REST = 16  # steps between two probes
+_PROBE_STEPS = 6  # two are transitions, whose times say nothing, and one may be a first of its kind
+_PROBE_SHARE = 0.006  # of the time, may be lost by probes
+_LEAST_REST = 48  # steps between two probes
+_LEAST_LOSS = 0.05  # of a probe's steps: a gain is not certain
 
 
 @dataclass(eq=False, slots=True)
@@ -67,11 +62,6 @@ class Choice(NamedTuple):
     def verified(self) -> int:
         """Drafts that a step verifies while the choice stays."""
         return sum(copied or head for head, copied in zip(self.head, self.copied))
-
-    def with_own(self, rows: Sequence[DraftRow]) -> "Choice":
-        """The same with the drafts that the rows' requests have fixed."""
-        own = (head if row.fixed is None else row.fixed for head, row in zip(self.head, rows))
-        return self._replace(head=tuple(own))
 
 
 class DraftChoice(NamedTuple):
@@ -117,22 +107,10 @@ class FixedDepth:
         pass
 
 
-class Given(NamedTuple):
-    """What the rows with drafts of their own add to every choice."""
-
-    drafts: int
-    passes: int
-    tokens: float
-
-
-NOTHING = Given(0, 0, 0.0)
-
-
 def best_choice(
     prices: Prices,
     head: Sequence[Sequence[float]],
     copies: Sequence[Sequence[float]],
-    given: Given = NOTHING,
 ) -> Choice:
     """The fastest choice; `head` and `copies` have the chances of each row's next drafts.
 
@@ -143,15 +121,15 @@ def best_choice(
     token = prices.cost(2 * rows, 0, copying=True) - prices.cost(rows, 0, copying=True)
     gains = [_gain(own, token) for own in copies]
     best = Choice((0,) * rows, (0,) * rows)
-    for passes in range(given.passes, max(*map(len, head), given.passes) + 1):
+    for passes in range(max(map(len, head)) + 1):
         offers = []
         for row, own in enumerate(head):
             copying = gains[row] > _gain(own[:passes], token)
             chances = copies[row] if copying else own[:passes]
             offers += [(chance, -n, row, copying) for n, chance in enumerate(chances, 1)]
         offers.sort(reverse=True)
-        tokens, number, used, taken = rows + given.tokens, given.drafts, False, -1
-        speed = tokens / prices.cost(number, passes)
+        tokens, number, used, taken = float(rows), 0, False, -1
+        speed = tokens / prices.cost(0, passes)
         for place, (chance, _, _, copying) in enumerate(offers):
             if speed > best.speed:
                 best, taken = best._replace(speed=speed), place
@@ -178,21 +156,20 @@ class DraftsByWorth:
         self.reason: DraftChoice | None = None
         self._choice = Choice((), ())
         self._until_review = 0
-        self._probe: Iterator[int] = iter(())
-        self._probes: Counter[Shape] = Counter()  # steps of probes that have not been observed
-        self._saved, self._share, self._rest = 1.0, _PROMISING_SHARE, _REST
+        self._probe, self._probing, self._rest, self._up = Choice((), ()), 0, _LEAST_REST, True
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         steady = steady and len(rows) == len(self._choice.head)
-        if not steady:
-            self._probe = iter(())
-        runs = [row.copier.chances() if row.copier else [] for row in rows]
-        if (depth := next(self._probe, None)) is not None:
-            probe = even_choice(rows, depth)
-            self._probes[Shape(len(rows), sum(probe.head), max(probe.head), False)] += 1
-            return probe
+        runs = [row.copier.chances() if row.copier and row.fixed is None else [] for row in rows]
+        self._rest -= 1
         self._until_review -= 1
-        if not steady or self._until_review <= 0 or any(self._choice.copied) or any(runs):
+        if not steady or any(self._choice.copied) or any(runs):
+            self._probing = 0
+            self._review(rows, runs, steady=steady)
+        elif self._probing:
+            self._probing -= 1
+            return self._probe
+        elif self._until_review <= 0:
             self._review(rows, runs, steady=steady)
         return self._choice
 
@@ -204,15 +181,6 @@ class DraftsByWorth:
             row.rates.fade()
         self._pool.fade()
         self._costs.observe(step.shape, step.seconds)
-        rows, drafts, passes, copying = step.shape
-        cost = self._costs.prices(rows).cost(drafts, passes, copying=copying)
-        self._rest -= 1
-        self._saved += self._share * cost
-        if self._probes[step.shape] > 0:
-            self._probes[step.shape] -= 1
-            tokens = sum(1 + outcome.num_accepted for outcome in step.outcomes)
-            self._saved -= cost - tokens / max(self._choice.speed, 1.0)
-        self._saved = min(max(self._saved, -_MOST_SAVED), _MOST_SAVED)
 
     def _review(
         self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool
@@ -221,71 +189,54 @@ class DraftsByWorth:
         prices, pool = self._costs.prices(len(rows)), self._pool.of_all()
         head = [row.rates.chances(pool) for row in rows]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
-        speeds = [_speed(prices, choice, head) for choice in even]
-        best = max((c._replace(speed=s) for c, s in zip(even, speeds)), key=lambda c: c.speed)
+        even = [each._replace(speed=_speed(prices, each, head)) for each in even]
+        best = max(even, key=lambda choice: choice.speed)
+        before, copied = self._choice, any(self._choice.copied)
+        if steady and not copied:
+            before = before._replace(speed=_speed(prices, before, head))
+            # Nothing is drafted as soon as that is no worse.
+            if any(best.head) and best.speed < _MARGIN * before.speed:
+                best = before
+        # Rows with a number of their own are not asked here.
+        offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
+        found = best_choice(prices, offered, runs)
+        if found.speed > _RAGGED_MARGIN * best.speed:
+            best = found._replace(head=_with_own(rows, found.head))
+        self._choice = best
+        self._explain(prices, even)
+        if steady and self._rest <= 0 and not any(best.copied):
+            self._begin_probe(even)
 
-        own = [(row.fixed, chances) for row, chances in zip(rows, head) if row.fixed is not None]
-        fixed = [count for count, _ in own]
-        gained = sum(sum(chances[:count]) for count, chances in own)
-        given = Given(sum(fixed), max(fixed, default=0), gained)
-        offered = [chances if row.fixed is None else [] for row, chances in zip(rows, head)]
-        ragged = best_choice(prices, offered, [[]] * len(rows), given)
-        if ragged.speed > _RAGGED_MARGIN * best.speed:
-            best = ragged
-        before, self._choice = self._choice, best
-        if steady and not any(before.copied):
-            speed = _speed(prices, before, head)
-            if best.speed < _MARGIN * speed:
-                self._choice = before._replace(speed=speed)
-        if any(runs):
-            copied = best_choice(prices, offered, runs, given)
-            margin = 1.0 if any(before.copied) else _COPY_MARGIN
-            if any(copied.copied) and copied.speed > margin * self._choice.speed:
-                self._choice = copied
-        if fixed:
-            self._choice = self._choice.with_own(rows)
-        self._explain(prices, even, speeds)
-        if steady and self._rest <= 0 and len(fixed) < len(rows) and not any(self._choice.copied):
-            self._consider_probe(prices, even, speeds, rows)
+    def _begin_probe(self, even: Sequence[Choice]) -> None:
+        """A draft more and a draft less in turns, after a rest that pays for it."""
+        best = self._choice
+        depth = round(sum(best.head) / len(best.head)) + (1 if self._up else -1)
+        depth = depth if self._costs.knows_plain(len(best.head)) else 0
+        self._up = not self._up
+        if 0 <= depth <= self._most and even[depth].head != best.head:
+            self._probe, self._probing = even[depth], _PROBE_STEPS
+            loss = max(1.0 - even[depth].speed / best.speed, _LEAST_LOSS)
+            self._rest = max(int(_PROBE_STEPS * loss / _PROBE_SHARE), _LEAST_REST)
 
-    def _consider_probe(
-        self,
-        prices: Prices,
-        even: Sequence[Choice],
-        speeds: Sequence[float],
-        rows: Sequence[DraftRow],
-    ) -> None:
-        pool, speed = self._pool.of_all(_HOPE), self._choice.speed
-        head = [row.rates.chances(pool, _HOPE) for row in rows]
-        hopes = {
-            depth: _speed(prices, choice, head) / (1.0 - self._costs.doubt(len(rows), depth))
-            for depth, choice in enumerate(even)
-            if choice.head != self._choice.head
-        }
-        depth = max(hopes, key=hopes.__getitem__, default=0)
-        promising = hopes.get(depth, 0.0) > speed
-        if not promising and hopes and not any(self._choice.head):
-            depth = min(hopes)  # The first draft shows whether deeper ones are worth a probe.
-        self._share = _PROMISING_SHARE if promising else _REFRESHING_SHARE
-        cost = prices.cost(sum(even[depth].head), max(even[depth].head))
-        if hopes and self._saved >= min(_PROBE_STEPS * (cost - len(rows) / speed), 1.0):
-            self._probe, self._rest = iter([depth] * _PROBE_STEPS), _REST + _PROBE_STEPS
-
-    def _explain(self, prices: Prices, even: Sequence[Choice], speeds: Sequence[float]) -> None:
+    def _explain(self, prices: Prices, even: Sequence[Choice]) -> None:
         choice, rows = self._choice, prices.rows
         copied, kept = sum(choice.copied), choice.verified - sum(choice.copied)
         self.choices[rows] = choice.verified / rows
         cost = prices.cost(choice.verified, max(choice.head), copying=copied > 0)
         costs = tuple(prices.cost(sum(each.head), max(each.head)) for each in even)
-        tokens = tuple(speed * each for speed, each in zip(speeds, costs))
+        tokens = tuple(each.speed * cost for each, cost in zip(even, costs))
         drafts = {HEAD: kept, COPY: copied}
         self.reason = DraftChoice(rows, drafts, cost, choice.speed * cost, costs, tokens)
 
 
 def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:
     """So many drafts of the head for each row whose request leaves that open."""
-    head = tuple(depth if row.fixed is None else row.fixed for row in rows)
-    return Choice(head, (0,) * len(rows))
+    return Choice(_with_own(rows, (depth,) * len(rows)), (0,) * len(rows))
+
+
+def _with_own(rows: Sequence[DraftRow], head: Sequence[int]) -> tuple[int, ...]:
+    """The same with the drafts that the rows' requests have fixed."""
+    return tuple(own if row.fixed is None else row.fixed for row, own in zip(rows, head))
 
 
 def _speed(prices: Prices, choice: Choice, chances: Sequence[Sequence[float]]) -> float:

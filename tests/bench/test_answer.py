@@ -35,7 +35,8 @@ def test_events_wherever_the_reads_are_cut(cuts):
 
 
 def test_one_token_a_chunk():
-    last = end(4, timings={"draft_n": 3, "draft_n_accepted": 2})
+    sources = {"mtp": {"draft_n": [2, 1], "draft_n_accepted": [2, 0]}}
+    last = end(4, timings={"draft_n": 3, "draft_n_accepted": 2, "draft_sources": sources})
     parts = (ROLE, piece("Once"), piece(" upon"), piece(" a"), closing("stop"), last, DONE)
     reads = [*zip((10.5, 11.0, 11.25, 11.75, 12.0, 12.5, 13.0), parts, strict=True)]
     found = parse_answer(10.0, reads, retries=1)
@@ -44,6 +45,7 @@ def test_one_token_a_chunk():
     # The end's token has no text.
     assert (found.tokens, found.num_tokens, found.split) == ((1, 1, 1), 4, Split.SINGLE)
     assert (found.prompt_tokens, found.num_drafts, found.num_accepted) == (9, 3, 2)
+    assert (found.drafts, found.accepted) == ({"mtp": [2, 1]}, {"mtp": [2, 0]})
 
 
 def delta(**fields: object) -> bytes:

@@ -8,12 +8,15 @@ import pytest
 
 from benchmarks.full_shape import decoding_core
 from mlx_mtp.cache import layout
+from mlx_mtp.cache.prefix_tree import root_key
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import LoadedModel
-from tests.engine.cases import EOS, ROOM, SAMPLED, Erratic, words
-from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain
+from mlx_mtp.speculative.prices import COPY
+from tests.engine.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
+from tests.grammars import compiled
+from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
 
 
@@ -27,12 +30,16 @@ def make_requests(random: np.random.Generator, count: int, longest: int, most: i
             number % 2
         ]
         sampling = SAMPLED[number % 5] if number % 3 else greedy(1)
+        grammar = compiled(SPECS[number % len(SPECS)]) if number % 5 == 4 else None
         sampling = dataclasses.replace(
-            sampling, max_tokens=int(random.integers(1, most)), ignore_eos=bool(number % 4)
+            sampling,
+            max_tokens=int(random.integers(1, most)),
+            ignore_eos=bool(number % 4) and grammar is None,
         )
         depth = (None, 8, None, 0, None, 3, 1)[number % 7]
         prompt = tuple(texts[int(random.integers(3))][: min(length, longest)])
-        yield Request(f"r{number}", prompt, sampling, num_draft_tokens=depth)
+        wanted = request(f"r{number}", prompt, sampling, grammar)
+        yield dataclasses.replace(wanted, num_draft_tokens=depth)
 
 
 def play(
@@ -68,12 +75,16 @@ def play(
     for wanted in requests:
         arrivals.setdefault(int(random.integers(0, 40)), []).append(wanted)
     gone = [r.request_id for r in requests[:2]]
+    for name in list(known)[::2]:  # as if given before, so that they are copied
+        driver.copies.keep(root_key(None), known[name].tokens)
     driver.run_arrivals(arrivals, {int(random.integers(5, 60)): gone})
     for name, reference in known.items():
         got = driver.tokens(name)
         if not driver.outputs[name] or driver.reason(name) in (None, "error"):
             reference = Plain(reference.tokens[: len(got)], reference.gaps)
         ties.check(f"{seed} {name}", got, reference)
+    for source, accepted in driver.core.stats().num_accepted_tokens_per_pos.items():
+        ties.num_accepted[source] += sum(accepted)
     return driver
 
 
@@ -82,20 +93,21 @@ def play(
     "family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES[1:])]
 )
 def test_ragged_rows(tiny_models, family, ties, monkeypatch):
-    """Depths drawn per row and step, growth and joins in the middle of windows, hits, failures."""
+    """Depths and copies drawn per row and step, growth and joins in the middle of windows, hits, failures."""
     number = FAMILIES.index(family)
     driver = play(tiny_models[family], number, 600, 40, ties, monkeypatch, oracle=number == 0)
     assert driver.reuse.num_hits > 0
+    assert ties.num_accepted[COPY] > 0
     assert sum(out.finish_reason == "error" for outs in driver.outputs.values() for out in outs)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(36))
 def test_ragged_rows_of_up_to_5000_tokens(tiny_models, seed, ties, monkeypatch):
     """Some 20,000 tokens."""
     family = FAMILIES[seed % len(FAMILIES)]
-    play(tiny_models[family], seed, 5000, 160, ties, monkeypatch, oracle=bool(seed % 2))
+    play(tiny_models[family], seed, 5000, 200, ties, monkeypatch, oracle=bool(seed % 2))
 
 
 @pytest.mark.full

@@ -219,7 +219,7 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
         if rates is SPOILED:
             assert cost_of(table, 1.0)(size, choice) < 1.06  # parked, or as good as that
         else:
-            assert choice > 0
+            assert choice > 0 or best < 1.05 * size / machine.cost(size, 0)
 
 
 @settings(
