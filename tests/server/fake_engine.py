@@ -51,6 +51,7 @@ def answer(tokens: Sequence[int], sizes: Iterable[int] = (1, 2, 3)) -> Script:
                 if request.sampling.top_logprobs is not None
                 else (),
                 num_draft_tokens=2,
+                draft_source="mtp",
                 num_accepted_tokens=max(len(window) - 1, 0),
                 prompt_logprobs=fake_prompt_logprobs(request) if step == 1 else (),
             )

@@ -44,7 +44,10 @@ SCRIPTS: dict[str, tuple[Output, ...]] = {
     "(fails)": (out(finish="error", error=StepError("it broke")),),
     "(fails later)": (out(40), out(finish="error", error=StepError("it broke"))),
     "(impossible)": (out(40, logprobs=(IMPOSSIBLE,), finish="length"),),
-    "(cached)": (out(40, num_reused_tokens=5, num_draft_tokens=2), out(40, 41, finish="length")),
+    "(cached)": (
+        out(40, num_reused_tokens=5, num_draft_tokens=2, draft_source="mtp"),
+        out(40, 41, finish="length"),
+    ),
 }
 ID = re.compile(r"\b(chatcmpl|cmpl|call|msg|resp|rs|fc|toolu)([-_])[0-9a-f]{24,32}\b")
 MASKED = {"created", "created_at", "completed_at", "system_fingerprint"}
