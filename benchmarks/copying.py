@@ -39,6 +39,7 @@ class Forced:
 
     def __init__(self, rate: float) -> None:
         self.known = mx.zeros(4096, dtype=mx.int32)
+        mx.eval(self.known)  # Here: the engines have threads of their own.
         draw, propose = Sampler.draw, MTPProposer.propose
 
         def forced_draw(

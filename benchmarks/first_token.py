@@ -1,14 +1,16 @@
-"""Time to the first token over HTTP while step costs are measured, over that time afterwards.
+"""Time to the first token over HTTP while step costs are measured, over that time without.
 
-A server of the bundled model starts with an empty folder for step costs and is asked now and then.
-It measures in between, until the folder has the costs; requests go on after that.
+Servers of the bundled model start one after the other, in turns one with an empty folder for step
+costs, which measures them whenever it is idle, and one that measures nothing. Each is asked a few
+times; what the former answers after it has measured everything is left out.
 
-    python -m benchmarks.first_token [--requests 20] [--pause 0.4] [--seconds 12]
+    python -m benchmarks.first_token [--starts 5] [--requests 6] [--pause 0.2]
 """
 
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.servers import ours, running
@@ -18,33 +20,40 @@ from mlx_mtp.bench.prompts import PromptSource
 from mlx_mtp.models.hub import BUNDLED_MODEL
 
 
-def main() -> None:
-    """Measure and print three lines."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=20, help="after the costs are measured")
-    parser.add_argument("--pause", type=float, default=0.4, help="seconds between two requests")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of measuring, at most")
-    given = parser.parse_args()
-    source = PromptSource(0)
-    during: list[float] = []
-    after: list[float] = []
+def first_tokens(seconds: str, given: argparse.Namespace) -> Iterator[float]:
+    """Of a new server that may measure for so long: the time of each request."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "costs"
-        flags = ("--cache-dir", str(folder), "--calibration-seconds", str(given.seconds))
+        flags = ("--cache-dir", name, "--calibration-seconds", seconds)
         with (
             running(ours("ours", BUNDLED_MODEL, *flags)) as url,
             HttpServer(url, Asking(max_tokens=8), model="m") as server,
         ):
-            while len(after) < given.requests:
-                times = after if list(folder.rglob("step-costs-*.json")) else during
-                (answer,) = server.ask(source.next("short", 1))
-                assert answer.ttft is not None
-                times.append(answer.ttft)
+            for prompt in PromptSource(0).next("short", given.requests):
                 time.sleep(given.pause)
-    print(f"the first of all: {1e3 * during[0]:.0f} ms")
-    for told, times in (("while costs are measured", during[1:]), ("afterwards", after)):
-        print(f"{told}: median {1e3 * (median(times) or 0):.1f} ms of {len(times)} requests")
-    print(f"while measured over afterwards: {(median(during[1:]) or 0) / (median(after) or 1):.3f}")
+                if list(Path(name).rglob("step-costs-*.json")):
+                    return  # All is measured.
+                (answer,) = server.ask([prompt])
+                assert answer.ttft is not None
+                yield answer.ttft
+
+
+def main() -> None:
+    """Measure and print the ratios."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--starts", type=int, default=5, help="of each server")
+    parser.add_argument("--requests", type=int, default=6, help="to a server, at most")
+    parser.add_argument("--pause", type=float, default=0.2, help="seconds before each request")
+    given = parser.parse_args()
+    found: dict[tuple[str, bool], list[float]] = {}
+    for _ in range(given.starts):
+        for seconds in ("30", "0"):
+            for number, ttft in enumerate(first_tokens(seconds, given)):
+                found.setdefault((seconds, number == 0), []).append(ttft)
+    for is_first, told in ((True, "a server's first request"), (False, "later ones")):
+        during, without = (found[seconds, is_first] for seconds in ("30", "0"))
+        times = [median(each) or 0.0 for each in (during, without)]
+        shown = " over ".join(f"{1e3 * each:.0f} ms" for each in times)
+        print(f"{told}, {len(during)} while it measures: {shown}, ratio {times[0] / times[1]:.3f}")
 
 
 if __name__ == "__main__":

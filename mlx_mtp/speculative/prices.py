@@ -128,7 +128,8 @@ class StepCosts:
     def table(self) -> Seconds:
         table: Seconds = {}
         for size, cells in sorted(self._rows.items()):
-            for (source, knot), cell in sorted(cells.items()):
+            measured = {key: cell for key, cell in cells.items() if cell.trust > 0}
+            for (source, knot), cell in sorted(measured.items()):
                 table.setdefault(size, {}).setdefault(source, {})[knot] = math.exp(cell.log)
         return table
 

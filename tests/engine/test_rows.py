@@ -93,7 +93,7 @@ def play(
     "family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES[1:])]
 )
 def test_ragged_rows(tiny_models, family, ties, monkeypatch):
-    """Depths and copies drawn per row and step, growth and joins in the middle of windows, hits, failures."""
+    """Depths and copies drawn per row and step, growth and joins within windows, hits, failures."""
     number = FAMILIES.index(family)
     driver = play(tiny_models[family], number, 600, 40, ties, monkeypatch, oracle=number == 0)
     assert driver.reuse.num_hits > 0
