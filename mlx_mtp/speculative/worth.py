@@ -21,7 +21,7 @@ _STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, and one may be a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
 _LEAST_REST = 48  # steps between two probes
-_LEAST_LOSS = 0.05  # of a probe's steps: a gain is not certain
+_LEAST_LOSS, _MOST_LOSS = 0.05, 0.3  # of a probe's steps: prices and acceptance may be wrong
 
 
 @dataclass(eq=False, slots=True)
@@ -215,7 +215,8 @@ class DraftsByWorth:
         self._up = not self._up
         if 0 <= depth <= self._most and even[depth].head != best.head:
             self._probe, self._probing = even[depth], _PROBE_STEPS
-            loss = max(1.0 - even[depth].speed / best.speed, _LEAST_LOSS)
+            loss = 1.0 - even[depth].speed / best.speed
+            loss = min(max(loss, _LEAST_LOSS), _MOST_LOSS)
             self._rest = max(int(_PROBE_STEPS * loss / _PROBE_SHARE), _LEAST_REST)
 
     def _explain(self, prices: Prices, even: Sequence[Choice]) -> None:
