@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds without outputs after which `run_requests` checks the engine's health
 NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
+QUIET_SECONDS = 1.0  # without requests before step costs are measured
 
 Deliver = Callable[[Many[RequestOutput]], None]
 
@@ -66,6 +67,7 @@ class Engine:
         if store is not None:
             store.on_read = lambda: self._post(None)
         self._stopping = False
+        self._quiet_until = 0.0  # by `monotonic`: no costs are measured before
         self._failure: str | None = None
         self._deliver: Deliver | None = None  # None until it is started
         self._thread = self._new_thread()
@@ -89,6 +91,10 @@ class Engine:
     def measuring(self) -> bool:
         """It measures step costs now, or will when nobody asks."""
         return self._keeper is not None and self._keeper.busy and self.healthy
+
+    def expect(self) -> None:
+        """A request is being read, or the next one of a client may be: measure nothing for now."""
+        self._quiet_until = monotonic() + QUIET_SECONDS
 
     @property
     def hang_reason(self) -> str | None:
@@ -212,10 +218,12 @@ class Engine:
         keeper = self._keeper
         if keeper is not None:
             keeper.begin()
+        self.expect()
         while True:
             self._heartbeat.end()
             measuring = keeper is not None and keeper.busy and core.idle
-            for note in self._read_inbox(0.0 if measuring else core.seconds_to_wait):
+            pause = max(self._quiet_until - monotonic(), 0.0)
+            for note in self._read_inbox(pause if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
                     core.add(note)
                 elif note is not None:
@@ -224,10 +232,12 @@ class Engine:
                 return
             if measuring and keeper is not None:
                 self._heartbeat.begin_start()
-                if core.idle:
+                if core.idle and monotonic() >= self._quiet_until:
                     keeper.step(core.runner)
                     continue
                 keeper.leave()
+                if core.idle:
+                    continue
             self._heartbeat.begin_planning()
             outputs = core.step()
             # Published from here alone: other threads must not walk the scheduler's queues. And
@@ -236,6 +246,7 @@ class Engine:
             self._send(outputs)
             if core.idle:
                 core.rest()
+                self.expect()
             if keeper is not None:
                 keeper.save_periodically()
 

@@ -123,6 +123,7 @@ def context_of(request: Request) -> Context:
 async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """The application's parts and the body; raises RequestError for a wrong one or model."""
     context = context_of(request)
+    context.engine.expect()
     config = context.config
     asks = "model" in model.model_fields  # the model something, that is
     lenient = asks and config.unknown_parameters == "warn"

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import calibration
+from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.calibration import (
     Calibration,
@@ -114,6 +115,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CostKeeper, "step", counted)
+        patch.setattr(engine_module, "QUIET_SECONDS", 0.2)
         for number in range(3):
             until = time.monotonic() + 60.0
             before = len(steps)
@@ -121,6 +123,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
                 assert time.monotonic() < until
                 time.sleep(0.01)
             wanted = request(f"r{number}", [5, 6, 7], greedy(20, ignore_eos=True))
+            client.engine.expect()
             before = len(steps)
             client.engine.submit(wanted)
             client.wait(wanted.request_id)

@@ -93,6 +93,9 @@ class FakeEngine:
 
     measuring = False
 
+    def expect(self) -> None:
+        pass
+
     def __init__(self, script: Script, info: FakeInfo | None = None) -> None:
         self.script = script
         self.info = info or FakeInfo()
