@@ -54,6 +54,14 @@ class FewRowsExperts(SwitchGLU):
         return result.reshape(*indices.shape, -1)
 
 
+# What each takes the place of.
+REPLACED: dict[type[nn.Module], type[nn.Module]] = {
+    FewRowsLinear: nn.QuantizedLinear,
+    FewRowsMLP: Qwen3NextMLP,
+    FewRowsExperts: SwitchGLU,
+}
+
+
 def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """Several products of one input, in one launch where the kernel serves all of them."""
     bits = {layer.bits if type(layer) is FewRowsLinear else None for layer in layers}
@@ -158,8 +166,7 @@ def _in_float32(module: nn.Module) -> nn.Module:
     """A module of the same codes that multiplies and adds in float32."""
     twin = copy.copy(module)
     if "scales" in module:
-        if type(twin) is FewRowsLinear:
-            twin.__class__ = nn.QuantizedLinear
+        twin.__class__ = REPLACED.get(type(twin), type(twin))
         twin.scales, twin.biases = (each.astype(mx.float32) for each in _weights(module)[1:])
     else:
         for name in ("gate_proj", "up_proj", "down_proj"):
