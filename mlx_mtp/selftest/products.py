@@ -1,5 +1,6 @@
 """What the model's products cost by rows, and whether a row's bits depend on those beside it."""
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_mtp.models.few_rows import REPLACED
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
 
@@ -27,6 +29,7 @@ class Product:
     microseconds: list[float]
     reading: list[float]  # at the speed of mlx's own reduction over the same weights
     independent: bool  # The first row has the same bits at each number of rows.
+    theirs: list[float]  # Microseconds of mlx's own operation, where another is in use.
 
 
 class _Experts:
@@ -85,12 +88,20 @@ def _measured(name: str, layers: Sequence[_Experts | _Plain], dtype: mx.Dtype) -
     rows = [most[:count].astype(dtype) for count in ROWS]
     times = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
     first = [layers[0](x)[0] for x in rows]
+    independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
+    theirs: list[float] = []
+    if original := REPLACED.get(type(layers[0].layer)):
+        for each in layers:
+            each.layer = copy.copy(each.layer)
+            each.layer.__class__ = original
+        theirs = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
     return Product(
         name,
         len(layers),
         [each / len(layers) for each in times],
         [once / len(layers) * layers[0].share(count) for count in ROWS],
-        all(mx.array_equal(first[0], other).item() for other in first[1:]),
+        independent,
+        [each / len(layers) for each in theirs],
     )
 
 

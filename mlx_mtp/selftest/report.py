@@ -106,8 +106,11 @@ class Report:
         for product in self.products:
             pairs = zip(product.microseconds, product.reading, strict=True)
             text = ", ".join(f"{took:.0f} ({took / once:.1f})" for took, once in pairs)
-            same = "" if product.independent else "; a row's bits depend on the others"
-            yield f"{product.name}, {product.layers} layers", text + same, ""
+            if product.theirs:
+                text += f"; mlx {', '.join(f'{took:.0f}' for took in product.theirs)}"
+            if not product.independent:
+                text += "; a row's bits depend on the others"
+            yield f"{product.name}, {product.layers} layers", text, ""
         for found in self.equality:
             # Where differences are no failure there is nothing to judge, only a rate.
             see = found.ok and found.partings and not self.strict

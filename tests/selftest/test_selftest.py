@@ -13,6 +13,7 @@ from mlx_mtp.bench import measure
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.kernels.window import Shape
+from mlx_mtp.models import few_rows
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
@@ -203,9 +204,12 @@ class Coupled(Alone):
 
 
 @pytest.mark.parametrize("kind", [Alone, Coupled])
-def test_a_row_that_depends_on_others_is_told(kind):
+def test_a_row_that_depends_on_others_is_told(kind, monkeypatch):
+    monkeypatch.setitem(few_rows.REPLACED, Coupled, Alone)
     model = SimpleNamespace(model=kind(32, 16, bias=False), dtype=mx.float32)
     (found,) = measure_products(model, float("inf"))
     assert (found.name, found.layers) == ("32 -> 16, float32", 1)
     assert found.independent == (kind is Alone)
     assert min(found.microseconds + found.reading) > 0
+    assert len(found.theirs) == (4 if kind is Coupled else 0)
+    assert min(found.theirs, default=1.0) > 0
