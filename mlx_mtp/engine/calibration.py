@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import AllowInfNan, BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat
 
 from mlx_mtp import __version__
 from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
@@ -58,6 +59,7 @@ _TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
 _MOST_STEPS = 40  # of a cell, timed or not
 _SAVE_SECONDS = 300.0
 _FORMAT = 2
+_LARGEST = 1 << 22  # bytes of a file
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
 
 
@@ -126,8 +128,10 @@ class Calibration:
             self._costs.settle()
 
     def forget(self) -> None:
-        """What runs belongs to a thread that has died."""
-        self._core = None
+        """A thread begins: if the last one died while it measured, nothing more is measured."""
+        if self._core is not None:
+            self._cells.clear()
+            self._core = None
 
     def _measure(self, runner: ModelRunner, cell: Cell) -> Iterator[None]:
         recorder = _Recorder(self._costs, cell)
@@ -244,6 +248,9 @@ class CostKeeper:
         if self.path is None:
             return {}
         try:
+            status = self.path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+                raise ValueError(f"it is not a file of at most {_LARGEST:,} bytes")
             file = _File.model_validate_json(self.path.read_bytes())
             if (file.format, file.fingerprint) != (_FORMAT, self._fingerprint):
                 raise ValueError("it is of another version, model or machine")
@@ -263,11 +270,8 @@ class _File(BaseModel):
     fingerprint: str
     saved_at: float
     seconds: dict[
-        PositiveInt,
-        dict[
-            str,
-            dict[NonNegativeFloat, Annotated[PositiveFloat, AllowInfNan(False)]],
-        ],
+        Annotated[int, Field(ge=1, le=1 << 20)],
+        dict[str, dict[NonNegativeFloat, Annotated[float, Field(ge=1e-9, le=1e6)]]],
     ]
 
 
