@@ -160,7 +160,11 @@ class DraftsByWorth:
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         steady = steady and len(rows) == len(self._choice.head)
-        runs = [row.copier.chances() if row.copier and row.fixed is None else [] for row in rows]
+        # A run that is begun goes on behind what the step in flight brings.
+        late = 0 if any(self._choice.copied) else 1 + max(self._choice.head, default=0)
+        runs = [
+            row.copier.chances()[late:] if row.copier and row.fixed is None else [] for row in rows
+        ]
         self._rest -= 1
         self._until_review -= 1
         due = self._until_review <= 0 and not self._probing
