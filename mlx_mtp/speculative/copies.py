@@ -95,18 +95,27 @@ class Index:
         """All at once, with arrays: about 0.1 microseconds a token."""
         count = len(self.tokens)
         size = max(_FIRST_ENTRIES, 1 << count.bit_length())
-        tokens = np.array(self.tokens, dtype=np.int64).astype(np.uint64)
+        tokens = np.frombuffer(self.tokens, np.int32).astype(np.uint64)
         heads, before = np.zeros(size, np.int32), np.zeros(count, np.int32)
         if count > GRAM:
-            ends = count - GRAM
-            sums = [tokens[i : i + ends] * np.uint64(factor) for i, factor in enumerate(_FACTORS)]
-            entries = (np.sum(sums, axis=0) >> np.uint64(32)) & np.uint64(size - 1)
-            # Both in one number: that sorts several times as fast as places by their entries.
-            ordered = np.sort(entries << np.uint64(32) | np.arange(GRAM, count, dtype=np.uint64))
-            places, entries = ordered.astype(np.uint32).astype(np.int32), ordered >> np.uint64(32)
-            before[places[1:]] = np.where(entries[1:] == entries[:-1], places[:-1], 0)
-            heads[entries] = places  # Of equal ones the last stays.
-        self._heads, self._before = array("i", heads.tobytes()), array("i", before.tobytes())
+            # Entry and place in one number: that sorts several times as fast as one by the other.
+            # In place: what numpy takes for a moment the process keeps.
+            keys = np.zeros(count - GRAM, np.uint64)
+            for i, factor in enumerate(_FACTORS):
+                keys += tokens[i : i + count - GRAM] * np.uint64(factor)
+            del tokens
+            keys >>= np.uint64(32)
+            keys &= np.uint64(size - 1)
+            keys <<= np.uint64(32)
+            keys |= np.arange(GRAM, count, dtype=np.uint64)
+            keys.sort()
+            places = keys.astype(np.uint32).astype(np.int32)
+            keys >>= np.uint64(32)
+            before[places[1:]] = np.where(keys[1:] == keys[:-1], places[:-1], 0)
+            heads[keys] = places  # Of equal ones the last stays.
+        self._heads, self._before = array("i"), array("i")
+        self._heads.frombytes(memoryview(heads).cast("B"))
+        self._before.frombytes(memoryview(before).cast("B"))
 
 
 class Copies:
