@@ -114,8 +114,8 @@ class Index:
             before[places[1:]] = np.where(keys[1:] == keys[:-1], places[:-1], 0)
             heads[keys] = places  # Of equal ones the last stays.
         self._heads, self._before = array("i"), array("i")
-        self._heads.frombytes(memoryview(heads).cast("B"))
-        self._before.frombytes(memoryview(before).cast("B"))
+        self._heads.frombytes(heads.data.cast("B"))
+        self._before.frombytes(before.data.cast("B"))
 
 
 class Copies:
