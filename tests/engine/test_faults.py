@@ -87,10 +87,10 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
 
 PLACES: dict[str, Patch] = {
     "the trunk in a prefill": before(
-        LoadedModel, "hidden", lambda _, tokens, packing, cache: packing.longest != 3
+        LoadedModel, "hidden", lambda _, tokens, cache: cache.layers[0].packing.longest != 3
     ),
     "the trunk in a decoding step": before(
-        LoadedModel, "hidden", lambda _, tokens, packing, cache: packing.longest == 3
+        LoadedModel, "hidden", lambda _, tokens, cache: cache.layers[0].packing.longest == 3
     ),
     "logits": before(LoadedModel, "logits"),
     "sampling": before(Sampler, "draw"),
