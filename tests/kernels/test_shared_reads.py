@@ -46,7 +46,7 @@ def test_it_is_used_where_it_agrees_and_is_faster(emulated, monkeypatch, caplog)
         plain = nn.QuantizedLinear.__call__(layer, x)
         assert mx.array_equal(layer(x), plain).item() != ours
     assert type(kind(faster=False)) is nn.QuantizedLinear
-    assert not caplog.text
+    assert "WARNING" not in caplog.text
     wrong = shared_reads._BODY.replace("fma(bias", "fma(2 * bias")
     monkeypatch.setattr(shared_reads._KERNEL, "body", wrong)
     monkeypatch.setattr(shared_reads._KERNEL, "_built", {})
