@@ -184,7 +184,7 @@ def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
     with running("--no-enable-mtp", "--dtype", "float32", code=DEATH) as server:
         expected = ask(server, 20).json()["choices"]
         # It has no MTP, and the same answer.
-        assert "spec_decode_depth" not in server.http.get("/metrics").text
+        assert 'source="mtp"' not in server.http.get("/metrics").text
         assert ask(mtp_server, 20).json()["choices"] == expected
         for number in range(1, 5):
             killed = ask_with_three_tokens(server)

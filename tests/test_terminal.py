@@ -27,6 +27,7 @@ _VARYING = {
     r"\d+\.\d+ s\b": "S s",
     r"\d+\.\d+ tokens/s": "R tokens/s",
     r"\d+ of \d+ drafts": "A of D drafts",
+    r"\(mtp \d+ of \d+\)": "(mtp A of D)",
     r"(12 cached\)), \d+ out": r"\1, N out",
     r"(?s)model    mlx-mtp-demo.*?\n\n": "(of this machine)\n\n",
 }
@@ -108,11 +109,12 @@ curl http://127.0.0.1:PORT/v1/chat/completions \\
 Ready. A browser finds a chat at the address. Ctrl-C stops the server.
 
 HH:MM:SS INFO 127.0.0.1 POST /v1/chat/completions 200 in S s, tokens: 13 in (0 cached), 40 out, \
-first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID
+first token after S s, R tokens/s, A of D drafts accepted (mtp A of D), chatcmpl-ID
 HH:MM:SS INFO Stopping: up to 30 s for 1 unfinished; Ctrl-C again ends it now.
 HH:MM:SS INFO Ending what is unfinished: 1.
 HH:MM:SS WARNING 127.0.0.1 POST /v1/chat/completions 200 in S s, tokens: 13 in (12 cached), N out, \
-first token after S s, R tokens/s, A of D drafts accepted, chatcmpl-ID: The server is shutting down.
+first token after S s, R tokens/s, A of D drafts accepted (mtp A of D), \
+chatcmpl-ID: The server is shutting down.
 HH:MM:SS INFO Stopped.
 """
 
