@@ -113,6 +113,7 @@ class ModelRunner:
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
+        step.moved_prefix, step.done = warm or bool(step.saves), batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
 

@@ -11,6 +11,7 @@ import numpy as np
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
@@ -60,6 +61,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "requests": ("greedy", "sampled", "greedy grammars", "sampled grammars"),
     "arrivals": ("alone", "staggered", "cancelled"),
     "overlap": (True, False),
+    "chunks": ("whole", "random"),
 }
 
 
@@ -153,6 +155,17 @@ class Erratic:
 
     def observe(self, step: DecodeStep) -> None:
         self.steps.append(step)
+
+
+class RandomChunks(Prefills):
+    """Chunks of any length up to a step's."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.random = random.Random(5)
+
+    def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
+        return self.random.randint(1, STEP)
 
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
