@@ -93,8 +93,7 @@ class EngineConfig:
     max_decode_pause: float = setting(
         "limits: --max-decode-pause MS",
         "most milliseconds that a step of running streams waits for a chunk of a prompt, as far as "
-        "that leaves prompts half of their speed; 0: a chunk always has --prefill-step-size "
-        "tokens",
+        "that leaves prompts half of their speed; 0: chunks have --prefill-step-size tokens",
         at_least(0.0),
         default=100.0,
         program_default=0.0,

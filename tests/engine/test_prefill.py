@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,8 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
+from tests.engine.cases import ask, driver, words
+from tests.harness import greedy, request
 
 Cost = Callable[[int, float], float]  # seconds, by a chunk's tokens and how many are before it
 PAUSE = 0.1
@@ -259,3 +262,21 @@ def test_prompts_that_are_computed_together_share_the_pause():
     prefills.add(group)
     chunk = prefills.next_chunk(beside=True)
     assert [length for _, _, length in chunk] == [43 // 3] * 3
+
+
+def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
+    run = driver(tiny_models["qwen3_5"])
+    prompt = words(1, 70)
+    asked = replace(request("asked", prompt, greedy(4)), progress=True)
+    ask(run, asked, request("other", words(2, 40), greedy(4)))
+    ask(run, replace(asked, request_id="again", prompt_token_ids=(*prompt, 5, 6)))
+    for name, reused, done in (("asked", 0, [0, 16, 32, 48, 64, 70]), ("again", 70, [70, 72])):
+        outputs = run.outputs[name]
+        told = [output.progress for output in outputs[: len(done)]]
+        assert [each.done for each in told] == done
+        assert {(each.total, each.reused) for each in told} == {(done[-1], reused)}
+        assert [bool(output.token_ids) for output in outputs] == [False] * (len(done) - 1) + [
+            True
+        ] * (len(outputs) - len(done) + 1)
+        assert all(output.progress is None for output in outputs[len(done) :])
+    assert all(output.progress is None for output in run.outputs["other"])
