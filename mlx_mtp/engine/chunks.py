@@ -33,6 +33,7 @@ class ChunkCosts:
         self._measured: dict[int, int] = {}  # the number of the chunk that was measured last
         self._num_chunks = 0
         self._seen: set[int] = set()
+        self._expected: dict[int, float] = {}  # see `_by_length`; empty: to be made
 
     def observe(self, tokens: int, context: float, seconds: float) -> None:
         """A chunk of so many tokens with so many before it took so long."""
@@ -55,6 +56,7 @@ class ChunkCosts:
             self._per_context = max(self._per_context + change * share / _CONTEXT, 0.0)
         self._counts[length] += 1
         self._measured[length] = self._num_chunks
+        self._expected = {}
 
     def seconds(self, tokens: int, context: float) -> float:
         """What a chunk is expected to take."""
@@ -91,6 +93,7 @@ class ChunkCosts:
         self._units = {length: units[length] for length in self.lengths if length in units}
         self._per_context = per_context
         self._counts = Counter(dict.fromkeys(self._units, _FEWEST))
+        self._expected = {}
 
     def _nearest(self, tokens: int) -> int:
         return min(self.lengths, key=lambda each: abs(math.log(each / max(tokens, 1))))
@@ -101,6 +104,8 @@ class ChunkCosts:
         What wasn't measured lies on a line between its neighbours, or goes on as those before it
         do. So does what was measured long ago and seems to take more: it may be tried again.
         """
+        if self._expected:
+            return self._expected
         oldest = self._num_chunks - _STALE
         fresh = [n for n in self._units if self._measured.get(n, -math.inf) > oldest]
         first = min(self._units, default=self.lengths[0])
@@ -119,4 +124,5 @@ class ChunkCosts:
                 last, seconds = length, unit * length
                 if above := min((n for n in fresh if n > length), default=0):
                     per_token = (self._units[above] * above - seconds) / (above - length)
+        self._expected = found
         return found

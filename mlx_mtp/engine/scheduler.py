@@ -92,7 +92,8 @@ class Scheduler:
         decode = tuple(self._running)
         if all(s.surely_finished for s in decode):
             decode = ()
-        self._admit(self._prefills.most_tokens(beside=bool(decode)))
+        if self.num_waiting:
+            self._admit(self._prefills.most_tokens(beside=bool(decode)))
         chunk = self._prefills.next_chunk(beside=bool(decode))
         live = frozenset(s for s in self._admitted() if not s.finished)
         return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -165,7 +166,7 @@ class RandomChunks(Prefills):
         self.random = random.Random(5)
 
     def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
-        return self.random.randint(1, STEP)
+        return self.random.randint(1, self._step)
 
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
@@ -206,12 +207,19 @@ def driver(
     store: PrefixStore | None = None,
     vocab_size: int = VOCAB,
     min_gain: int = 4,
+    prefills: Callable[[EngineConfig], Prefills] = Prefills,
     **settings: object,
 ) -> Driver:
     settings = {"prefill_step_size": STEP, "prefix_cache_size": ROOM} | settings
     config = EngineConfig(num_draft_tokens=depth, **settings)
     run = Driver(
-        model, vocab_size=vocab_size, stop_ids=(EOS,), config=config, min_gain=min_gain, store=store
+        model,
+        vocab_size=vocab_size,
+        stop_ids=(EOS,),
+        config=config,
+        min_gain=min_gain,
+        store=store,
+        prefills=prefills,
     )
     run.store = store
     return run

@@ -1,8 +1,10 @@
 """Chunks of prompts and their turns, without a model: on a clock that costs move."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +12,20 @@ from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.chunks import ChunkCosts
+from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
 from tests.engine.cases import ask, driver, words
 from tests.harness import greedy, request
 
 Cost = Callable[[int, float], float]  # seconds, by a chunk's tokens and how many are before it
+LONG = 60_000
 PAUSE = 0.1
 DECODE = 0.015
 STREAM = 10**6  # tokens of an answer that outlasts a test
@@ -110,11 +115,11 @@ class World:
 
 
 def known(cost: Cost, *, running: bool, **more: bool) -> World:
-    """One that has computed a long prompt, beside a stream or alone."""
+    """One that has computed a prompt of several chunks, beside a stream or alone."""
     world = World(cost, **more)
     if running:
         world.stream()
-    world.seconds("before", 20_000)
+    world.seconds("before", 6000)
     world.chunks.clear()
     return world
 
@@ -123,14 +128,15 @@ def known(cost: Cost, *, running: bool, **more: bool) -> World:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", MACHINES)
 def test_two_long_prompts_and_a_short_one_behind_them(name, overlap, running):
+    length = 5000 if name == "a laptop, dense" else LONG  # Its chunks are of 6 tokens.
     alone = known(MACHINES[name], running=running, overlap=overlap)
-    long, short = alone.seconds("long", 60_000), alone.seconds("short", 700)
+    long, short = alone.seconds("long", length), alone.seconds("short", 700)
     # What is under way when a prompt comes, and with look-ahead what is launched behind it.
     wait = (2 if overlap else 1) * (max(seconds for _, seconds, _ in alone.chunks) + DECODE)
     world = known(MACHINES[name], running=running, overlap=overlap)
     began = world.now
     for prompt in ("one", "two"):
-        world.add(prompt, 60_000)
+        world.add(prompt, length)
     for _ in range(40):
         world.step()
     arrived = world.now
@@ -280,3 +286,36 @@ def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
         ] * (len(outputs) - len(done) + 1)
         assert all(output.progress is None for output in outputs[len(done) :])
     assert all(output.progress is None for output in run.outputs["other"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
+    row = Sequence(Request("a", (3,), SamplingParams(max_tokens=9)), (), 9)
+    world = World(MACHINES["a CPU"])
+    costs = itertools.cycle([0.5, 0.01, 0.25, 0.02])
+    expected, found = [], []
+
+    def run(_: StepPlan) -> list[InFlightStep]:
+        steps = [InFlightStep((row,), (1,), is_prefill=True), InFlightStep((row,), (1,))]
+        for step in steps:
+            expected.append(next(costs))
+            world.launch(step, expected[-1])
+            step.seconds = None
+        world.now += 0.001  # Launching takes less than what is launched.
+        return steps
+
+    def read(steps: list[InFlightStep]) -> list[InFlightStep]:
+        (step,), (_, end) = steps, world.in_flight.pop(0)
+        world.now = max(world.now, end)
+        return [step]
+
+    runner = SimpleNamespace(run=run, read=read, prefixes=PrefixCache(), save_ends=lambda _: None)
+    plan = StepPlan(((row, 0, 1),), (row,), frozenset({row}))
+    scheduler = SimpleNamespace(
+        num_waiting=0, schedule=lambda: plan, update=lambda steps, _: found.extend(steps) or []
+    )
+    core = EngineCore(scheduler, runner, overlap=overlap, clock=lambda: world.now)
+    for _ in range(6):
+        core.step()
+    assert len(found) == (10 if overlap else 12)
+    assert [step.seconds for step in found] == pytest.approx(expected[: len(found)])
