@@ -75,7 +75,7 @@ class Prefills:
 
     def observe(self, step: InFlightStep) -> None:
         """Learn from a chunk that has been read; call it before its rows are updated."""
-        if self._pause and step.seconds is not None and not step.moved_prefix:
+        if self._pause and step.seconds is not None and not step.did_more:
             rows = zip(step.sequences, step.num_positions)
             self._costs.observe(*_size([(s, s.num_cached, n) for s, n in rows]), step.seconds)
 

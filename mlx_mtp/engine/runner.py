@@ -114,7 +114,8 @@ class ModelRunner:
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
-        step.moved_prefix, step.done = warm or bool(step.saves), batch.last_hidden
+        step.did_more = warm or bool(step.saves) or step.prompt is not None
+        step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
 

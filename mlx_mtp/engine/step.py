@@ -94,9 +94,9 @@ class InFlightStep:
     error: MlxMtpError | None = None  # the whole step failed
     row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)  # by index
     saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
-    moved_prefix: bool = False  # one was restored before it or saved after it
+    did_more: bool = False  # than computing tokens: restored or saved a prefix, or made logprobs
     done: mx.array | None = None  # of a chunk: is there when all of it has been computed
-    launched_at: float = 0.0
+    launched_at: float = 0.0  # by the core's clock
     # Valid once it has been read:
     num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
     token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
