@@ -127,8 +127,8 @@ class EngineConfig:
         "memory for the tokens of earlier answers, to copy drafts from; 0, or no prefix cache, "
         "keeps none",
         size,
-        default=32 << 20,
-        default_text="32MiB",
+        default=8 << 20,
+        default_text="8MiB",
     )
     # Of stored KV alone: what runs is never quantized.
     kv_cache_quantization: int | None = setting(

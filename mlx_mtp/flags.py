@@ -92,7 +92,8 @@ class Flag:
     @property
     def metavar(self) -> str | None:
         if isinstance(self.parse, tuple):
-            return f"{{{','.join(self.parse)}}}"
+            comma = any("," in word for word in self.parse)
+            return f"{{{('|' if comma else ',').join(self.parse)}}}"
         return self.usage.rpartition(": ")[2].partition(" ")[2] or None
 
     @property

@@ -169,17 +169,24 @@ def check_serve(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--drafts {drafts} asks for the head's drafts: leave out --no-enable-mtp."
         )
-    if _asks(options, "--mtp-num-draft-tokens") and depth != "auto" and "mtp" not in drafts:
-        raise UsageError(
-            f"--mtp-num-draft-tokens {depth} is of the head, and --drafts {drafts} not."
-        )
+    for flag in _OF_DRAFTS if "mtp" not in drafts else ():
+        if _asks(options, flag) and (flag != "--mtp-num-draft-tokens" or depth != "auto"):
+            raise UsageError(
+                f"{flag} is for the MTP head's drafts, and --drafts {drafts} has none."
+            )
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
             "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
             f"{depth}: leave one of them out."
         )
-    if drafts == "none" and _asks(options, "--mtp-optimistic"):
-        raise UsageError("--mtp-optimistic accepts more drafts, and --drafts none has none.")
+    for flag in ("--mtp-optimistic", "--calibration-seconds") if drafts == "none" else ():
+        if _asks(options, flag):
+            raise UsageError(f"{flag} is for drafts, and --drafts none has none.")
+    if _asks(options, "--draft-answers-size") and not (copies and options.prefix_cache_size != 0):
+        raise UsageError(
+            "--draft-answers-size is for drafts that are copied: it needs --drafts with copy, "
+            "--mtp-num-draft-tokens auto and a prefix cache."
+        )
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
         raise UsageError(f"{of_size} needs {flag}, which is not given.")

@@ -154,7 +154,7 @@ def banner(
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
-        else "off: --no-enable-mtp, or the model has no head",
+        else "off: --no-enable-mtp, --drafts, or the model has no head",
         "copies": "text that occurred in the prompt or an earlier answer is drafted"
         if "copy" in engine.draft_sources
         else "off: --drafts, or a fixed number of drafts",

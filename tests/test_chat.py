@@ -147,8 +147,9 @@ def test_markdown_and_dimmed_reasoning():
 def test_with_a_server_the_flags_of_a_model_are_refused(mtp_server: Server, capsys, monkeypatch):
     assert main(["chat", mtp_server.url, "--dtype", "float32"], {}) == 2
     assert "--dtype is for a model that is loaded here" in capsys.readouterr().err
-    assert main(["chat", "http://127.0.0.1:1"], {}) == 2
-    assert "No server with the OpenAI API answers" in capsys.readouterr().err
+    for nowhere in ("http://127.0.0.1:1", "127.0.0.1:1", "localhost:1/v1", "[::1]:1"):
+        assert main(["chat", nowhere], {}) == 2
+        assert "No server with the OpenAI API answers" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story.\n"))
     assert main(["chat", "--model", mtp_server.url, "--max-tokens", "9"], {}) == 0
     assert "[9 tokens, " in capsys.readouterr().out

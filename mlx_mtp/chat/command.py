@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS, check_generate
 if TYPE_CHECKING:
     from mlx_mtp.server.serve import Server
 
+_HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 _OF_ENGINE = ("model", "multi-token prediction")
 _SENT = (
     *("max_tokens", "stop", "seed", "temperature", "top_p", "top_k", "min_p"),
@@ -82,14 +84,17 @@ def _chat(given: argparse.Namespace) -> int:
 
     options, console = resolve(given, CHAT_FLAGS, given.environ), Console()
     with contextlib.ExitStack() as stack:
-        if options.model is not None and options.model.startswith(("http://", "https://")):
+        address = options.model or ""
+        if _HOST_AND_PORT.fullmatch(address) and not os.path.exists(address):
+            address = f"http://{address}"
+        if address.startswith(("http://", "https://")):
             typed = [flag for flag in CHAT_FLAGS if flag.key in given and flag.group in _OF_ENGINE]
             if wrong := [flag.name for flag in typed if flag.key != "model"]:
                 raise UsageError(
                     f"{', '.join(wrong)} is for a model that is loaded here, not for "
                     "a running server."
                 )
-            url, proxied = base_url(options.model), True
+            url, proxied = base_url(address), True
         else:
             if console.is_terminal:
                 console.print("Loading the model. /help lists the commands.", style="dim")

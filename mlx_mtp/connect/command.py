@@ -27,8 +27,8 @@ def add_connect(commands: Any) -> None:
     )
     clients = f"the client: {', '.join(NAMES)}"
     parser.add_argument("client", choices=NAMES, metavar="CLIENT", help=clients)
-    parser.add_argument(
-        "--url", type=text, default=URL, help="the server's address (default: %(default)s)"
+    add_flags(
+        parser, Flag("url URL", "the server's address; also as --url", text, default_text=URL)
     )
     add_flags(parser, API_KEY, reads_environment=True)
     parser.add_argument(
@@ -44,7 +44,7 @@ def run_connect(given: argparse.Namespace) -> int:
     from mlx_mtp.connect import files
     from mlx_mtp.connect.clients import CLIENTS, ask, key_hint, shown
 
-    served = ask(given.url, resolve(given, [API_KEY], given.environ).api_key)
+    served = ask(given.url or URL, resolve(given, [API_KEY], given.environ).api_key)
     client = CLIENTS.get(given.client)
     if client is None and given.write:
         raise UsageError(

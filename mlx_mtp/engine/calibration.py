@@ -114,8 +114,10 @@ class Calibration:
             self._costs.settle()
 
     def forget(self) -> None:
-        """What runs belongs to a thread that has died."""
-        self._core = None
+        """A thread begins: if the last one died while it measured, nothing more is measured."""
+        if self._core is not None:
+            self._cells.clear()
+            self._core = None
 
     def _measure(self, runner: ModelRunner, cell: Cell) -> Iterator[None]:
         recorder = _Recorder(self._costs, cell)

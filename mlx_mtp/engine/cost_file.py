@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import AllowInfNan, BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat
 
 from mlx_mtp import __version__
 from mlx_mtp.models.loaded import LoadedModel
@@ -23,8 +24,10 @@ from mlx_mtp.speculative.prices import COPY, HEAD, Seconds
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
+_LARGEST = 1 << 22  # bytes of a file
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
-_Seconds = Annotated[PositiveFloat, AllowInfNan(False)]
+_Seconds = Annotated[float, Field(ge=1e-9, le=1e6)]
+_Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Measured(NamedTuple):
@@ -69,6 +72,9 @@ class CostFile:
         if self.path is None:
             return nothing
         try:
+            status = self.path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+                raise ValueError(f"it is not a file of at most {_LARGEST:,} bytes")
             file = _File.model_validate_json(self.path.read_bytes())
             if (file.format, file.fingerprint) != (_FORMAT, self._fingerprint):
                 raise ValueError("it is of another version, model or machine")
@@ -89,9 +95,9 @@ class _File(BaseModel):
     format: int
     fingerprint: str
     saved_at: float
-    seconds: dict[PositiveInt, dict[str, dict[NonNegativeFloat, _Seconds]]]
-    chunks: dict[PositiveInt, _Seconds] = {}
-    per_context: Annotated[NonNegativeFloat, AllowInfNan(False)] = 0.0
+    seconds: dict[_Count, dict[str, dict[NonNegativeFloat, _Seconds]]]
+    chunks: dict[_Count, _Seconds] = {}
+    per_context: Annotated[float, Field(ge=0, le=1e6)] = 0.0
 
 
 def fingerprint(

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,8 +91,8 @@ class Kernel:
     outputs: list[str]
     body: str
     # Runs what launches the kernel, and the portable code; returns the largest difference.
-    check: Callable[[Launch, Shape, mx.Dtype], float]
-    aligned: list[str]  # sizes of a `Shape` that must be multiples of a warp
+    check: Callable[[Launch, Shape, mx.Dtype], float] | None = None
+    aligned: Sequence[str] = ()  # sizes of a `Shape` that must be multiples of a warp
     _built: dict[Backend, Any] = field(default_factory=dict)
     _works: dict[tuple[Backend, Shape, mx.Dtype], bool] = field(default_factory=dict)
 
@@ -137,6 +137,7 @@ class Kernel:
         return self._works[known]
 
     def _fault(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> str:
+        assert self.check is not None
         try:
             error = self.check(launch, shape, dtype)
         except Exception as problem:

@@ -3,12 +3,15 @@
 import copy
 import functools
 import logging
+import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
+from mlx_mtp.kernels import shared_reads
 from mlx_mtp.kernels.few_rows import MOST_ROWS, Quantized, experts, fits, gate_and_up, products
 
 logger = logging.getLogger(__name__)
@@ -16,6 +19,7 @@ logger = logging.getLogger(__name__)
 Shapes = tuple[tuple[int, ...], ...]
 
 _MOST_PAIRS = 2048  # of token and expert; more are a prompt's
+_TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 
@@ -24,6 +28,15 @@ class FewRowsLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         return project(x, self)[0] if few(x) else super().__call__(x)
+
+
+class SharedReadsLinear(nn.QuantizedLinear):
+    """A product of two to eight rows that reads its weights once for four of them."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not 2 <= x.size // x.shape[-1] <= shared_reads.MOST_ROWS:
+            return super().__call__(x)
+        return shared_reads.product(_rows(x), _weights(self)).reshape(*x.shape[:-1], -1)
 
 
 class FewRowsMLP(Qwen3NextMLP):
@@ -57,6 +70,7 @@ class FewRowsExperts(SwitchGLU):
 # What each takes the place of.
 REPLACED: dict[type[nn.Module], type[nn.Module]] = {
     FewRowsLinear: nn.QuantizedLinear,
+    SharedReadsLinear: nn.QuantizedLinear,
     FewRowsMLP: Qwen3NextMLP,
     FewRowsExperts: SwitchGLU,
 }
@@ -72,7 +86,7 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
 
 
 def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
-    """Let products use the kernel, each shape where it agrees with mlx; whether any does."""
+    """Let products use a kernel, each shape where it agrees with mlx; whether any does."""
     kinds: dict[tuple[type[nn.Module], Shapes], list[nn.Module]] = {}
     for module in model.modules():
         if ours := _class_for(module, dtype):
@@ -84,6 +98,9 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
         if problem := _problem(modules[0], ours, dtype):
             logger.warning("The few-rows kernel is not used for %s: %s", shapes, problem)
             continue
+        if ours is SharedReadsLinear and not _is_faster(modules[:_TIMED], dtype):
+            logger.info("The few-rows kernel is not used for %s: mlx's is as fast", shapes)
+            continue
         used = True
         for module in modules:
             module.__class__ = ours
@@ -92,6 +109,8 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
 
 def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
     """What takes its place, if the kernel is made for all of its weights."""
+    if type(module) is nn.QuantizedLinear and _fits_shared(module, dtype):
+        return SharedReadsLinear
     if type(module) is nn.QuantizedLinear:
         ours, leaf = FewRowsLinear, nn.QuantizedLinear
     elif type(module) is Qwen3NextMLP:
@@ -111,13 +130,22 @@ def _quantized(module: nn.Module) -> list[nn.Module]:
 
 
 def _fits(layer: nn.Module, dtype: mx.Dtype) -> bool:
-    inputs = layer.scales.shape[-1] * layer.group_size
-    return (
-        layer.mode == "affine"
-        and "bias" not in layer
-        and layer.scales.dtype == dtype
-        and fits(inputs, layer.weight.shape[-2], layer.bits, layer.group_size, dtype)
-    )
+    sizes = layer.weight.shape[-2], layer.bits, layer.group_size
+    return _is_plain(layer, dtype) and fits(_inputs(layer), *sizes, dtype)
+
+
+def _fits_shared(layer: nn.Module, dtype: mx.Dtype) -> bool:
+    sizes = layer.bits, layer.group_size
+    return _is_plain(layer, dtype) and shared_reads.fits(_inputs(layer), *sizes)
+
+
+def _is_plain(layer: nn.Module, dtype: mx.Dtype) -> bool:
+    return layer.mode == "affine" and "bias" not in layer and layer.scales.dtype == dtype
+
+
+def _inputs(layer: nn.Module) -> int:
+    inputs: int = layer.scales.shape[-1] * layer.group_size
+    return inputs
 
 
 def few(x: mx.array) -> bool:
@@ -144,22 +172,37 @@ def _weights(layer: nn.Module) -> Quantized:
 def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str | None:
     """Why it must not be of our class: it computes something else, or not each row by itself."""
     first, theirs = _quantized(module)[0], type(module)
-    x = mx.random.normal((9, first.scales.shape[-1] * first.group_size), key=mx.random.key(0))
-    x = x.astype(dtype)
+    least, most = (2, 7) if ours is SharedReadsLinear else (1, 9)
+    x = mx.random.normal((most, _inputs(first)), key=mx.random.key(0)).astype(dtype)
     # The experts are chosen for rows in a way that some have one row, and some more than one block.
     rest = (mx.arange(18).reshape(9, 2) // 9,) if ours is FewRowsExperts else ()
     try:
         true = _in_float32(module)(x.astype(mx.float32), *rest)
         module.__class__ = ours
-        found, alone = module(x, *rest), module(x[:1], *(each[:1] for each in rest))
+        found, alone = module(x, *rest), module(x[:least], *(each[:least] for each in rest))
         error = float(mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max())
         if not error < _TOLERANCE:
             return f"it is off by {error:.1e}"
-        return None if mx.array_equal(found[:1], alone).item() else "a row depends on the others"
+        same = mx.array_equal(found[:least], alone).item()
+        return None if same else "a row depends on the others"
     except Exception as problem:
         return f"it does not run here: {problem}"
     finally:
         module.__class__ = theirs
+
+
+def _is_faster(layers: Sequence[nn.Module], dtype: mx.Dtype) -> bool:
+    """Whether the weights of some layers are read faster for four rows than by mlx."""
+    x = mx.random.normal((4, _inputs(layers[0])), key=mx.random.key(0)).astype(dtype)
+    times = []
+    for call in (SharedReadsLinear.__call__, nn.QuantizedLinear.__call__):
+        rounds = []
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            mx.eval([call(layer, x) for layer in layers])
+            rounds.append(time.perf_counter() - began)
+        times.append(min(rounds))
+    return times[0] < times[1]
 
 
 def _in_float32(module: nn.Module) -> nn.Module:

@@ -146,7 +146,7 @@ function Rows({ rows }) {
 }
 
 function Why({ choice, server }) {
-  if (server.drafts === null) return html`<p class="hint">Nothing is drafted: the model has no MTP head, and --drafts allows no copies.</p>`;
+  if (server.drafts === null) return html`<p class="hint">Nothing is drafted: --drafts says so, or the model has no MTP head and nothing may be copied.</p>`;
   if (server.drafts !== "auto") return html`<p class="hint">--mtp-num-draft-tokens ${server.drafts} fixes the number of drafts: none is chosen.</p>`;
   if (!choice) return html`<p class="hint">No step has been planned yet.</p>`;
   const { num_rows: rows, drafts, cost, num_tokens: brought, costs, tokens } = choice;

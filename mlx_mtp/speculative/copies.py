@@ -21,6 +21,7 @@ _MOST_TRIED = 16  # occurrences that are compared, the latest first
 _GOOD_MATCH = 16  # nothing else is looked for while one of so many goes on
 _LEAST_CHANCE = 0.3  # of the first token: below it nothing is offered
 _FIRST_ENTRIES = 256
+OBJECTS = 640  # bytes of an index without what is in its arrays, and of its key
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd
 _WORD = (1 << 64) - 1
 _SEPARATOR = -1  # between answers: no token's id
@@ -30,7 +31,7 @@ class Index:
     """Where each `GRAM` tokens of a text occurred: a hash table of chains, the latest first.
 
     It takes 4 bytes for each token, 4 for its chain and 4 for each of at most twice as many
-    entries (256 at least).
+    entries (256 at least), and what its objects take.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -41,12 +42,14 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        return 4 * (len(self.tokens) + len(self._before) + len(self._heads))
+        return OBJECTS + 4 * (len(self.tokens) + len(self._before) + len(self._heads))
 
     def extend(self, tokens: Sequence[int]) -> None:
         first = max(len(self.tokens), GRAM)
         self.tokens.extend(tokens)
-        if len(self.tokens) > len(self._heads) or len(tokens) > _FIRST_ENTRIES:
+        # Building takes a third of the time a token, but for all tokens.
+        many = len(tokens) > max(_FIRST_ENTRIES, len(self.tokens) // 4)
+        if many or len(self.tokens) > len(self._heads):
             self._build()
             return
         self._before.extend([0] * (len(self.tokens) - len(self._before)))
@@ -92,18 +95,27 @@ class Index:
         """All at once, with arrays: about 0.1 microseconds a token."""
         count = len(self.tokens)
         size = max(_FIRST_ENTRIES, 1 << count.bit_length())
-        tokens = np.array(self.tokens, dtype=np.int64).astype(np.uint64)
+        tokens = np.frombuffer(self.tokens, np.int32).astype(np.uint64)
         heads, before = np.zeros(size, np.int32), np.zeros(count, np.int32)
         if count > GRAM:
-            ends = count - GRAM
-            sums = [tokens[i : i + ends] * np.uint64(factor) for i, factor in enumerate(_FACTORS)]
-            entries = (np.sum(sums, axis=0) >> np.uint64(32)) & np.uint64(size - 1)
-            order = np.argsort(entries, kind="stable")
-            places = (order + GRAM).astype(np.int32)
-            same = entries[order[1:]] == entries[order[:-1]]
-            before[places[1:]] = np.where(same, places[:-1], 0)
-            heads[entries[order]] = places  # Of equal ones the last stays.
-        self._heads, self._before = array("i", heads.tobytes()), array("i", before.tobytes())
+            # Entry and place in one number: that sorts several times as fast as one by the other.
+            # In place: what numpy takes for a moment the process keeps.
+            keys = np.zeros(count - GRAM, np.uint64)
+            for i, factor in enumerate(_FACTORS):
+                keys += tokens[i : i + count - GRAM] * np.uint64(factor)
+            del tokens
+            keys >>= np.uint64(32)
+            keys &= np.uint64(size - 1)
+            keys <<= np.uint64(32)
+            keys |= np.arange(GRAM, count, dtype=np.uint64)
+            keys.sort()
+            places = keys.astype(np.uint32).astype(np.int32)
+            keys >>= np.uint64(32)
+            before[places[1:]] = np.where(keys[1:] == keys[:-1], places[:-1], 0)
+            heads[keys] = places  # Of equal ones the last stays.
+        self._heads, self._before = array("i"), array("i")
+        self._heads.frombytes(heads.data.cast("B"))
+        self._before.frombytes(before.data.cast("B"))
 
 
 class Copies:
@@ -115,11 +127,8 @@ class Copies:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._texts: OrderedDict[Hashable, Index] = OrderedDict()
+        self.nbytes = 0
         self._rates = CopyRates(0.99)  # of all requests
-
-    @property
-    def nbytes(self) -> int:
-        return sum(text.nbytes for text in self._texts.values())
 
     def of(self, prompt: Sequence[int], salt: Hashable) -> "Copier":
         return Copier(prompt, self._rates, self._texts.get(salt))
@@ -127,17 +136,23 @@ class Copies:
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         if not self._limit or len(answer) <= GRAM:
             return
-        text = self._texts.setdefault(salt, Index())
-        self._texts.move_to_end(salt)
+        text = self._texts.pop(salt, None)
+        if text is None:
+            text = Index()
+        else:
+            self.nbytes -= text.nbytes
         text.extend([_SEPARATOR, *answer])
         if text.nbytes > self._limit:
             # 16 bytes a token at most; half of it, so that this is rare.
-            self._texts[salt] = Index(text.tokens[-(self._limit // 32) :])
+            text = Index(text.tokens[-(self._limit // 32) :])
+        self._texts[salt] = text
+        self.nbytes += text.nbytes
         while self.nbytes > self._limit:
-            self._texts.popitem(last=False)
+            self.nbytes -= self._texts.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
         self._texts.clear()
+        self.nbytes = 0
 
 
 class Copier:
@@ -165,6 +180,9 @@ class Copier:
         if not going_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
             self._look()
         self.run = self._source.tokens[self._at : self._at + MAX_COPY_TOKENS] if self.match else ()
+        if self._source is self._text and 0 < len(self.run) < MAX_COPY_TOKENS:
+            # What comes after the text's end repeats its end.
+            self.run = (self.run * MAX_COPY_TOKENS)[:MAX_COPY_TOKENS]
         if _SEPARATOR in self.run:
             self.run = self.run[: self.run.index(_SEPARATOR)]
 

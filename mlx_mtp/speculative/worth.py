@@ -160,18 +160,22 @@ class DraftsByWorth:
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         steady = steady and len(rows) == len(self._choice.head)
-        runs = [row.copier.chances() if row.copier and row.fixed is None else [] for row in rows]
+        # A run that is begun goes on behind what the step in flight brings.
+        late = 0 if any(self._choice.copied) else 1 + max(self._choice.head, default=0)
+        runs = [
+            row.copier.chances()[late:] if row.copier and row.fixed is None else [] for row in rows
+        ]
         self._rest -= 1
         self._until_review -= 1
-        if not steady or any(self._choice.copied) or any(runs):
+        due = self._until_review <= 0 and not self._probing
+        if not steady or any(self._choice.copied) or any(runs) or due:
+            self._review(rows, runs, steady=steady)
+        if not steady or any(self._choice.copied):
             self._probing = 0
-            self._review(rows, runs, steady=steady)
-        elif self._probing:
-            self._probing -= 1
-            return self._probe
-        elif self._until_review <= 0:
-            self._review(rows, runs, steady=steady)
-        return self._choice
+        if self._probing == 0:
+            return self._choice
+        self._probing -= 1
+        return self._probe
 
     def observe(self, step: DecodeStep) -> None:
         for row, source, *window, cut in step.outcomes:

@@ -138,6 +138,22 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
     assert (stats.prompt_tokens, stats.generation_tokens) == (9, 60)
 
 
+def test_a_thread_that_dies_while_it_measures_is_restarted_once(tiny_models, monkeypatch):
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.0)
+    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: 1 / 0)
+    client = Client(build_engine(tiny_models["qwen3_5"], config, VOCAB, ()))
+    until = time.monotonic() + 60.0
+    while client.engine.measuring or not client.engine.stats().num_restarts:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    monkeypatch.undo()
+    client.engine.submit(request("r", [5, 6, 7], greedy(4)))
+    client.wait("r")
+    assert client.engine.stats().num_restarts == 1
+    client.engine.stop()
+
+
 @pytest.fixture
 def serve(tiny_models, tmp_path):
     """Starts an engine with its costs in a folder, answers a request, and stops it."""
@@ -205,14 +221,21 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
     row = {"mtp": {"0": 1.0}}
     seconds = [[], {"1": 3}, {"1": {"mtp": 3}}, {"one": row}, {"0": row}, {"1": {"mtp": {"-1": 1}}}]
-    bad = (0.0, float("nan"), float("inf"), "fast")
+    seconds.append({"1" + "0" * 400: row})  # more than a float holds
+    bad = (0.0, 1e-300, 1e300, float("nan"), float("inf"), "fast")
     seconds += [{"1": {"mtp": {"0": value}}} for value in bad]
     changes = [{"format": 0}, {"fingerprint": "c" * 64}, {"saved_at": "yesterday"}]
     changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"seconds": each} for each in seconds)]
     changes += [{"chunks": {"64": value}} for value in bad] + [{"per_context": -1.0}]
     damaged += [json.dumps(json.loads(good) | change) for change in changes]
-    for content in (*(text.encode() for text in damaged), b"\xff\xfe\x00"):
-        path.write_bytes(content)
+    damaged.append(good + " " * cost_file._LARGEST)
+    path.unlink()
+    for content in (None, *(text.encode() for text in damaged), b"\xff\xfe\x00"):
+        if content is None:
+            os.mkfifo(path)  # whose reader would wait for ever
+        else:
+            path.unlink()
+            path.write_bytes(content)
         caplog.clear()
-        assert not any(kept.file.load()), content[:80]
+        assert not any(kept.file.load()), content and content[:80]
         assert str(path) in caplog.text

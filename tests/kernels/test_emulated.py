@@ -8,42 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
+from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check, shared_reads
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
-from tests.kernels.emulator import WHY_NOT, EmulatedKernel
-
-KERNELS = (gated_delta, inputs)
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """Compiled sources, by what was asked of mlx."""
-    folder = tmp_path_factory.mktemp("kernels")
-    kept = {}
-
-    def make(**asked):
-        key = repr(asked)
-        return kept.setdefault(key, EmulatedKernel(folder, **asked))
-
-    return make
-
-
-# The bodies are the same for both; a compiler's run for each shape and type takes its time.
-@pytest.fixture(params=["cuda", pytest.param("metal", marks=pytest.mark.full)])
-def emulated(request, monkeypatch, compiled):
-    """Everything that asks for a GPU finds this one."""
-    if WHY_NOT is not None:
-        pytest.skip(WHY_NOT)
-    monkeypatch.setattr(gpu, "backend", lambda: request.param)
-    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
-    monkeypatch.setattr(mx, "compile", lambda function: function)
-    for module in KERNELS:
-        monkeypatch.setattr(module._KERNEL, "_built", {})
-        monkeypatch.setattr(module._KERNEL, "_works", {})
-    return request.param
-
 
 SMALL = Shape(2, 32, 4, 32)
 F32, BF16 = mx.float32, mx.bfloat16
@@ -192,7 +160,7 @@ CUDA_ONLY = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|__\w+|cg::\w+)")
 CALLS = {"fma", "sqrt", "exp", "log", "fabs", "SHUFFLE_XOR", "if", "for", "return", "static_cast"}
 
 
-@pytest.mark.parametrize("module", KERNELS)
+@pytest.mark.parametrize("module", [gated_delta, inputs, shared_reads])
 def test_the_body_is_common_c_of_both_backends(module):
     body = re.sub(r"//[^\n]*", "", module._KERNEL.body)
     assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)

@@ -181,9 +181,11 @@ def test_what_is_typed_for_llm_works_in_a_shell(connect, tmp_path):
     assert (model["model_id"], model["model_name"]) == ("mlx-mtp", MODEL)
 
 
-def test_no_server(connect):
+def test_no_server(connect, capsys):
     nowhere, wrong = ("127.0.0.1:1", "http://127.0.0.1:1", "x y"), ("ftp://x", "http://")
     for words, urls in (("No server answers", nowhere), ("is not an address", wrong)):
         for url in urls:
             error = connect("codex", url=url, status=2)
             assert error.startswith("mlx-mtp: ") and words in error
+    assert main(["connect", "codex", "127.0.0.1:1"], os.environ) == 2
+    assert "No server answers" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mlx_mtp.speculative.copies import GRAM, MOST_MATCH, Copies, Index
+from mlx_mtp.speculative.copies import GRAM, MOST_MATCH, OBJECTS, Copies, Index
 
 FILE = random.Random(1).sample(range(10, 5000), 200)
 
@@ -35,7 +35,7 @@ def test_the_longest_match_is_found_however_the_text_came(seed):
     assert text[place - length : place] == text[len(text) - length :]
     # The same by arrays at once, within the memory that the formula says.
     assert Index(text).find(index.tokens) == (length, place)
-    assert index.nbytes <= 4 * (2 * len(text) + max(2 * len(text), 256))
+    assert index.nbytes <= OBJECTS + 4 * (2 * len(text) + max(2 * len(text), 256))
 
 
 def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
@@ -56,6 +56,28 @@ def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not(
     assert copier.chances() == []
 
 
+@pytest.mark.parametrize("cycle", [[7], [7, 8], [7, 8, 9], FILE[:15]])
+def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
+    text = (cycle * 100)[:100]
+    copier = Copies(0).of(text[:9], None)
+    at = 9
+    for count in (1, 3, 17, 5, 2, 16, 30):
+        copier.extend(text[at : at + count])
+        at += count
+    assert list(copier.run) == text[at : at + 16]
+
+
+def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monkeypatch):
+    copies, built, build = Copies(1 << 20), [], Index._build
+    monkeypatch.setattr(Index, "_build", lambda self: (built.append(len(self.tokens)), build(self)))
+    for number in range(40):
+        copies.keep(None, [1000 * number + n for n in range(300)])
+    assert len(built) <= 10  # as the table of entries grows
+    copier = copies.of([1, 2, 3], None)
+    copier.extend([25_100, 25_101, 25_102])
+    assert list(copier.run) == [25_103 + n for n in range(16)]
+
+
 def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
     copies = Copies(1 << 14)
     copies.keep("a", FILE[:100])
@@ -71,7 +93,8 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
     assert run("b", *FILE[10:14]) == run("c", *FILE[10:14]) == []
     for number in range(60):
         copies.keep("a", [1000 * number + n for n in range(120)])
-        assert copies.nbytes <= 1 << 14
+        copies.keep(number, FILE[:5])
+        assert copies.nbytes == sum(text.nbytes for text in copies._texts.values()) <= 1 << 14
     assert run("a", 59_010, 59_011, 59_012)[0] == 59_013
     assert run("a", *FILE[10:14]) == []
     copies.clear()

@@ -1,0 +1,35 @@
+"""A GPU that is emulated on the CPU."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.kernels import gated_delta, gpu, inputs, shared_reads
+from tests.kernels.emulator import WHY_NOT, EmulatedKernel
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Compiled sources, by what was asked of mlx."""
+    folder = tmp_path_factory.mktemp("kernels")
+    kept = {}
+
+    def make(**asked):
+        key = repr(asked)
+        return kept.setdefault(key, EmulatedKernel(folder, **asked))
+
+    return make
+
+
+# The bodies are the same for both; a compiler's run for each shape and type takes its time.
+@pytest.fixture(params=["cuda", pytest.param("metal", marks=pytest.mark.full)])
+def emulated(request, monkeypatch, compiled):
+    """Everything that asks for a GPU finds this one."""
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    monkeypatch.setattr(gpu, "backend", lambda: request.param)
+    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    for module in (gated_delta, inputs, shared_reads):
+        monkeypatch.setattr(module._KERNEL, "_built", {})
+        monkeypatch.setattr(module._KERNEL, "_works", {})
+    return request.param
