@@ -86,9 +86,17 @@ class EngineConfig:
     )
     prefill_step_size: int = setting(
         "memory and prefix cache: --prefill-step-size N",
-        "most prompt tokens computed in one step; running streams wait for one such step at a time",
+        "most prompt tokens computed in one step",
         whole(1, 1 << 20),
         default=512,
+    )
+    max_decode_pause: float = setting(
+        "limits: --max-decode-pause MS",
+        "most milliseconds that a step of running streams waits for a chunk of a prompt, as far as "
+        "that leaves prompts half of their speed; 0: chunks have --prefill-step-size tokens",
+        at_least(0.0),
+        default=100.0,
+        program_default=0.0,
     )
     overlap: bool = True  # Launch step i+1 before the tokens of step i are read.
     calibration_seconds: float = setting(

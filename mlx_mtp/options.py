@@ -130,11 +130,7 @@ GENERATE_FLAGS = _in_order(
     MODEL_FLAG,
     replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
     DTYPE,
-    replace(
-        _ENGINE["--prefill-step-size"],
-        usage="model: --prefill-step-size N",
-        help="most prompt tokens computed in one step",
-    ),
+    replace(_ENGINE["--prefill-step-size"], usage="model: --prefill-step-size N"),
     _ENABLE_MTP,
     _ENGINE["--mtp-num-draft-tokens"],
     DRAFT_VOCAB,

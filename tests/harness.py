@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
@@ -185,6 +186,7 @@ class Driver:
         copies: Copies | None = None,
         min_gain: int = 4,
         store: PrefixStore | None = None,
+        prefills: Callable[[EngineConfig], Prefills] = Prefills,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
@@ -199,7 +201,9 @@ class Driver:
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
         self.copies = Copies(1 << 20) if copies is None and config.copies else copies
         self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
-        self.scheduler = Scheduler(config, depth, self.reuse, copies=self.copies)
+        self.scheduler = Scheduler(
+            config, depth, self.reuse, copies=self.copies, prefills=prefills(config)
+        )
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.has_read = threading.Event()

@@ -13,12 +13,15 @@ from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig, check_settings
-from mlx_mtp.engine.calibration import CostKeeper, fingerprint
+from mlx_mtp.engine.calibration import CostKeeper
+from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.cost_file import fingerprint
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.first_answer import check_answers
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
@@ -74,14 +77,14 @@ def build_engine(
     sources = (*([] if proposer is None else [config.draft_source]), *([COPY] * config.copies))
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
-    keeper = None
+    keeper, chunks = None, ChunkCosts(config.prefill_step_size)
     if num_draft_tokens != "auto":
         drafts = FixedDepth(num_draft_tokens)
     else:
         costs = StepCosts()
         mark = fingerprint(model, None if ids is None else len(ids), sources)
         drafts = DraftsByWorth(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        keeper = CostKeeper(costs, config, cache_dir, mark, sources)
+        keeper = CostKeeper(costs, chunks, config, cache_dir, mark, sources)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -104,7 +107,8 @@ def build_engine(
         turn_ends = frozenset(info.eos_token_ids)
         reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
         usage = None if memory is None else memory.usage
-        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies)
+        prefills = Prefills(config, chunks)
+        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
         runner = ModelRunner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 

@@ -1,31 +1,20 @@
 """The price list between runs and while nobody asks: measured, and kept in a file."""
 
-import hashlib
-import json
 import logging
-import os
-import platform
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
-from pydantic import BaseModel, Field, NonNegativeFloat
-
-from mlx_mtp import __version__
 from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
+from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.cost_file import CostFile, Measured
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, HEAD, Seconds, StepCosts
@@ -58,9 +47,6 @@ _PROMPT_TOKENS = 8
 _TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
 _MOST_STEPS = 40  # of a cell, timed or not
 _SAVE_SECONDS = 300.0
-_FORMAT = 2
-_LARGEST = 1 << 22  # bytes of a file
-_FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
 
 
 class _Recorder(FixedDepth):
@@ -180,23 +166,23 @@ class CostKeeper:
     def __init__(
         self,
         costs: StepCosts,
+        chunks: ChunkCosts,
         config: EngineConfig,
         folder: Path | None,
         fingerprint: str,
         sources: Many[str] = (HEAD, COPY),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
-        self._costs = costs
-        self._fingerprint = fingerprint
+        self.file = CostFile(folder, fingerprint)
+        self._costs, self._chunks = costs, chunks
         self._clock = clock
         self._saved_at = clock()
-        self._warned = False
-        self._saved = self.load()
-        if self._saved:
-            costs.load(self._saved)
-            logger.debug("Step costs of an earlier run: %s", self._saved)
-        cells = cells_to_measure(self._saved, config.max_num_seqs, sources)
+        known = self.file.load()
+        if any(known):
+            costs.load(known.seconds)
+            chunks.load(known.chunks, known.per_context)
+            logger.debug("Costs of an earlier run: %s", known)
+        cells = cells_to_measure(known.seconds, config.max_num_seqs, sources)
         self._calibration = Calibration(costs, config, cells)
 
     @property
@@ -225,68 +211,5 @@ class CostKeeper:
             self.save()
 
     def save(self) -> None:
-        """Replace the file atomically, if there is anything new; a failure is logged once."""
         self._saved_at = self._clock()
-        table, path = self._costs.table(), self.path
-        if path is None or not table or table == self._saved:
-            return
-        mark = {"format": _FORMAT, "fingerprint": self._fingerprint, "saved_at": time.time()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A temporary folder is removed with its content, whatever fails.
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
-                temporary = Path(beside) / path.name
-                temporary.write_text(json.dumps(mark | {"seconds": table}))
-                os.replace(temporary, path)
-            self._saved = table
-        except OSError as error:
-            if not self._warned:
-                logger.warning("Step costs are not kept for the next run: %s", error)
-            self._warned = True
-
-    def load(self) -> Seconds:
-        if self.path is None:
-            return {}
-        try:
-            status = self.path.stat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-                raise ValueError(f"it is not a file of at most {_LARGEST:,} bytes")
-            file = _File.model_validate_json(self.path.read_bytes())
-            if (file.format, file.fingerprint) != (_FORMAT, self._fingerprint):
-                raise ValueError("it is of another version, model or machine")
-            if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
-                raise ValueError("it is too old")
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            # It will be replaced by what this run measures.
-            logger.warning("%s is not used: %s", self.path, str(error).partition("\n")[0])
-            return {}
-        return {size: {**sources} for size, sources in file.seconds.items()}
-
-
-class _File(BaseModel):
-    format: int
-    fingerprint: str
-    saved_at: float
-    seconds: dict[
-        Annotated[int, Field(ge=1, le=1 << 20)],
-        dict[str, dict[NonNegativeFloat, Annotated[float, Field(ge=1e-9, le=1e6)]]],
-    ]
-
-
-def fingerprint(
-    model: LoadedModel, num_draft_ids: int | None = None, sources: Many[str] = (HEAD, COPY)
-) -> str:
-    """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device."""
-    parameters = tree_flatten(model.model.parameters())
-    device = mx.device_info()
-    parts = [
-        model.config,
-        [(name, list(value.shape), str(value.dtype)) for name, value in parameters],
-        [str(device.get(name)) for name in ("device_name", "architecture", "memory_size")],
-        [str(mx.default_device()), platform.platform(), os.cpu_count(), metadata.version("mlx")],
-        [__version__, *sources, num_draft_ids],
-    ]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+        self.file.save(Measured(self._costs.table(), *self._chunks.table()))

@@ -32,6 +32,7 @@ class EngineCore:
         self._in_flight: list[InFlightStep] = []
         self._clock = clock
         self._timer = StepTimer(clock)
+        self._read_at = 0.0
         self._heartbeat = heartbeat or Heartbeat()
         self._last_plan: StepPlan | None = None
 
@@ -85,14 +86,22 @@ class EngineCore:
 
     def _run(self, plan: StepPlan) -> tuple[list[InFlightStep], float | None]:
         """The steps that have been read, and what a decode step took if that is known."""
+        began = self._clock()
         launched = self.runner.run(plan)
+        for step in launched:
+            step.launched_at = began
         ready, self._in_flight = self._in_flight, launched
         # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
         # a launch failed: its rows are gone, and the next plan must not count on them.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
-        steps = self.runner.read(ready)
+        steps = []
+        for step in ready:
+            steps += self.runner.read([step])
+            now = self._clock()
+            # The device begins it when it has been launched and what was before it has ended.
+            step.seconds, self._read_at = now - max(self._read_at, step.launched_at), now
         return steps, self._timer.lap(ready, launched)
 
 

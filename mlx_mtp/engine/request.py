@@ -26,6 +26,7 @@ class Request:
     client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
     cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
     trace: bool = False  # its outputs have the drafts of each step
+    progress: bool = False  # outputs before its first token say how much of its prompt is computed
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:
@@ -56,6 +57,15 @@ class Draft(NamedTuple):
     source: str  # a name in `speculative/draft_sources.py`
 
 
+class Progress(NamedTuple):
+    """How much of a prompt is computed, in tokens."""
+
+    total: int
+    reused: int  # from the prefix cache
+    done: int  # those included
+    began: float  # `perf_counter`
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one request gets of one step; its last output has a finish reason."""
@@ -77,3 +87,4 @@ class RequestOutput:
     # With the first output, if they were asked for: of all tokens of the prompt but its first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafts: tuple[Draft, ...] | None = None  # verified in this step; None: no trace was asked for
+    progress: Progress | None = None  # up to the first output with tokens, if it was asked for

@@ -23,6 +23,7 @@ from mlx_mtp.speculative.proposer import Computed, DraftProposer
 logger = logging.getLogger(__name__)
 
 _CLEAR_STEPS = 256
+_CLEAR_TOKENS = 512  # of prompts: not at each of many short chunks
 
 
 class ModelRunner:
@@ -40,7 +41,7 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
-        self._num_steps = 0
+        self._num_steps = self._num_tokens = 0  # of prompts, since the cache was cleared last
         self._failed_last = False
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
@@ -113,6 +114,8 @@ class ModelRunner:
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
+        step.did_more = warm or bool(step.saves) or step.prompt is not None
+        step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
 
@@ -202,8 +205,10 @@ class ModelRunner:
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
-        due = plan.chunk or not plan.decode or self._num_steps % _CLEAR_STEPS == 0
-        if due or self._failed_last:
+        self._num_tokens += sum(length for _, _, length in plan.chunk)
+        due = not plan.decode or self._num_steps % _CLEAR_STEPS == 0
+        if due or self._failed_last or self._num_tokens >= _CLEAR_TOKENS:
+            self._num_tokens = 0
             mx.clear_cache()
         self._failed_last = False
 

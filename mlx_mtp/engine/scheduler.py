@@ -1,6 +1,5 @@
 """Which rows take part in the next step. No arrays, no model: policy alone."""
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -9,6 +8,7 @@ from time import perf_counter
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Draft, FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
@@ -22,9 +22,9 @@ from mlx_mtp.speculative.worth import DecodeStep, DraftPolicy, Outcome
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
-    A plan holds at most one chunk of a group of prompts, cut at multiples of `prefill_step_size`,
-    and one decode step. `usage` says which share of the memory rows of so many tokens each take;
-    without it they all fit.
+    A plan holds at most one chunk of a group of prompts (see `Prefills`), cut at multiples of
+    `prefill_step_size`, and one decode step. `usage` says which share of the memory rows of so many
+    tokens each take; without it they all fit.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Scheduler:
         usage: Callable[[list[int]], float] | None = None,
         totals: EngineStats | None = None,
         copies: Copies | None = None,  # None: nothing is copied
+        prefills: Prefills | None = None,
     ) -> None:
         self._config = config
         self._drafts, self._copies = drafts, copies
@@ -43,9 +44,10 @@ class Scheduler:
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
         self._held: list[Sequence] = []  # another request computes their prefix, or it is read
-        self._groups: deque[list[Sequence]] = deque()  # prompts that are computed together
+        self._prefills = prefills or Prefills(config)
         self._running: list[Sequence] = []
         self._last_size = 0
+        self._begun: list[RequestOutput] = []  # reports of prompts that were admitted
 
     @property
     def num_waiting(self) -> int:
@@ -64,7 +66,7 @@ class Scheduler:
             num_requests_waiting=self.num_waiting,
             kv_usage=self._usage([s.num_cached for s in rows]),
             prefills=tuple(
-                Prefill(s.request_id, s.admitted_at, s.num_computed, s.num_prompt)
+                Prefill(s.request_id, s.admitted_at, s.num_cached, s.num_prompt)
                 for s in rows
                 if s.status is Status.PREFILLING
             ),
@@ -87,11 +89,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self._drop_finished()
-        self._admit()
-        chunk = self._next_chunk()
         decode = tuple(self._running)
         if all(s.surely_finished for s in decode):
             decode = ()
+        if self.num_waiting:
+            self._admit(self._prefills.most_tokens(beside=bool(decode)))
+        chunk = self._prefills.next_chunk(beside=bool(decode))
         live = frozenset(s for s in self._admitted() if not s.finished)
         return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode))
 
@@ -99,7 +102,7 @@ class Scheduler:
         self, steps: Iterable[InFlightStep], seconds: float | None = None
     ) -> list[RequestOutput]:
         """Update the requests from steps that were read; `seconds` is the cost of the one step."""
-        outputs = []
+        outputs, self._begun = self._begun, []
         for step in steps:
             self._observe(step, seconds)
             rows = (self._update_row(step, row) for row in range(len(step.sequences)))
@@ -110,6 +113,8 @@ class Scheduler:
         rows = [row for row in range(len(step.sequences)) if step.error_of(row) is None]
         if step.is_prefill:
             self._totals.prompt_tokens += sum(step.num_positions[row] for row in rows)
+            if rows:
+                self._prefills.observe(step)
             return
         outcomes = []
         for row in rows:
@@ -142,15 +147,13 @@ class Scheduler:
         ended = step.finished[row] and sequence.num_cached >= sequence.num_prompt
         sequence.prompt_logprobs += step.prompt_logprobs[row]
         if not (tokens or ended):
-            return None
+            return None if sequence.output else _report(sequence)
         is_first = not sequence.output
         sequence.output += tokens
         self._look_for_copies(sequence, tokens)
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING and tokens:
-            for group in self._groups:
-                if sequence in group:
-                    group.remove(sequence)
+            self._prefills.drop(sequence)
             sequence.status = Status.DECODING
             self._running.append(sequence)
         reason: FinishReason | None = None
@@ -175,6 +178,7 @@ class Scheduler:
             drafts=tuple(Draft(token, self._source(step, row)) for token in step.drafts[row])
             if sequence.request.trace
             else None,
+            progress=sequence.progress if is_first else None,
         )
 
     def _choose_drafts(
@@ -206,10 +210,7 @@ class Scheduler:
         row.copier.extend(tokens)
 
     def _admitted(self) -> list[Sequence]:
-        return [*self._prefilling(), *self._running]
-
-    def _prefilling(self) -> list[Sequence]:
-        return [s for group in self._groups for s in group]
+        return [*self._prefills, *self._running]
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
@@ -217,14 +218,14 @@ class Scheduler:
             if sequence.finished or sequence.begun:
                 self.reuse.release(sequence)
         self._running = [s for s in self._running if not s.finished]
-        groups = ([s for s in group if not s.finished] for group in self._groups)
-        self._groups = deque(filter(None, groups))
+        for sequence in [s for s in self._prefills if s.finished]:
+            self._prefills.drop(sequence)
 
-    def _admit(self) -> None:
-        """Form a group of the first waiting prompts whose padded chunk fits the step."""
+    def _admit(self, step: int) -> None:
+        """Form a group of the first waiting prompts whose padded chunk has no more tokens."""
         room = self._config.max_num_seqs - len(self._admitted())
         group: list[Sequence] = []
-        step, longest = self._config.prefill_step_size, 0
+        longest = 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
             prefix = self.reuse.find(sequence)
             start = 0 if prefix is None else prefix.end
@@ -236,9 +237,10 @@ class Scheduler:
             self.reuse.begin(sequence, prefix)
             sequence.status = Status.PREFILLING
             sequence.admitted_at = perf_counter()
+            self._begun += filter(None, [_report(sequence)])
             group.append(sequence)
         if group:
-            self._groups.append(group)
+            self._prefills.add(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
         """The first that there is memory for; those that wait for their prefix are set aside.
@@ -248,7 +250,7 @@ class Scheduler:
         """
         reuse = self.reuse
         self._put_back()
-        prefilling = self._prefilling() + group
+        prefilling = [*self._prefills, *group]
         while len(self._waiting):
             sequence = self._waiting.peek()
             if not reuse.held_back(sequence, prefilling):
@@ -270,19 +272,8 @@ class Scheduler:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)
 
-    def _next_chunk(self) -> PrefillChunk:
-        step = self._config.prefill_step_size
-        for _ in range(len(self._groups)):
-            group = self._groups[0]
-            self._groups.rotate(-1)
-            rows = tuple(
-                (s, s.num_computed, s.next_cut(step) - s.num_computed)
-                for s in group
-                if s.num_computed < s.num_prompt or not s.begun
-            )
-            if rows:
-                for sequence, start, length in rows:
-                    sequence.num_computed = start + length
-                    sequence.begun = True
-                return rows
-        return ()
+
+def _report(sequence: Sequence) -> RequestOutput | None:
+    """How much of a prompt is computed, if that was asked for."""
+    progress = sequence.progress
+    return progress and RequestOutput(sequence.request_id, progress=progress)

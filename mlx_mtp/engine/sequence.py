@@ -4,7 +4,7 @@ import enum
 from collections.abc import Sequence as Many
 
 from mlx_mtp.cache.prefix_tree import Node, root_key
-from mlx_mtp.engine.request import Request, TokenLogprobs
+from mlx_mtp.engine.request import Progress, Request, TokenLogprobs
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.worth import DraftRow
 
@@ -78,6 +78,13 @@ class Sequence:
     def max_cached(self) -> int:
         """Most positions in its caches once all steps in flight have run."""
         return self.num_cached + self._positions_in_flight
+
+    @property
+    def progress(self) -> Progress | None:
+        """How much of its prompt has been computed, if that was asked for."""
+        if not self.request.progress:
+            return None
+        return Progress(self.num_prompt, self.num_reused, self.num_cached, self.admitted_at)
 
     def to_copy(self, count: int) -> Many[int]:
         """At most so many tokens of its run: as many as it may emit and its grammar allows."""

@@ -45,7 +45,7 @@ class Prefill(NamedTuple):
 
     request_id: str
     began: float  # `perf_counter`
-    done: int  # tokens computed or launched, or from the prefix cache
+    done: int  # tokens computed, or from the prefix cache
     total: int
 
 
@@ -72,6 +72,14 @@ class EngineStats:
     active_memory: int = 0  # bytes that arrays take now
     num_restarts: int = 0  # how often the engine's thread died and was started again
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(prefill.total for prefill in self.prefills)
+
+    @property
+    def prefill_tokens_done(self) -> int:
+        return sum(prefill.done for prefill in self.prefills)
 
     def count_window(self, source: str, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts

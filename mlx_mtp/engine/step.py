@@ -94,6 +94,9 @@ class InFlightStep:
     error: MlxMtpError | None = None  # the whole step failed
     row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)  # by index
     saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
+    did_more: bool = False  # than computing tokens: restored or saved a prefix, or made logprobs
+    done: mx.array | None = None  # of a chunk: is there when all of it has been computed
+    launched_at: float = 0.0  # by the core's clock
     # Valid once it has been read:
     num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
     token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
@@ -103,6 +106,7 @@ class InFlightStep:
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     finished: list[bool] = field(default_factory=list)  # the device ended the row
+    seconds: float | None = None  # from the end of what was before it on the device to its own
 
     def __post_init__(self) -> None:
         count = len(self.sequences)
@@ -120,6 +124,9 @@ class InFlightStep:
 
     def read(self) -> None:
         """Wait for the device; raises what it raises, and then nothing has been read."""
+        if self.done is not None:
+            mx.eval(self.done)
+            self.done = None
         if self.prompt is not None:
             self.prompt_logprobs = self.prompt.read(self.sequences)
             self.prompt = None

@@ -81,7 +81,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "n_discard": ((ANY,), "llama.cpp: of a context that it shifts"),
     "num_keep": ((ANY,), "Ollama: of a context that it shifts"),
     "timings_per_token": ((False,), "llama.cpp"),
-    "return_progress": ((False,), "llama.cpp"),
     "raw": ((False,), "Ollama"),
     "return_hidden_states": ((False,), "SGLang"),
     "no_stop_trim": ((False,), "SGLang"),

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.request import Progress, Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.output_stream import Delta, OutputStream
@@ -196,6 +196,10 @@ class Generation:
                 yield []
             found: list[Delta] = []
             for at, output in arrived:
+                if output.progress is not None:
+                    found.append(self._progress(at, output, output.progress))
+                    if not output.token_ids:
+                        continue
                 try:
                     if output.prompt_logprobs:  # which may be many
                         delta = await asyncio.to_thread(self._push, at, output)
@@ -231,6 +235,17 @@ class Generation:
         if delta.finish_reason is not None:
             self._dispatcher.cancel([output.request_id])
         return delta
+
+    def _progress(self, at: float, output: RequestOutput, made: Progress) -> Delta:
+        """In llama.cpp's form, where the last token of a prompt comes with the answer's first."""
+        before = made.total - 1
+        told = {
+            "total": made.total,
+            "cache": min(made.reused, before),
+            "processed": made.total if output.token_ids else min(made.done, before),
+            "time_ms": max(round(1e3 * (at - made.began)), 0),
+        }
+        return Delta(self._by_id[output.request_id].index, progress=told)
 
     def _note_times(self, at: float, output: RequestOutput, count: int) -> None:
         times = self._times.get(output.request_id)

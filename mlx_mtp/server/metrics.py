@@ -62,6 +62,11 @@ _GAUGES = {
     "num_requests_running": ("Requests in a batch.", "stats.num_requests_running"),
     "num_requests_waiting": ("Requests not yet admitted.", "stats.num_requests_waiting"),
     "num_requests_held": ("Sequences running, waiting or being prepared.", "limiter.held"),
+    "prefill_tokens": ("Of prompts that are being computed.", "stats.prefill_tokens"),
+    "prefill_tokens_done": (
+        "Those of them that are computed, or from the cache.",
+        "stats.prefill_tokens_done",
+    ),
     "kv_cache_usage_perc": ("Used share of the memory for rows; 1 is all.", "stats.kv_usage"),
     "prefix_cache_bytes": ("Memory of the prefix cache.", "stats.prefix_cache.nbytes"),
     "prefix_cache_entries": (

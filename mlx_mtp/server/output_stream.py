@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
@@ -19,6 +19,7 @@ class Delta:
     index: int
     events: Sequence[Event] = ()
     finish_reason: str | None = None
+    progress: Mapping[str, int] | None = None  # of the prompt, before its first token
 
 
 class OutputStream:

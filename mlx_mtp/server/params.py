@@ -33,6 +33,7 @@ class RequestOptions:
     bad_words: Sequence[str] = ()
     num_draft_tokens: int | None = None
     trace: bool = False  # the stream has the drafts of each step
+    progress: bool = False  # and says how much of the prompt is computed
     user: str | None = None  # the client's name for its end user
     cache_salt: str | None = None
 
@@ -132,6 +133,7 @@ def engine_requests(
                 client=client,
                 cache_salt=options.cache_salt or "",
                 trace=options.trace,
+                progress=options.progress and choice == 0,  # The others wait for its prefix.
             )
             for choice in range(options.n)
             # Those of one choice will do where they are no part of the choices.

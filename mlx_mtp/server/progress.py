@@ -21,7 +21,9 @@ _STATUS = (
     "%(running)d running, %(waiting)d waiting; prompts %(prompt_tokens_per_second).1f tokens/s, "
     "answers %(tokens_per_second).1f tokens/s, %(drafts)s, KV %(kv_usage).1f%%"
 )
-_PREFILL = "%(id)s: prefill of %(total)d tokens, %(percent).0f%% done after %(seconds).0f s"
+_PREFILL = (
+    "%(id)s: prefill of %(total)d tokens, %(done)d (%(percent).0f%%) done after %(seconds).0f s"
+)
 
 Line = tuple[str, dict[str, Any]]
 
@@ -39,7 +41,8 @@ class Progress:
             if now - self._told[name] >= PREFILL_SECONDS:
                 self._told[name] = now
                 percent, seconds = 100 * done / total, now - began
-                yield _PREFILL, {"id": name, "total": total, "percent": percent, "seconds": seconds}
+                fields = {"id": name, "total": total, "done": done}
+                yield _PREFILL, fields | {"percent": percent, "seconds": seconds}
         if now - self._at >= STATUS_SECONDS:
             yield from self._status(stats, now)
             self._last, self._at = stats, now

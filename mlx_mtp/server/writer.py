@@ -43,8 +43,8 @@ class Block:
 class Writer(ABC):
     """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
-    Of a stream: `opening`; `start`, `add` and `stop` of blocks; `finish` of a choice; `ending` or
-    `failure`. `whole` is the answer that isn't streamed.
+    Of a stream: `opening`; `progress` of the prompt; `start`, `add` and `stop` of blocks; `finish`
+    of a choice; `ending` or `failure`. `whole` is the answer that isn't streamed.
     """
 
     media_type = "text/event-stream"
@@ -60,6 +60,8 @@ class Writer(ABC):
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)
 
     def read(self, delta: Delta) -> Steps:
+        if delta.progress is not None:
+            yield partial(self.progress, delta.index, delta.progress)
         for found in delta.events:
             match found:
                 case events.ToolStart():
@@ -125,6 +127,9 @@ class Writer(ABC):
             yield partial(self.stop, block)
 
     def opening(self) -> Iterable[bytes]:
+        return ()
+
+    def progress(self, choice: int, told: Mapping[str, int]) -> Iterable[bytes]:
         return ()
 
     def start(self, block: Block) -> Iterable[bytes]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
@@ -60,6 +62,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "requests": ("greedy", "sampled", "greedy grammars", "sampled grammars"),
     "arrivals": ("alone", "staggered", "cancelled"),
     "overlap": (True, False),
+    "chunks": ("whole", "random"),
 }
 
 
@@ -155,6 +158,17 @@ class Erratic:
         self.steps.append(step)
 
 
+class RandomChunks(Prefills):
+    """Chunks of any length up to a step's."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.random = random.Random(5)
+
+    def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
+        return self.random.randint(1, self._step)
+
+
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     """The head's KV of a running row is as if written in one go; the driver is run to its end."""
     batch = driver.runner.batches.decoding
@@ -193,12 +207,19 @@ def driver(
     store: PrefixStore | None = None,
     vocab_size: int = VOCAB,
     min_gain: int = 4,
+    prefills: Callable[[EngineConfig], Prefills] = Prefills,
     **settings: object,
 ) -> Driver:
     settings = {"prefill_step_size": STEP, "prefix_cache_size": ROOM} | settings
     config = EngineConfig(num_draft_tokens=depth, **settings)
     run = Driver(
-        model, vocab_size=vocab_size, stop_ids=(EOS,), config=config, min_gain=min_gain, store=store
+        model,
+        vocab_size=vocab_size,
+        stop_ids=(EOS,),
+        config=config,
+        min_gain=min_gain,
+        store=store,
+        prefills=prefills,
     )
     run.store = store
     return run

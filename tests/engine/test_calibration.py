@@ -9,7 +9,7 @@ import time
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import calibration
+from mlx_mtp.engine import cost_file
 from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.calibration import (
@@ -17,8 +17,9 @@ from mlx_mtp.engine.calibration import (
     Cell,
     CostKeeper,
     cells_to_measure,
-    fingerprint,
 )
+from mlx_mtp.engine.chunks import ChunkCosts
+from mlx_mtp.engine.cost_file import fingerprint
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
 from mlx_mtp.speculative.proposer import MTPProposer
@@ -27,6 +28,7 @@ from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
 
 TABLE = {1: {HEAD: {0: 0.01, 3: 0.02}, COPY: {16: 0.03}}, 16: {HEAD: {0: 0.05}}}
+CHUNKS = {64: 2e-4, 512: 1e-4}, 1e-9
 MARK = "a" * 64
 CELLS = [Cell(1, 0), Cell(1, 2), Cell(1, 16, COPY), Cell(3, 1)]
 
@@ -38,9 +40,10 @@ def runner(tiny_models) -> ModelRunner:
 
 
 def keeper(folder, table=None, mark=MARK, **more) -> CostKeeper:
-    costs = StepCosts()
+    costs, chunks = StepCosts(), ChunkCosts(512)
     costs.load(table or {})
-    return CostKeeper(costs, EngineConfig(), folder, mark, **more)
+    chunks.load(*CHUNKS if table else ({}, 0.0))
+    return CostKeeper(costs, chunks, EngineConfig(), folder, mark, **more)
 
 
 def measured(costs: StepCosts) -> set[Cell]:
@@ -177,7 +180,7 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     serve(60)
     (kept,) = tmp_path.iterdir()
     mark = fingerprint(tiny_models["qwen3_5"])
-    assert list(keeper(tmp_path, mark=mark).load()) == [1]
+    assert list(keeper(tmp_path, mark=mark).file.load().seconds) == [1]
     kept.write_text("{")
     serve()
     assert json.loads(kept.read_text())["seconds"]
@@ -198,21 +201,22 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
 ):
     now = [0.0]
     kept = keeper(tmp_path / "not" / "there", TABLE, clock=lambda: now[0])
-    path = kept.path
+    path = kept.file.path
     kept.save_periodically()
-    assert kept.load() == {}
+    assert not any(kept.file.load())
     with monkeypatch.context() as patch:
-        patch.setattr(calibration.os, "replace", lambda source, target: os.stat("missing"))
+        patch.setattr(cost_file.os, "replace", lambda source, target: os.stat("missing"))
         kept.save()
     assert os.listdir(path.parent) == []
     now[0] = 1000.0
     kept.save_periodically()
     assert os.listdir(path.parent) == [path.name]
-    assert kept.load() == {
+    steps = {
         size: {source: pytest.approx(curve) for source, curve in row.items()}
         for size, row in TABLE.items()
     }
-    assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").load() == {}
+    assert kept.file.load() == (steps, *CHUNKS)
+    assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").file.load() == ({}, {}, 0.0)
     good = path.read_text()
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
     row = {"mtp": {"0": 1.0}}
@@ -222,8 +226,9 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     seconds += [{"1": {"mtp": {"0": value}}} for value in bad]
     changes = [{"format": 0}, {"fingerprint": "c" * 64}, {"saved_at": "yesterday"}]
     changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"seconds": each} for each in seconds)]
+    changes += [{"chunks": {"64": value}} for value in bad] + [{"per_context": -1.0}]
     damaged += [json.dumps(json.loads(good) | change) for change in changes]
-    damaged.append(good + " " * calibration._LARGEST)
+    damaged.append(good + " " * cost_file._LARGEST)
     path.unlink()
     for content in (None, *(text.encode() for text in damaged), b"\xff\xfe\x00"):
         if content is None:
@@ -232,5 +237,5 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
             path.unlink()
             path.write_bytes(content)
         caplog.clear()
-        assert kept.load() == {}, content and content[:80]
+        assert not any(kept.file.load()), content and content[:80]
         assert str(path) in caplog.text

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.copies import Copies
@@ -16,6 +17,7 @@ from tests.engine.cases import (
     SPECS,
     STEP,
     Erratic,
+    RandomChunks,
     check_head_cache,
     covering,
     make_requests,
@@ -27,7 +29,11 @@ from tests.tiny_models import VOCAB
 
 CASES = covering(FACTORS)
 for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
-    whole = dict(zip(FACTORS, (*values, FACTORS["arrivals"][number % 3], bool(number % 2))))
+    others = (
+        each[number // place % len(each)]
+        for place, each in enumerate(list(FACTORS.values())[4:], start=1)
+    )
+    whole = dict(zip(FACTORS, (*values, *others)))
     CASES.append(pytest.param(whole, marks=pytest.mark.full))
 
 
@@ -49,6 +55,7 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
         proposer=proposer_for(case["drafts"], model, reference, requests),
         depth=erratic,
         copies=Copies(1 << 20) if erratic else None,
+        prefills=RandomChunks if case["chunks"] == "random" else Prefills,
     )
     if erratic:
         wanted = itertools.cycle((None, 0, None, 1, None, 2, None, 4))

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
 from tests.cache.prefixes import FINGERPRINT, flush
-from tests.engine.cases import EOS, SAMPLED, driver
+from tests.engine.cases import EOS, SAMPLED, RandomChunks, driver
 from tests.harness import Driver, Ties, greedy, plain
 from tests.tiny_models import FAMILIES, VOCAB
 
@@ -43,6 +44,7 @@ SHAPES = st.fixed_dictionaries(
         "prefill_step_size": st.sampled_from([8, 16, 64]),
         "max_num_seqs": st.sampled_from([1, 3, 8]),
         "overlap": st.booleans(),
+        "prefills": st.sampled_from([Prefills, RandomChunks]),
         "prefix_cache_size": st.sampled_from([60_000, 200_000, 1 << 26]),
     }
 )

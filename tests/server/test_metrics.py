@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
+from mlx_mtp.engine.stats import EngineStats, Prefill, PrefixCacheStats
 from mlx_mtp.server.metrics import HISTOGRAMS
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
@@ -40,11 +40,14 @@ STATS = json.loads("""{
     "num_accepted_tokens_per_pos": {"mtp": [8, 9], "copy": [4]},
     "depths": [[1, 3], [16, 0]], "parked": true
 }""")
+STATS["prefills"] = (Prefill("a", 0.0, 20, 50), Prefill("b", 0.0, 1, 1))
 REASONS = ("queue_full", "draining", "engine", "connections", "bytes")
 PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASONS} | {
     "num_requests_running": 1,
     "num_requests_waiting": 2,
     "num_requests_held": 0,
+    "prefill_tokens": 51,
+    "prefill_tokens_done": 21,
     "kv_cache_usage_perc": 0.25,
     "engine_restarts_total": 18,
     "request_timeouts_total": 0,

@@ -200,4 +200,5 @@ def test_a_long_prefill_is_told_every_five_seconds_and_a_short_one_never() -> No
         ]
     }
     assert [now for now, told in found.items() if told] == [7]
-    assert found[7] == [{"id": "a", "total": 8000, "percent": 43.75, "seconds": 5.5}]
+    told = {"id": "a", "total": 8000, "done": 3500, "percent": 43.75, "seconds": 5.5}
+    assert found[7] == [told]

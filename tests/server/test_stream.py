@@ -3,16 +3,17 @@
 import itertools
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Progress, Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer, endless, out
+from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
 from tests.server.in_process import GOOD, MESSAGES, TEXT
 from tests.server.test_reliability import Valve
 from tests.server.wire_help import CHAT, ask, chat_body, events, saying
@@ -168,3 +169,45 @@ def test_models_and_paths_that_end_in_a_slash(client: Served) -> None:
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 1024)
     for path in (MODEL, "test%2Fmodel", MODEL + "/"):
         assert client.get(f"/v1/models/{path}").json() == card
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_the_progress_of_the_prompt(serve: Serve, path: str) -> None:
+    """In llama.cpp's form: the last token is processed when the answer's first one is there."""
+
+    def script(request: Request) -> Iterator[Output]:
+        began = time.perf_counter() - 2.0
+        reused = 30 if request.sampling.choice == 0 else 50
+        for done in (reused, 40):
+            if request.progress:
+                yield out(progress=Progress(50, reused, done, began))
+        yield out(300, progress=Progress(50, reused, 50, began) if request.progress else None)
+        yield out(EOS, finish="stop")
+
+    engine = FakeEngine(script)
+    with serve(engine) as client:
+        fields = {"prompt": "hi"} if path == TEXT else {}
+        fields |= {"n": 2, "return_token_ids": True}
+        plain = events(client, path, **fields)
+        assert not any(request.progress for request in engine.submitted)
+        ask(client, path, **fields, return_progress=True)
+        assert not any(request.progress for request in engine.submitted)
+        options = {"include_usage": True, "include_progress": True}
+        for more in ({"return_progress": True}, {"stream_options": options}):
+            chunks = events(client, path, **fields, **more)
+            told = [chunk for chunk in chunks if "prompt_progress" in chunk]
+            assert {each["choices"][0]["index"] for each in told} == {0}
+            choices = [each["choices"][0] for each in told]
+            assert all(c.get("delta", {}) == {} and c.get("text", "") == "" for c in choices)
+            assert not any("prompt_token_ids" in each for each in (*told, *choices))
+            told = [each["prompt_progress"] for each in told]
+            assert [each["processed"] for each in told] == [30, 40, 50]
+            assert {(each["total"], each["cache"]) for each in told} == {(50, 30)}
+            assert all(2000 <= each["time_ms"] < 60_000 for each in told)
+            rest = [chunk for chunk in chunks if "prompt_progress" not in chunk]
+            for index in range(2):
+                found, expected = (
+                    [c for chunk in each for c in chunk["choices"] if c["index"] == index]
+                    for each in (rest, plain)
+                )
+                assert found == expected

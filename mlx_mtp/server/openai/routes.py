@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -55,6 +55,12 @@ class _OpenAIWriter(Writer):
             Trace(self._tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
             for stream in generation.streams
         ]
+
+    def progress(self, choice: int, told: Mapping[str, int]) -> Iterable[bytes]:
+        empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
+        more = {"usage": None} if self._options.include_usage else {}
+        choices = [empty | {"finish_reason": None}]
+        yield event(self._fields(self.chunk_kind, choices, **more, prompt_progress=told))
 
     def finish(self, delta: Delta) -> Iterable[bytes]:
         yield self.chunk(delta.index, self.empty, None, delta.finish_reason)

@@ -123,6 +123,7 @@ class _UsageOptions(WireModel):
     include_usage: bool = False
     # vLLM's: with include_usage the counts so far are in every chunk.
     continuous_usage_stats: bool = False
+    include_progress: bool = False  # as return_progress
 
 
 class _MtpOptions(WireModel):
@@ -139,6 +140,7 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
     stop: fields.Stops = Field([])
     n: fields.Int = 1
     prompt_logprobs: fields.Int | None = None
+    return_progress: bool = False  # llama.cpp's: of streams, and without an effect elsewhere
     mtp: _MtpOptions = _MtpOptions()
 
     @model_validator(mode="after")
@@ -164,6 +166,7 @@ class GenerateRequest(fields.GenerateRequest, fields.OpenAILabels, fields.TextFi
             include_stop=self.include_stop_str_in_output,
             num_draft_tokens=self.mtp.num_draft_tokens,
             trace=self.mtp.trace,
+            progress=self.stream and (self.return_progress or self.stream_options.include_progress),
             user=self.user or self.safety_identifier,
             cache_salt=self.cache_salt,
         )

@@ -1,0 +1,321 @@
+"""Chunks of prompts and their turns, without a model: on a clock that costs move."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.chunks import ChunkCosts
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefix import PrefixCache
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.worth import FixedDepth
+from tests.engine.cases import ask, driver, words
+from tests.harness import greedy, request
+
+Cost = Callable[[int, float], float]  # seconds, by a chunk's tokens and how many are before it
+LONG = 60_000
+PAUSE = 0.1
+DECODE = 0.015
+STREAM = 10**6  # tokens of an answer that outlasts a test
+
+
+def machine(fixed: float, token: float, context: float) -> Cost:
+    return lambda tokens, before: fixed + tokens * (token + context * before)
+
+
+MACHINES: dict[str, Cost] = {
+    "a large GPU": machine(0.004, 2e-5, 4e-10),
+    "a laptop, experts": machine(0.03, 6e-4, 4e-9),
+    "a laptop, dense": machine(0.04, 8e-3, 1e-8),
+    "a CPU": machine(0.0, 5e-4, 2e-8),
+    "steps of 64": lambda tokens, before: 0.01 + 0.03 * math.ceil(tokens / 64),
+}
+
+
+class World:
+    """A scheduler whose steps take what a machine takes; with look-ahead they are read later."""
+
+    def __init__(self, cost: Cost, *, overlap: bool = True, **config: float) -> None:
+        config = {"prefill_step_size": 512, "max_decode_pause": 1e3 * PAUSE} | config
+        self.config = EngineConfig(**config)
+        self.policy = Scheduler(self.config, FixedDepth(0))
+        self.cost, self.overlap = cost, overlap
+        self.now = self.free = 0.0  # of the host; when the device has done all it was given
+        self.in_flight: list[tuple[InFlightStep, float]] = []
+        self.first: dict[str, float] = {}  # when each first token came
+        self.chunks: list[tuple[int, float, bool]] = []  # tokens, seconds, beside running rows
+
+    def add(self, name: str, prompt: int, answer: int = 1) -> Sequence:
+        sampling = SamplingParams(max_tokens=answer)
+        sequence = Sequence(Request(name, (3,) * prompt, sampling), (), answer)
+        self.policy.add(sequence)
+        return sequence
+
+    def stream(self) -> None:
+        """Let a row run."""
+        self.add("stream", 1, STREAM)
+        while not self.policy._running:
+            self.step()
+
+    def launch(self, step: InFlightStep, seconds: float) -> None:
+        for row, count in zip(step.sequences, step.num_positions):
+            row.launched(count)
+        step.seconds = seconds
+        self.free = max(self.free, self.now) + seconds
+        self.in_flight.append((step, self.free))
+
+    def step(self) -> None:
+        plan, before = self.policy.schedule(), len(self.in_flight)
+        if plan.chunk:
+            rows, starts, lengths = zip(*plan.chunk, strict=True)
+            tokens = [(7,) if s + n == row.num_prompt else () for row, s, n in plan.chunk]
+            ends = [bool(t) and row.max_new_tokens == 1 for t, row in zip(tokens, rows)]
+            chunk = InFlightStep(rows, lengths, is_prefill=True, token_ids=tokens, finished=ends)
+            seconds = self.cost(sum(lengths), sum(starts) / len(rows))
+            self.chunks.append((sum(lengths), seconds, bool(plan.decode)))
+            self.launch(chunk, seconds)
+        if count := len(plan.decode):
+            read = {"num_cached": [1] * count, "token_ids": [(7,)] * count}
+            self.launch(InFlightStep(plan.decode, (1,) * count, **read), DECODE)
+        number = before if self.overlap else len(self.in_flight)
+        ready, self.in_flight = self.in_flight[:number], self.in_flight[number:]
+        for step, end in ready:
+            self.now = max(self.now, end)
+            for output in self.policy.update([step]):
+                if output.token_ids:
+                    self.first.setdefault(output.request_id, self.now)
+        if not ready and not self.in_flight:
+            self.now += 0.001
+
+    def until(self, *names: str) -> None:
+        for _ in range(200_000):
+            if self.first.keys() >= set(names):
+                return
+            self.step()
+        raise AssertionError(f"{names} starve")
+
+    def seconds(self, name: str, prompt: int) -> float:
+        """From its arrival to its first token, where nobody else comes."""
+        self.add(name, prompt)
+        began = self.now
+        self.until(name)
+        return self.first[name] - began
+
+
+def known(cost: Cost, *, running: bool, **more: bool) -> World:
+    """One that has computed a prompt of several chunks, beside a stream or alone."""
+    world = World(cost, **more)
+    if running:
+        world.stream()
+    world.seconds("before", 6000)
+    world.chunks.clear()
+    return world
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", MACHINES)
+def test_two_long_prompts_and_a_short_one_behind_them(name, overlap, running):
+    length = 5000 if name == "a laptop, dense" else LONG  # Its chunks are of 6 tokens.
+    alone = known(MACHINES[name], running=running, overlap=overlap)
+    long, short = alone.seconds("long", length), alone.seconds("short", 700)
+    # What is under way when a prompt comes, and with look-ahead what is launched behind it.
+    wait = (2 if overlap else 1) * (max(seconds for _, seconds, _ in alone.chunks) + DECODE)
+    world = known(MACHINES[name], running=running, overlap=overlap)
+    began = world.now
+    for prompt in ("one", "two"):
+        world.add(prompt, length)
+    for _ in range(40):
+        world.step()
+    arrived = world.now
+    world.add("short", 700)
+    world.until("short")
+    assert world.first["short"] - arrived <= 2 * short + wait
+    world.until("two")
+    # Half a percent: which lengths were measured when is not the same.
+    assert world.first["one"] - began <= (long + short) * 1.005 + wait
+    assert world.first["two"] - began <= (2 * long + short) * 1.005 + wait
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
+    cost = MACHINES[name]
+    world = World(cost)
+    world.stream()
+    world.seconds("long", 30_000)
+    beside = [(tokens, seconds) for tokens, seconds, running in world.chunks if running]
+    # From the first one whose like has been measured on, and those that save points cut apart.
+    beside, first = beside[8:], beside[0]
+    assert first[0] < 64
+    assert max(seconds for _, seconds in beside) <= PAUSE
+    whole = [(tokens, seconds) for tokens, seconds in beside[:-1] if tokens == max(beside)[0]]
+    lengths, longest = ChunkCosts(512).lengths, whole[0][0]
+    if longest < 512:
+        longer = lengths[lengths.index(longest) + 1]
+        assert cost(longer, 2000) > 0.65 * PAUSE
+    # Nor are prompts much slower than they need be.
+    fastest = min(cost(n, 30_000) / n for n in lengths)
+    assert all(seconds / tokens < 2.3 * fastest for tokens, seconds in whole)
+
+
+def test_a_machine_that_is_too_slow_for_the_pause_keeps_half_of_its_speed():
+    slow = machine(0.2, 1e-3, 0.0)
+    world = known(slow, running=False)
+    world.stream()
+    world.seconds("long", 20 * 512)
+    beside = [tokens for tokens, _, running in world.chunks if running]
+    tokens = {*beside[12:]} & {*ChunkCosts(512).lengths}  # Shorter ones had to be tried.
+    assert max(slow(n, 0) / n for n in tokens) < 2 * slow(512, 0) / 512 * 1.01
+    assert min(tokens) < 512
+
+
+def test_without_a_bound_every_chunk_is_a_whole_step():
+    world = World(MACHINES["a laptop, dense"], max_decode_pause=0.0)
+    world.stream()
+    world.seconds("long", 5 * 512)
+    assert {tokens for tokens, _, running in world.chunks if running} == {512}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from([1, 40, 300, 2000, 9000])),
+        min_size=1,
+        max_size=25,
+    ),
+    rows=st.integers(1, 6),
+    overlap=st.booleans(),
+)
+def test_nobody_starves(arrivals, rows, overlap):
+    """A prompt takes twice what is left of those before it and of itself, and a few chunks."""
+    unit = 1e-3
+    world = World(lambda tokens, _: unit * tokens, overlap=overlap, max_num_seqs=rows)
+    everyone: list[Sequence] = []
+    most: dict[str, float] = {}
+    for number, (steps, prompt) in enumerate(arrivals):
+        for _ in range(steps):
+            world.step()
+        everyone.append(world.add(f"{number}", prompt))
+        left = sum(s.num_prompt - s.num_cached for s in everyone if not s.finished)
+        most[f"{number}"] = world.now + unit * (2 * left + 4 * 512)
+    world.until(*most)
+    assert {name: at for name, at in world.first.items() if at > most[name]} == {}
+
+
+def used(costs: ChunkCosts, cost: Cost, length: int, count: int, before: float = 0) -> None:
+    for _ in range(count):
+        costs.observe(length, before, cost(length, before))
+
+
+def test_the_fastest_length_is_found_in_long_prompts_and_a_short_one_is_computed_whole():
+    def cost(tokens: int, before: float) -> float:
+        return tokens * {512: 1.3e-3, 256: 1.1e-3, 128: 1e-3, 64: 1.2e-3}[tokens]
+
+    costs, found = ChunkCosts(512), []
+    for _ in range(30):
+        assert costs.fastest(left=600) in (512, *found)
+        found.append(costs.fastest(left=5000))
+        used(costs, cost, found[-1], 1)
+    # A first measurement doesn't count.
+    assert found[:16] == [512] * 4 + [256] * 4 + [128] * 4 + [64] * 4
+    assert found[16:] == [128] * 14
+    assert costs.fastest(left=600) == 128
+
+
+def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_hardly():
+    cost = machine(0.0, 1e-3, 0.0)
+    costs = ChunkCosts(512)
+    used(costs, lambda n, b: 5 * cost(n, b), 86, 5)  # The machine was busy.
+    used(costs, cost, 43, 5)
+    assert costs.longest_within(PAUSE, 0) == 43
+    used(costs, cost, 43, 70)
+    assert costs.longest_within(PAUSE, 0) == 86
+    used(costs, cost, 86, 20)
+    costs.observe(86, 0, 30.0)
+    assert costs.seconds(86, 0) < 1.4 * cost(86, 0)
+
+
+def test_the_context_is_learned_and_all_is_kept():
+    cost, costs = MACHINES["a CPU"], ChunkCosts(512)
+    for number in range(300):
+        costs.observe(64, 200 * number, cost(64, 200 * number))
+    again = ChunkCosts(512)
+    again.load(*costs.table())
+    for each in (costs, again):
+        for before in (0, 30_000, 60_000):
+            assert each.seconds(64, before) == pytest.approx(cost(64, before), rel=0.2)
+            assert each.seconds(128, before) == pytest.approx(cost(128, before), rel=0.2)
+
+
+def test_prompts_that_are_computed_together_share_the_pause():
+    config = EngineConfig(max_decode_pause=100.0)
+    prefills = Prefills(config)
+    group = [
+        Sequence(Request(f"{n}", (3,) * 30, SamplingParams(max_tokens=2)), (), 2) for n in "abc"
+    ]
+    prefills.add(group)
+    chunk = prefills.next_chunk(beside=True)
+    assert [length for _, _, length in chunk] == [43 // 3] * 3
+
+
+def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
+    run = driver(tiny_models["qwen3_5"])
+    prompt = words(1, 70)
+    asked = replace(request("asked", prompt, greedy(4)), progress=True)
+    ask(run, asked, request("other", words(2, 40), greedy(4)))
+    ask(run, replace(asked, request_id="again", prompt_token_ids=(*prompt, 5, 6)))
+    for name, reused, done in (("asked", 0, [0, 16, 32, 48, 64, 70]), ("again", 70, [70, 72])):
+        outputs = run.outputs[name]
+        told = [output.progress for output in outputs[: len(done)]]
+        assert [each.done for each in told] == done
+        assert {(each.total, each.reused) for each in told} == {(done[-1], reused)}
+        assert [bool(output.token_ids) for output in outputs] == [False] * (len(done) - 1) + [
+            True
+        ] * (len(outputs) - len(done) + 1)
+        assert all(output.progress is None for output in outputs[len(done) :])
+    assert all(output.progress is None for output in run.outputs["other"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
+    row = Sequence(Request("a", (3,), SamplingParams(max_tokens=9)), (), 9)
+    world = World(MACHINES["a CPU"])
+    costs = itertools.cycle([0.5, 0.01, 0.25, 0.02])
+    expected, found = [], []
+
+    def run(_: StepPlan) -> list[InFlightStep]:
+        steps = [InFlightStep((row,), (1,), is_prefill=True), InFlightStep((row,), (1,))]
+        for step in steps:
+            expected.append(next(costs))
+            world.launch(step, expected[-1])
+            step.seconds = None
+        world.now += 0.001  # Launching takes less than what is launched.
+        return steps
+
+    def read(steps: list[InFlightStep]) -> list[InFlightStep]:
+        (step,), (_, end) = steps, world.in_flight.pop(0)
+        world.now = max(world.now, end)
+        return [step]
+
+    runner = SimpleNamespace(run=run, read=read, prefixes=PrefixCache(), save_ends=lambda _: None)
+    plan = StepPlan(((row, 0, 1),), (row,), frozenset({row}))
+    scheduler = SimpleNamespace(
+        num_waiting=0, schedule=lambda: plan, update=lambda steps, _: found.extend(steps) or []
+    )
+    core = EngineCore(scheduler, runner, overlap=overlap, clock=lambda: world.now)
+    for _ in range(6):
+        core.step()
+    assert len(found) == (10 if overlap else 12)
+    assert [step.seconds for step in found] == pytest.approx(expected[: len(found)])
