@@ -40,6 +40,10 @@ class BackendError(MlxMtpError):
     """mlx is missing its backend, or the backend can't run what was asked."""
 
 
+class RankError(MlxMtpError):
+    """Of the ranks that compute a model together one can't be reached, or is lost."""
+
+
 class ModelError(MlxMtpError):
     """A model can't be used."""
 

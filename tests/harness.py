@@ -16,6 +16,8 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
+from mlx_mtp.engine.links import Links
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -187,6 +189,7 @@ class Driver:
         min_gain: int = 4,
         store: PrefixStore | None = None,
         prefills: Callable[[EngineConfig], Prefills] = Prefills,
+        links: Links | None = None,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
@@ -197,10 +200,13 @@ class Driver:
             proposer = MTPProposer(model)
         size, bits = config.prefix_cache_size, config.kv_cache_quantization
         self.prefixes = PrefixCache(size, bits, store)
+        if links is not None:
+            self.prefixes = LeadPrefixes(links, size, bits)
         step = config.prefill_step_size
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
         self.copies = Copies(1 << 20) if copies is None and config.copies else copies
-        self.runner = ModelRunner(model, proposer, self.vocab_size, self.prefixes)
+        parts = model, proposer, self.vocab_size, self.prefixes
+        self.runner = LeadRunner(links, *parts) if links is not None else ModelRunner(*parts)
         self.scheduler = Scheduler(
             config, depth, self.reuse, copies=self.copies, prefills=prefills(config)
         )

@@ -3,8 +3,10 @@
 The memory that serving takes is computed from them before anything is allocated.
 """
 
+from __future__ import annotations
+
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
@@ -27,6 +29,10 @@ class MLPSpec:
     num_experts: int = 0
     experts_per_token: int = 0
 
+    def part(self, ranks: int) -> MLPSpec:
+        """What one of so many ranks has."""
+        return replace(self, inner_size=self.inner_size // ranks)
+
     def activations(self) -> int:
         """Numbers that one position has here, in the norms and in the residual stream."""
         experts = 2 * self.experts_per_token * self.hidden_size
@@ -41,6 +47,10 @@ class AttentionSpec:
     heads: int
     kv_heads: int
     head_dim: int
+
+    def part(self, ranks: int) -> AttentionSpec:
+        kv_heads = max(self.kv_heads // ranks, 1)
+        return AttentionSpec(self.mlp.part(ranks), self.heads // ranks, kv_heads, self.head_dim)
 
     def make_cache(self, num_rows: int, dtype: mx.Dtype) -> RaggedKVCache:
         return RaggedKVCache()
@@ -60,6 +70,11 @@ class GatedDeltaSpec:
 
     mlp: MLPSpec
     shape: Shape
+
+    def part(self, ranks: int) -> GatedDeltaSpec:
+        keys, values = self.shape.key_heads // ranks, self.shape.value_heads // ranks
+        shape = self.shape._replace(key_heads=keys, value_heads=values)
+        return GatedDeltaSpec(self.mlp.part(ranks), shape)
 
     def make_cache(self, num_rows: int, dtype: mx.Dtype) -> GatedDeltaCache:
         return GatedDeltaCache(num_rows, self.shape, dtype)

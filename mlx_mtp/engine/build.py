@@ -20,6 +20,8 @@ from mlx_mtp.engine.cost_file import fingerprint
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.first_answer import check_answers
 from mlx_mtp.engine.health import Heartbeat
+from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
+from mlx_mtp.engine.links import Links
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
@@ -53,6 +55,7 @@ def build_engine(
     store: PrefixStore | None = None,  # closed when the engine is stopped
     heartbeat: Heartbeat | None = None,
     check: bool = False,  # at its start, whether the model can answer
+    links: Links | None = None,  # to the other ranks, if there are any
 ) -> Engine:
     """Build an engine. It speculates if its source of drafts has something to draft with.
 
@@ -97,7 +100,9 @@ def build_engine(
         memory={} if memory is None else memory.parts(),
         draft_sources=sources,
     )
-    prefixes = PrefixCache(config.prefix_cache_size, config.kv_cache_quantization, store)
+    of_cache = config.prefix_cache_size, config.kv_cache_quantization
+    shared = None if links is None else LeadPrefixes(links, *of_cache)
+    prefixes = shared or PrefixCache(*of_cache, store)
     if config.copies:
         # Earlier answers are kept where earlier prompts are.
         prefixes.copies = Copies(config.draft_answers_size if config.prefix_cache_size else 0)
@@ -109,11 +114,14 @@ def build_engine(
         usage = None if memory is None else memory.usage
         prefills = Prefills(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
-        runner = ModelRunner(model, proposer, vocab_size, prefixes)
+        if links is None or shared is None:
+            runner = ModelRunner(model, proposer, vocab_size, prefixes)
+        else:
+            runner = LeadRunner(links, model, proposer, vocab_size, shared)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
     checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
-    return Engine(info, make_core, heartbeat, keeper, store, checked if check else None)
+    return Engine(info, make_core, heartbeat, keeper, store, checked if check else None, links)
 
 
 def prefix_store(

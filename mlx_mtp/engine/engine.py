@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from time import monotonic, perf_counter
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
+from mlx_mtp.engine.links import Links
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
@@ -49,12 +51,13 @@ class Engine:
         keeper: CostKeeper | None = None,
         store: PrefixStore | None = None,
         check_answers: Callable[[ModelRunner], None] | None = None,
+        links: Links | None = None,
     ) -> None:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
         self._keeper = keeper
-        self._store = store
+        self._store, self._links = store, links
         self._check_answers = check_answers or (lambda _: None)
         self._answered = Future[None]()  # whether the first thread could answer
         if check_answers is None:
@@ -138,7 +141,16 @@ class Engine:
                 break
         if not thread.is_alive() and self._store is not None:
             self._store.close()
+        if not thread.is_alive() and self._links is not None:
+            self._links.close()
         return not thread.is_alive()
+
+    def fail(self, reason: str) -> None:
+        """End all requests, on any thread, though the engine's may hang for good."""
+        with self._wake:
+            self._failure, self._stopping = reason, True
+            waiting = [note.request_id for note in self._inbox if isinstance(note, Sequence)]
+        self._send(self._cut_short(reason, [*self._open, *waiting]))
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError, ContextLengthError or EngineStoppedError."""
@@ -253,17 +265,19 @@ class Engine:
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the thread is to be restarted."""
         with self._wake:
-            restart = not self._stopping and acquire_restart(self._restarts, monotonic())
+            alone = self._links is None  # Other ranks can't begin anew.
+            restart = not self._stopping and alone and acquire_restart(self._restarts, monotonic())
             if restart:
                 logger.warning("The engine is restarted.")
             elif not self._stopping:
                 self._failure = reason
             self._read_inbox(0.0)
         core, self._core = self._core, None
-        error = EngineStoppedError(f"Cut short: {reason}.")
         # Also those that had just ended: the thread may have died before delivering that.
-        ends = [RequestOutput(n, finish_reason="error", error=error) for n in self._open]
+        ends = self._cut_short(reason, self._open)
         tasks = [lambda: self._send(ends)]
+        if self._links is not None and self._failure is not None:
+            tasks.append(partial(self._links.fail, reason))
         tasks += [] if core is None else [core.close]
         tasks += [] if self._keeper is None else [self._keeper.save]
         for task in tasks:
@@ -274,6 +288,10 @@ class Engine:
         self._totals.num_restarts += restart
         self._stats = replace(self._totals)
         return restart
+
+    def _cut_short(self, reason: str, request_ids: Iterable[str]) -> list[RequestOutput]:
+        error = EngineStoppedError(f"Cut short: {reason}.")
+        return [RequestOutput(n, finish_reason="error", error=error) for n in request_ids]
 
     def _post(self, note: Sequence | str | None) -> None:
         with self._wake:

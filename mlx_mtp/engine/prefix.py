@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_state import Segment, restore, take_segment, take_snapshot
+from mlx_mtp.cache.prefix_state import Entry, Segment, restore, take_segment, take_snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.batch import Batch
@@ -97,18 +97,25 @@ class PrefixCache:
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
         if not self.tree.limit:
             return []
-        sequence, segments = batch.sequences[row], []
+        sequence = batch.sequences[row]
         try:
             # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
-            if start < len(tokens):
-                batch.settle()
-                segments = [take_segment(batch.cache, row, start, len(tokens), self._bits)]
-            snapshot = take_snapshot(batch.cache, row, len(tokens), batch.last_hidden)
-            mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
+            segments, snapshot = take(batch, row, start, len(tokens), self._bits)
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
             sequence.saved(len(tokens))
             return []
         sequence.num_copied = len(tokens)
         return [Save(sequence, tokens, segments, snapshot)]
+
+
+def take(batch: Batch, row: int, start: int, end: int, bits: int | None) -> Entry:
+    """Copy a row's KV from `start` to `end`, if that is any, and its snapshot there."""
+    segments = []
+    if start < end:
+        batch.settle()
+        segments = [take_segment(batch.cache, row, start, end, bits)]
+    snapshot = take_snapshot(batch.cache, row, end, batch.last_hidden)
+    mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
+    return segments, snapshot

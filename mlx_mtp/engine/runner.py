@@ -108,6 +108,7 @@ class ModelRunner:
         batch.keep_hidden(hidden, packing, num_kept)
         step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
         step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self._vocab_size)
+        mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)

@@ -102,6 +102,11 @@ class Sequence:
     def restart(self) -> None:
         self.num_reused = self.num_computed = self.num_cached = 0
 
+    def set_cached(self, num_cached: int) -> None:
+        """What is in its caches when a step begins, where another rank keeps count."""
+        self.num_cached = self.num_reused = num_cached
+        self._steps_in_flight = self._positions_in_flight = 0
+
     def saved(self, length: int) -> None:
         """The prefix of this length is in the cache, or can't be saved."""
         if length in self.save_points:

@@ -41,4 +41,4 @@ class MTPHead(nn.Module):
         """The full pass for tokens that have been written: m [N, H] from z."""
         layer, z = self.layers[0], z[None]
         x = z + layer.self_attn.attend(layer.input_layernorm(z), cache, packing)
-        return self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))[0]
+        return self.norm(layer.add_mlp(x))[0]

@@ -18,6 +18,7 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.window import Convolution, Projected
 from mlx_mtp.models.few_rows import few, project
+from mlx_mtp.world import summed
 
 
 class RaggedAttention(Qwen3NextAttention):
@@ -39,7 +40,7 @@ class RaggedAttention(Qwen3NextAttention):
 
     def after(self, attended: mx.array, gate: mx.array) -> mx.array:
         """[1, N, H]."""
-        return self.o_proj((attended * mx.sigmoid(gate)).flatten(1)[None])
+        return summed(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)[None]))
 
     def write(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
         """Write the keys and values of a pass's tokens [1, N, H]."""
@@ -83,7 +84,7 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[1, N, H]."""
-        return self.out_proj(self.norm(outputs, z).flatten(1)[None])
+        return summed(self.out_proj(self.norm(outputs, z).flatten(1)[None]))
 
 
 class PartedLayer(nn.Module):
@@ -109,5 +110,8 @@ class PartedLayer(nn.Module):
         return inputs
 
     def _after(self, x: mx.array, *mixed: mx.array) -> mx.array:
-        x = x + self._mixer.after(*mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.add_mlp(x + self._mixer.after(*mixed))
+
+    def add_mlp(self, x: mx.array) -> mx.array:
+        """The residual stream [1, N, H] after the MLP, or the experts."""
+        return x + summed(self.mlp(self.post_attention_layernorm(x)))

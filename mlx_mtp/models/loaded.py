@@ -20,6 +20,7 @@ from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
+from mlx_mtp.world import gathered
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class LoadedModel:
     model: nn.Module  # with the head as its `mtp` if one was loaded
     family: Family
     head_source: str | None  # where the head came from; None without one
+    num_ranks: int = 1  # this has the part of one of them
 
     @property
     def model_type(self) -> str:
@@ -73,7 +75,8 @@ class LoadedModel:
 
     @cached_property
     def layer_specs(self) -> list[LayerSpec]:
-        return self.family.layer_specs(self.causal_lm.args)
+        specs = self.family.layer_specs(self.causal_lm.args)
+        return [spec.part(self.num_ranks) for spec in specs]
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the trunk's weights and of the head's. No weight is read."""
@@ -129,9 +132,10 @@ class LoadedModel:
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
-        if layer is None:
-            layer = self.output_layer
-        return layer.as_linear(hidden) if hasattr(layer, "as_linear") else layer(hidden)
+        own = self.output_layer if layer is None else layer
+        if hasattr(own, "as_linear"):  # tied, and so whole on each rank
+            return own.as_linear(hidden)
+        return gathered(own(hidden)) if layer is None else own(hidden)
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.causal_lm.model.embed_tokens(tokens)

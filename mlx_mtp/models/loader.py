@@ -27,6 +27,7 @@ from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.qwen3_5 import QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
+from mlx_mtp.models.shards import shard
 from mlx_mtp.models.sizes import check_sizes
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,15 @@ def load_model(
     dtype: str = "auto",
     lazy: bool = False,
     memory: int | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
     `enable_mtp` loads the head, which must be there. `dtype` is one of `DTYPES`, or "auto":
     float32 on the CPU (which has no MoE in any other type), else as stored. `lazy` reads no
     weights until `LoadedModel.read`. `memory` is the machine's, in bytes: on the CPU a quantized
-    model that fits half of it in float32 is expanded.
+    model that fits half of it in float32 is expanded. `part` is a rank, and the number of ranks, and
+    its part of the weights is loaded.
 
     Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """
@@ -65,7 +68,7 @@ def load_model(
         raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.")
     check_sizes(config, path, shapes)
     try:
-        model, head_source = _build(path, family, dtype, memory, enable_mtp=enable_mtp)
+        model, head_source = _build(path, family, dtype, memory, part, enable_mtp=enable_mtp)
     except MlxMtpError:
         raise
     except Exception as error:
@@ -73,7 +76,8 @@ def load_model(
         logger.debug("Why %s can't be loaded", path, exc_info=True)
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
-    loaded = LoadedModel(path, config, generation_config, model, family, head_source)
+    files = config, generation_config
+    loaded = LoadedModel(path, *files, model, family, head_source, part[1])
     loaded.check()
     if not lazy:
         loaded.read()
@@ -81,7 +85,13 @@ def load_model(
 
 
 def _build(
-    path: Path, family: Family, dtype: str, memory: int | None, *, enable_mtp: bool
+    path: Path,
+    family: Family,
+    dtype: str,
+    memory: int | None,
+    part: tuple[int, int],
+    *,
+    enable_mtp: bool,
 ) -> tuple[nn.Module, str | None]:
     """The patched model with its head, of which no weight is read, and where the head is from."""
     model, head, stored_dtype = _load_trunk(path, family)
@@ -97,6 +107,7 @@ def _build(
         head_weights.load_into(model.mtp, weights, head.source)
         head_source = head.source
         del weights
+    shard(family.causal_lm(model), model.get("mtp"), *part)
     del head  # else the stored head would be kept while the model is read
     _cast(model, dtype, stored_dtype, machine_memory().nbytes if memory is None else memory)
     return model, head_source

@@ -21,6 +21,7 @@ import numpy as np
 
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
+from mlx_mtp.world import agreed
 
 
 class TokenSampler(Protocol):
@@ -113,7 +114,7 @@ class Sampler:
         """
         scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).astype(mx.int32)
-        return best if ids is None else ids[best]
+        return agreed(best if ids is None else ids[best])
 
     def verify(
         self,
@@ -137,7 +138,8 @@ class Sampler:
         taken = taken & (both[..., 1] > -mx.inf)  # Even where nothing can be drawn.
         if num_drafts is not None:
             taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
-        return mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1), taken
+        tokens = mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1)
+        return agreed(tokens), taken
 
     def scores(
         self,

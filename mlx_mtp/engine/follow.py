@@ -1,0 +1,115 @@
+"""Any rank but 0: it runs the steps that rank 0 tells it, and decides nothing."""
+
+from collections.abc import Sequence as Many
+
+import mlx.core as mx
+
+from mlx_mtp.cache.prefix_state import Segment
+from mlx_mtp.cache.prefix_tree import Node
+from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.lead import Begin, Cut, Drop, Release, Row, Step, Take
+from mlx_mtp.engine.links import Link
+from mlx_mtp.engine.prefix import take
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.errors import RankError
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.draft_sources import make_proposer
+
+
+def follow(model: LoadedModel, draft_source: str, link: Link) -> None:
+    """Run steps until rank 0 ends; RankError if it is lost, or one of them fails here."""
+    follower: _Follower | None = None
+    while (message := link.receive()) is not None:
+        if isinstance(message, Begin):
+            proposer = make_proposer(draft_source, model, None) if message.drafts else None
+            follower = _Follower(ModelRunner(model, proposer, message.vocab_size))
+            continue
+        assert follower is not None, "rank 0 begins"
+        if isinstance(message, Release):
+            follower.release(message)
+        else:
+            follower.run(message)
+            link.own_done += 1
+    link.close()
+
+
+class _Follower:
+    """A runner, and what rank 0 has named: rows and segments."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._rows: dict[int, Sequence] = {}
+        self._segments: dict[int, Segment] = {}
+        self._in_flight: list[InFlightStep] = []
+
+    def run(self, step: Step) -> None:
+        """Launch a step, and wait for the one before it."""
+        self._follow(step.notes)
+        rows = self._rows | {number: _sequence(row) for number, row in step.new.items()}
+        for number, cached in step.max_cached.items():
+            rows[number].set_cached(cached)
+        for number, names in step.prefixes.items():
+            rows[number].prefix = self._prefix(names)
+        plan = StepPlan(
+            tuple((rows[number], start, length) for number, start, length in step.chunk),
+            tuple(rows[number] for number in step.decode),
+            frozenset(rows[number] for number in step.live),
+            {rows[number]: count for number, count in step.drafts.items()},
+            {rows[number]: run for number, run in step.copies.items()},
+        )
+        launched = self.runner.run(plan)
+        for number in step.prefixes:
+            rows[number].prefix = None
+        self._rows = {number: rows[number] for number in {*step.max_cached, *step.live}}
+        for each in launched:
+            if each.error is not None or not each.sequences:
+                raise RankError(f"a step failed: {each.error or 'a prefix is not here'}")
+        # No rank gets ahead of the others by more than a step, and failures come to light.
+        ready, self._in_flight = self._in_flight, launched
+        for each in ready:
+            mx.eval([a for a in (each.done, each.drawn and each.drawn.tokens) if a is not None])
+
+    def release(self, message: Release) -> None:
+        self._follow(message.notes)
+        self._rows, self._in_flight = {}, []
+        self.runner.release()
+
+    def _follow(self, notes: Many[Take | Cut | Drop]) -> None:
+        for note in notes:
+            if isinstance(note, Drop):
+                del self._segments[note.segment]
+            elif isinstance(note, Cut):
+                whole = self._segments[note.segment]
+                self._segments[note.name] = whole.cut(note.start, note.end)
+            else:
+                batch, row = self._place(self._rows[note.row])
+                segments, snapshot = take(batch, row, note.start, note.end, note.bits)
+                self._segments |= zip(note.names, (*segments, snapshot), strict=True)
+
+    def _place(self, sequence: Sequence) -> tuple[Batch, int]:
+        batches = self.runner.batches
+        running = [] if batches.decoding is None else [batches.decoding]
+        return next(
+            (batch, batch.sequences.index(sequence))
+            for batch in (*running, *batches.ready, *batches.prefilling)
+            if sequence in batch.sequences
+        )
+
+    def _prefix(self, names: tuple[int, ...]) -> Node:
+        *segments, snapshot = (self._segments[name] for name in names)
+        node = Node("", None, (), None)
+        for segment in segments:
+            node = Node("", node, (), segment)
+        node.snapshot = snapshot
+        return node
+
+
+def _sequence(row: Row) -> Sequence:
+    wanted = row.prompt_logprobs
+    sampling = SamplingParams(row.max_new_tokens, temperature=0.0, prompt_logprobs=wanted)
+    request = Request(row.request_id, row.prompt, sampling)
+    return Sequence(request, row.stop_ids, row.max_new_tokens)

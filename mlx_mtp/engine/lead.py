@@ -1,0 +1,207 @@
+"""Rank 0 of several: its runner tells the others each step before it launches it itself.
+
+The others build the same graph, so that collectives meet in the same order. What they need for
+that is in a `Step`: which rows, which windows, what is restored. They know neither sampling
+parameters nor grammars, as they take over the tokens that rank 0 draws (`world.agreed`), and no
+tree of prefixes: they copy, cut and drop as its segments are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mlx_mtp.cache.prefix_state import Segment
+from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.links import Links
+from mlx_mtp.engine.prefix import PrefixCache, Save
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.errors import RankError
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.speculative.proposer import DraftProposer
+
+
+class Begin(NamedTuple):
+    """A runner begins, with nothing in its batches and its prefix cache."""
+
+    vocab_size: int
+    drafts: bool
+
+
+class Row(NamedTuple):
+    """A sequence that is new to the others."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    max_new_tokens: int
+    prompt_logprobs: int | None
+
+
+class Take(NamedTuple):
+    """Copy a row's prefix: KV from `start` to `end`, and the snapshot there."""
+
+    row: int
+    start: int
+    end: int
+    bits: int | None
+    names: tuple[int, ...]  # of the segment, if there is any, and of the snapshot
+
+
+class Cut(NamedTuple):
+    """Copy a part of a segment."""
+
+    segment: int
+    start: int
+    end: int
+    name: int
+
+
+class Drop(NamedTuple):
+    """A segment is not needed any more."""
+
+    segment: int
+
+
+class Release(NamedTuple):
+    """No row is left."""
+
+    notes: list[Take | Cut | Drop]
+
+
+class Step(NamedTuple):
+    """A plan; rows and segments by number."""
+
+    notes: list[Take | Cut | Drop]  # what happened to prefixes since the last step
+    new: dict[int, Row]
+    max_cached: dict[int, int]  # of all rows in the plan
+    prefixes: dict[int, tuple[int, ...]]  # that rows begin with: segments and a snapshot
+    live: frozenset[int]
+    chunk: tuple[tuple[int, int, int], ...]
+    decode: tuple[int, ...]
+    drafts: dict[int, int]
+    copies: dict[int, Many[int]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Named(Segment):
+    """A segment that the other ranks have a part of, by this name."""
+
+    name: int
+    cache: LeadPrefixes
+
+    def cut(self, start: int, end: int) -> Segment:
+        part = self.cache.named(super().cut(start, end))
+        self.cache.notes.append(Cut(self.name, start, end, part.name))
+        return part
+
+
+class LeadPrefixes(PrefixCache):
+    """A prefix cache that notes what the others have to do with their parts of it."""
+
+    def __init__(self, links: Links, limit: int = 0, bits: int | None = None) -> None:
+        super().__init__(limit, bits)
+        self.notes: list[Take | Cut | Drop] = []
+        self.rows: dict[Sequence, int] = {}  # the others' numbers of what they know
+        self._links = links
+        self._names = itertools.count()
+
+    def named(self, segment: Segment) -> _Named:
+        parts = segment.start, segment.end, segment.arrays, segment.bits
+        named = _Named(*parts, name=next(self._names), cache=self)
+        weakref.finalize(named, self.notes.append, Drop(named.name)).atexit = False
+        return named
+
+    def take_notes(self) -> list[Take | Cut | Drop]:
+        """All notes, once. That of a segment that is dropped may come at any time."""
+        return [self.notes.pop(0) for _ in range(len(self.notes))]
+
+    def restore(self, batch: Batch) -> bool:
+        restored = super().restore(batch)
+        if not restored:
+            self._links.fail("rank 0 could not restore a prefix")
+        return restored
+
+    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+        saves = []
+        for sequence, of, segments, snapshot in super()._copy(batch, row, tokens):
+            segments, snapshot = list(map(self.named, segments)), self.named(snapshot)
+            names = tuple(each.name for each in (*segments, snapshot))
+            start = min(each.start for each in (*segments, snapshot))
+            self.notes.append(Take(self.rows[sequence], start, len(of), self._bits, names))
+            saves.append(Save(sequence, of, segments, snapshot))
+        return saves
+
+
+class LeadRunner(ModelRunner):
+    """A runner whose steps the other ranks run too. No step may fail, as they would not know."""
+
+    def __init__(
+        self,
+        links: Links,
+        model: LoadedModel,
+        proposer: DraftProposer | None,
+        vocab_size: int,
+        prefixes: LeadPrefixes,
+    ) -> None:
+        super().__init__(model, proposer, vocab_size, prefixes)
+        self._links, self._shared = links, prefixes
+        self._numbers = itertools.count()
+        links.send(Begin(vocab_size, proposer is not None))
+
+    def run(self, plan: StepPlan) -> list[InFlightStep]:
+        self._links.send(self._step(plan))
+        return self._checked(super().run(plan))
+
+    def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
+        return self._checked(super().read(launched))
+
+    def release(self) -> None:
+        self._links.send(Release(self._shared.take_notes()))
+        super().release()
+
+    def _step(self, plan: StepPlan) -> Step:
+        chunk, rows = [s for s, _, _ in plan.chunk], self._shared.rows
+        named = [*dict.fromkeys([*chunk, *plan.decode, *plan.live])]
+        new = {s: next(self._numbers) for s in named if s not in rows}
+        numbers = {s: rows[s] if s in rows else new[s] for s in named}
+        self._shared.rows = numbers
+        return Step(
+            self._shared.take_notes(),
+            {number: _row(s) for s, number in new.items()},
+            {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
+            {numbers[s]: _names(s) for s in chunk if s.prefix is not None},
+            frozenset(numbers[s] for s in plan.live),
+            tuple((numbers[s], start, length) for s, start, length in plan.chunk),
+            tuple(numbers[s] for s in plan.decode),
+            {numbers[s]: count for s, count in plan.drafts.items()},
+            {numbers[s]: tuple(run) for s, run in plan.copies.items()},
+        )
+
+    def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:
+        for step in steps:
+            if step.error is not None:
+                self._links.fail(f"a step failed on rank 0: {step.error}")
+        return steps
+
+
+def _row(s: Sequence) -> Row:
+    wanted = s.request.sampling.prompt_logprobs
+    return Row(s.request_id, s.prompt, s.stop_ids, s.max_new_tokens, wanted)
+
+
+def _names(sequence: Sequence) -> tuple[int, ...]:
+    assert sequence.prefix is not None
+    segments, snapshot = sequence.prefix.entry()
+    names = []
+    for each in (*segments, snapshot):
+        if not isinstance(each, _Named):
+            raise RankError("a prefix is on rank 0 alone")
+        names.append(each.name)
+    return tuple(names)

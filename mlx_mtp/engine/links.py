@@ -1,0 +1,153 @@
+"""Connections between rank 0 and the others, beside the collectives: messages and heartbeats.
+
+A collective that waits for a rank that is gone can't be ended. So each rank hears from those that
+it is linked with on threads of their own, and ends its process when one falls silent.
+"""
+
+import contextlib
+import pickle
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.errors import RankError, UsageError
+from mlx_mtp.world import World, rank_zero_host, summed
+
+BEAT_SECONDS = 0.5
+LOST_SECONDS = 8.0
+"""Without a sign of life after which a rank is taken to be lost."""
+_CONNECT_SECONDS = 60.0
+_KEY_WORDS = 16
+
+
+class Link:
+    """A connection to a rank. Messages are pickled: only who has the key can send any."""
+
+    def __init__(self, sock: socket.socket, key: bytes, *, to_lead: bool) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = 0  # its rank
+        self.num_done = 0  # steps that the peer says it has computed
+        self.own_done = 0  # what it is told
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self._connection = Connection(sock.detach())
+        # Each proves that it has the key.
+        turns = (answer_challenge, deliver_challenge)
+        for turn in turns if to_lead else turns[::-1]:
+            turn(self._connection, key)
+        self._lock = threading.Lock()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        for task in (self._read, self._beat):
+            threading.Thread(target=task, name="mlx-mtp-link", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Send what can be pickled. A failure is noticed where the peer's messages are read."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> Any:
+        """The next message; RankError when the peer is lost."""
+        message = self._inbox.get()
+        if isinstance(message, RankError):
+            raise message
+        return message
+
+    def close(self) -> None:
+        """One of the two is about to end: silence means nothing any more."""
+        self._closed.set()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self.send(self.own_done)
+
+    def _read(self) -> None:
+        try:
+            while self._connection.poll(LOST_SECONDS):
+                message = pickle.loads(self._connection.recv_bytes())
+                if isinstance(message, int):
+                    self.num_done = message
+                else:
+                    self._inbox.put(message)
+            reason = f"rank {self.peer} has not been heard of for {LOST_SECONDS:g} s"
+        except (OSError, EOFError):
+            reason = f"rank {self.peer} has ended"
+        self._inbox.put(RankError(reason))
+        if not self._closed.is_set():
+            self.on_lost(reason)
+
+
+class Links:
+    """Rank 0's connections to all others."""
+
+    def __init__(self, links: list[Link]) -> None:
+        self._links = links
+        self._failed = threading.Lock()  # taken for good by the first failure
+        self.on_failure: Callable[[str], None] = lambda reason: None  # on any thread
+        for link in links:
+            link.on_lost = self.fail
+
+    def fail(self, reason: str) -> None:
+        """The ranks can't go on together."""
+        if self._failed.acquire(blocking=False):
+            self.on_failure(reason)
+
+    def send(self, message: object) -> None:
+        for link in self._links:
+            link.send(message)
+
+    def progress(self) -> str:
+        """How many steps the others have computed, in words."""
+        counts = {link.peer: link.num_done for link in self._links}
+        return ", ".join(f"rank {peer} {counts[peer]}" for peer in sorted(counts))
+
+    def close(self) -> None:
+        """Let the others end."""
+        for link in self._links:
+            link.close()
+            link.send(None)
+
+
+def connect(ranks: World, facts: Mapping[str, object], memory: int) -> tuple[Links | Link, int]:
+    """Link rank 0 and the others; returns the links, and the least memory that a rank has.
+
+    Address and key go by the collective itself. UsageError where ranks differ in their facts.
+    """
+    words, server, host = [0] * (1 + _KEY_WORDS), None, rank_zero_host()
+    try:
+        if ranks.rank == 0:
+            server = socket.create_server((host, 0), backlog=ranks.size)
+            server.settimeout(_CONNECT_SECONDS)
+            words = [server.getsockname()[1], *secrets.token_bytes(_KEY_WORDS)]
+        port, *key = summed(mx.array(words, dtype=mx.int32)).tolist()
+        if server is None:
+            sock = socket.create_connection((host, port), _CONNECT_SECONDS)
+            link = Link(sock, bytes(key), to_lead=True)
+            link.send((ranks.rank, dict(facts), memory))
+            refusal, memory = link.receive()
+            if refusal:
+                raise UsageError(refusal)
+            return link, memory
+        with server:
+            socks = [server.accept()[0] for _ in range(1, ranks.size)]
+        links = [Link(sock, bytes(key), to_lead=False) for sock in socks]
+    except OSError as error:
+        raise RankError(f"Rank 0 and the others can't connect at {host}: {error}") from error
+    refusal, together = None, Links(links)
+    for link in links:
+        link.peer, others, least = link.receive()
+        memory = min(memory, least)
+        if wrong := [name for name in facts if facts[name] != others.get(name)]:
+            told = "; ".join(f"{n}: {facts[n]} and {others.get(n)}" for n in wrong)
+            refusal = f"Ranks 0 and {link.peer} differ: {told:.1000}. All need the same."
+    together.send((refusal, memory))
+    if refusal:
+        together.close()
+        raise UsageError(refusal)
+    return together, memory

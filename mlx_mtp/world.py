@@ -1,0 +1,71 @@
+"""The ranks that compute one model together, as `mlx.launch` starts them. Without it there is one."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_mtp.errors import BackendError
+
+# What mlx.launch sets for each of mlx's backends.
+_RING, _JACCL, _NCCL = "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"
+_BACKENDS = {_RING: "ring", _JACCL: "jaccl", _NCCL: "nccl"}
+
+
+class World(NamedTuple):
+    """This process's rank, and how many there are."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # mlx's
+
+
+@functools.cache
+def world() -> World:
+    """Join the other ranks at the first call, which waits for them."""
+    found = next((key for key in _BACKENDS if os.environ.get(key)), None)
+    if found is None or "MLX_RANK" not in os.environ or (found == _RING and not _ring()):
+        return World()
+    try:
+        group = mx.distributed.init(strict=True, backend=_BACKENDS[found])
+    except Exception as error:
+        raise BackendError(f"This rank can't join the others: {error}") from error
+    return World(group.rank(), group.size(), group)
+
+
+def rank_zero_host() -> str:
+    """Where the others reach rank 0."""
+    if os.environ.get(_RING):
+        return _ring()[0][0].rpartition(":")[0]
+    if coordinator := os.environ.get(_JACCL):
+        return coordinator.rpartition(":")[0]
+    return os.environ[_NCCL]
+
+
+def _ring() -> list[list[str]]:
+    text = Path(os.environ[_RING]).read_text()
+    return json.loads(text) if text.strip() else []  # Empty for one rank.
+
+
+def summed(x: mx.array) -> mx.array:
+    """The sum of all ranks' parts of a result."""
+    ranks = world()
+    return x if ranks.size == 1 else mx.distributed.all_sum(x, group=ranks.group)
+
+
+def gathered(x: mx.array) -> mx.array:
+    """All ranks' parts of a result, in the order of ranks along the last axis."""
+    ranks = world()
+    if ranks.size == 1:
+        return x
+    parts = mx.distributed.all_gather(x[None], group=ranks.group)
+    return mx.moveaxis(parts, 0, -2).flatten(-2)
+
+
+def agreed(tokens: mx.array) -> mx.array:
+    """What rank 0 has drawn, on all ranks: the others know no grammar and no seed."""
+    ranks = world()
+    return tokens if ranks.size == 1 else summed(tokens * int(ranks.rank == 0))
