@@ -11,7 +11,7 @@ from mlx_mtp.bench.arguments import add_bench
 from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
-from mlx_mtp.errors import BenchError, MlxMtpError
+from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
 from mlx_mtp.flags import CommandParser, add_flags, resolve
 from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.options import SERVE_FLAGS
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     _open_closed_streams()
     given = _parser().parse_args(argv)
     try:
+        if "MLX_RANK" in environ and given.command != "serve":
+            raise UsageError(f"mlx.launch is for `mlx-mtp serve`: {given.command} runs alone.")
         if "environ" in given:
             given.environ = environ
         if given.command == "serve":

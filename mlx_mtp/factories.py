@@ -37,6 +37,7 @@ def load(
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
+    from mlx_mtp.world import world
 
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
     try:
@@ -44,7 +45,12 @@ def load(
             check_head_on_hub(options.model)
         path = resolve_model(options.model)
         model = load_model(
-            path, enable_mtp=with_head, dtype=options.dtype, memory=memory, lazy=lazy
+            path,
+            enable_mtp=with_head,
+            dtype=options.dtype,
+            memory=memory,
+            lazy=lazy,
+            part=world()[:2],
         )
     except MissingHeadError:
         if enable_mtp is not None:

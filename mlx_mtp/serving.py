@@ -47,10 +47,15 @@ def serve(
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
+    from mlx_mtp.engine.links import Links
     from mlx_mtp.machine import text_bytes
+    from mlx_mtp.ranks import follow_rank_zero, join, watch
     from mlx_mtp.server.access import read_keys, warn_if_open
     from mlx_mtp.server.serve import bind, create_app, give_up, make_server, run
+    from mlx_mtp.world import world
 
+    if world().rank:
+        return follow_rank_zero(options)
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     if options.mtp_optimistic:
@@ -62,7 +67,8 @@ def serve(
         loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options), lazy=True)
         # What can't fit, or a directory that can't be used, is an error before weights are read.
         limits = from_options(EngineConfig, options, prefix_cache_size=0)
-        memory = plan_memory(loaded, options, limits)
+        links = join(options, loaded) if world().size > 1 else None
+        memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
         store, kept = None, prefixes_text(limits)
         if options.prefix_cache_dir is not None:
@@ -73,7 +79,10 @@ def serve(
             store = prefix_store(loaded, limits, options.dtype, path, size)
             kept += f"; up to {size / 1e9:.2f} GB in {path}"
         loaded.read()
-        engine = factories.engine(loaded, tokenizer, options, limits, memory=memory, store=store)
+        parts = {"memory": memory, "store": store, "links": links}
+        engine = factories.engine(loaded, tokenizer, options, limits, **parts)
+        if isinstance(links, Links):
+            watch(engine, links)
         name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(
             ServerConfig,
@@ -104,13 +113,18 @@ def serve(
 
 
 def plan_memory(
-    model: LoadedModel, options: argparse.Namespace, config: EngineConfig
+    model: LoadedModel,
+    options: argparse.Namespace,
+    config: EngineConfig,
+    least: int | None = None,  # that any of the ranks has
 ) -> MemoryPlan:
     """Share the memory out before any weight is read."""
     from mlx_mtp.engine.build import plan_for
-    from mlx_mtp.machine import memory_limit, wire_memory
+    from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
 
     limit, vocab = memory_limit(options.memory_limit), options.mtp_draft_vocab
+    if least is not None and least < limit.nbytes:
+        limit = MemoryLimit(least, "on the rank that has the least")
     num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
     plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
     wire_memory(limit)

@@ -9,6 +9,7 @@ tree of prefixes: they copy, cut and drop as its segments are.
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -25,6 +26,8 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.speculative.proposer import DraftProposer
+
+_NOTICE_SECONDS = 0.5
 
 
 class Begin(NamedTuple):
@@ -187,6 +190,7 @@ class LeadRunner(ModelRunner):
     def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:
         for step in steps:
             if step.error is not None:
+                time.sleep(_NOTICE_SECONDS)  # A rank that has gone is better told by its link.
                 self._links.fail(f"a step failed on rank 0: {step.error}")
         return steps
 

@@ -35,6 +35,7 @@ class Link:
         self.peer = 0  # its rank
         self.num_done = 0  # steps that the peer says it has computed
         self.own_done = 0  # what it is told
+        self.memory = 0  # bytes that the rank with the least has
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._connection = Connection(sock.detach())
         # Each proves that it has the key.
@@ -71,6 +72,8 @@ class Link:
         try:
             while self._connection.poll(LOST_SECONDS):
                 message = pickle.loads(self._connection.recv_bytes())
+                if message is None:  # It ends, which is no loss.
+                    self.close()
                 if isinstance(message, int):
                     self.num_done = message
                 else:
@@ -90,6 +93,7 @@ class Links:
         self._links = links
         self._failed = threading.Lock()  # taken for good by the first failure
         self.on_failure: Callable[[str], None] = lambda reason: None  # on any thread
+        self.memory = 0  # bytes that the rank with the least has
         for link in links:
             link.on_lost = self.fail
 
@@ -114,8 +118,8 @@ class Links:
             link.send(None)
 
 
-def connect(ranks: World, facts: Mapping[str, object], memory: int) -> tuple[Links | Link, int]:
-    """Link rank 0 and the others; returns the links, and the least memory that a rank has.
+def connect(ranks: World, facts: Mapping[str, object], memory: int) -> Links | Link:
+    """Link rank 0 and the others, each with its memory in bytes.
 
     Address and key go by the collective itself. UsageError where ranks differ in their facts.
     """
@@ -130,24 +134,25 @@ def connect(ranks: World, facts: Mapping[str, object], memory: int) -> tuple[Lin
             sock = socket.create_connection((host, port), _CONNECT_SECONDS)
             link = Link(sock, bytes(key), to_lead=True)
             link.send((ranks.rank, dict(facts), memory))
-            refusal, memory = link.receive()
+            refusal, link.memory = link.receive()
             if refusal:
                 raise UsageError(refusal)
-            return link, memory
+            return link
         with server:
             socks = [server.accept()[0] for _ in range(1, ranks.size)]
         links = [Link(sock, bytes(key), to_lead=False) for sock in socks]
     except OSError as error:
         raise RankError(f"Rank 0 and the others can't connect at {host}: {error}") from error
     refusal, together = None, Links(links)
+    together.memory = memory
     for link in links:
         link.peer, others, least = link.receive()
-        memory = min(memory, least)
+        together.memory = min(together.memory, least)
         if wrong := [name for name in facts if facts[name] != others.get(name)]:
             told = "; ".join(f"{n}: {facts[n]} and {others.get(n)}" for n in wrong)
             refusal = f"Ranks 0 and {link.peer} differ: {told:.1000}. All need the same."
-    together.send((refusal, memory))
+    together.send((refusal, together.memory))
     if refusal:
         together.close()
         raise UsageError(refusal)
-    return together, memory
+    return together

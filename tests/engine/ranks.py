@@ -71,7 +71,7 @@ def main(folder: Path, result: Path) -> None:
     for family in dict.fromkeys(case[0] for case in CASES):
         part = ranks.rank, ranks.size
         model = load_model(folder / family, enable_mtp=True, part=part)
-        links, _ = connect(ranks, {"family": family}, 1 << 30)
+        links = connect(ranks, {"family": family}, 1 << 30)
         if isinstance(links, Link):
             links.on_lost = give_up
             follow(model, "mtp", links)

@@ -40,6 +40,6 @@ def test_two_ranks_answer_as_one(tmp_path, references, ties):
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for (family, _, kind, _), (answers, reused) in zip(CASES, json.loads(result.read_text())):
-        assert reused > 100, "the second round begins with what the first has saved"
+        assert reused > 50, "the second round begins with what the first has saved"
         for name, tokens in answers.items():
             ties.check(f"{family} {name}", tokens, references(family, kind)[name.split()[1]])

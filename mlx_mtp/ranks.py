@@ -1,0 +1,114 @@
+"""Serving by several ranks: what must be equal on all, how the others run, and how all end."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import signal
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_mtp import __version__, factories
+from mlx_mtp.config import EngineConfig, flags_of
+from mlx_mtp.engine.links import Link, Links, connect
+from mlx_mtp.errors import UsageError
+from mlx_mtp.machine import memory_limit, wire_memory
+from mlx_mtp.models.files import read_header
+from mlx_mtp.options import DTYPE, wants_head
+from mlx_mtp.server.serve import give_up
+from mlx_mtp.world import world
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.models.loaded import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+_NOT_YET = ("--prefix-cache-dir", "--mtp-draft-vocab")
+_SAMPLE = 256  # bytes of each tensor
+_HANG_SECONDS = 10.0
+"""For so long a step may seem to hang before all ranks end."""
+_FLUSH_SECONDS = 2.0  # for clients to read the error
+
+
+def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
+    """Connect the ranks; UsageError where they differ in anything that changes what they compute."""
+    for name in _NOT_YET:
+        if getattr(options, name.lstrip("-").replace("-", "_")) is not None:
+            raise UsageError(f"{name} does not work with several ranks yet: leave it out.")
+    given = {flag.name: getattr(options, flag.key) for flag in (*flags_of(EngineConfig), DTYPE)}
+    facts = {
+        "mlx-mtp": __version__,
+        **{name: metadata.version(name) for name in ("mlx", "mlx-lm")},
+        **{name: str(value) for name, value in given.items()},
+        "MTP head": loaded.head is not None,
+        "model": fingerprint(loaded.path),
+    }
+    links = connect(world(), facts, memory_limit(options.memory_limit).nbytes)
+    if isinstance(links, Links):
+        links.on_failure = give_up
+    else:
+        links.on_lost = give_up
+    return links
+
+
+def follow_rank_zero(options: argparse.Namespace) -> int:
+    """What `serve` is on any rank but 0; returns the exit status."""
+    from mlx_mtp.engine.follow import follow
+
+    rank = world().rank
+    loaded, _ = factories.load(options, enable_mtp=wants_head(options), lazy=True)
+    link = join(options, loaded)
+    assert isinstance(link, Link)
+    # Rank 0 finishes what runs, and then tells.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
+    wire_memory(memory_limit(options.memory_limit))
+    loaded.read()
+    logger.info("Rank %d of %d is ready.", rank, world().size)
+    try:
+        follow(loaded, EngineConfig().draft_source, link)
+    except Exception as error:
+        logger.debug("Why rank %d ends", rank, exc_info=True)
+        give_up(f"rank {rank} can't go on: {type(error).__name__}: {error}")
+    return 0
+
+
+def watch(engine: Engine, links: Links) -> None:
+    """End the requests and then the process when a rank is lost, or a step never ends."""
+
+    def end(reason: str) -> None:
+        engine.fail(reason)
+        time.sleep(_FLUSH_SECONDS)
+        give_up(reason)
+
+    def look() -> None:
+        since = None
+        while True:
+            time.sleep(1.0)
+            reason = engine.hang_reason
+            since = None if reason is None else since or time.monotonic()
+            if since is not None and time.monotonic() - since > _HANG_SECONDS:
+                links.fail(f"{reason}; steps computed by now: {links.progress()}")
+
+    links.on_failure = end
+    threading.Thread(target=look, name="mlx-mtp-ranks", daemon=True).start()
+
+
+def fingerprint(path: Path) -> str:
+    """Hash of a model's config.json and of the beginning of each of its tensors."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        start, header = read_header(file)
+        header.pop("__metadata__", None)
+        digest.update(json.dumps(header, sort_keys=True).encode())
+        with file.open("rb") as content:
+            for entry in header.values():
+                content.seek(start + entry["data_offsets"][0])
+                digest.update(content.read(_SAMPLE))
+    return digest.hexdigest()[:16]
