@@ -30,14 +30,17 @@ def prepare(options: argparse.Namespace, log_level: str = "warning") -> backend.
 
 
 def load(
-    options: argparse.Namespace, *, enable_mtp: bool | None, lazy: bool = False
+    options: argparse.Namespace,
+    *,
+    enable_mtp: bool | None,
+    lazy: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> tuple[LoadedModel, Tokenizer]:
     """Load model and tokenizer; with `enable_mtp` None the model has its head if there is one."""
     from mlx_mtp.convert.source import check_head_on_hub
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
     from mlx_mtp.server.tokenizer import Tokenizer
-    from mlx_mtp.world import world
 
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
     try:
@@ -50,7 +53,7 @@ def load(
             dtype=options.dtype,
             memory=memory,
             lazy=lazy,
-            part=world()[:2],
+            part=part,
         )
     except MissingHeadError:
         if enable_mtp is not None:
@@ -62,7 +65,7 @@ def load(
         copies = "copy" in getattr(options, "drafts", "copy")
         what = "only text that occurred before is drafted" if copies else "nothing is drafted"
         logger.warning(told, options.model, what, options.model)
-        return load(options, enable_mtp=False, lazy=lazy)
+        return load(options, enable_mtp=False, lazy=lazy, part=part)
     return model, Tokenizer.load(path)
 
 

@@ -13,13 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_mtp import __version__, factories
+from mlx_mtp import __version__
 from mlx_mtp.config import EngineConfig, flags_of
 from mlx_mtp.engine.links import Link, Links, connect
 from mlx_mtp.errors import UsageError
-from mlx_mtp.machine import memory_limit, wire_memory
+from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
 from mlx_mtp.models.files import read_header
-from mlx_mtp.options import DTYPE, wants_head
 from mlx_mtp.server.serve import give_up
 from mlx_mtp.world import world
 
@@ -36,12 +35,37 @@ _HANG_SECONDS = 10.0
 _FLUSH_SECONDS = 2.0  # for clients to read the error
 
 
-def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
+def part() -> tuple[int, int]:
+    """Rank of this process and number of ranks; waits for the others."""
+    return world()[:2]
+
+
+def lead(options: argparse.Namespace, loaded: LoadedModel) -> Links | None:
+    """Rank 0's links to the others; None where there are none."""
+    if world().size == 1:
+        return None
+    links = _join(options, loaded)
+    assert isinstance(links, Links)
+    links.on_failure = give_up
+    return links
+
+
+def use_memory(given: int | None, least: int | None) -> MemoryLimit:
+    """The memory of --memory-limit or of the machine, of which no rank has less than `least`."""
+    limit = memory_limit(given)
+    if least is not None and least < limit.nbytes:
+        limit = MemoryLimit(least, "on the rank that has the least")
+    wire_memory(limit)
+    return limit
+
+
+def _join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
     """Connect the ranks; UsageError where they differ in anything that changes what they compute."""
     for name in _NOT_YET:
         if getattr(options, name.lstrip("-").replace("-", "_")) is not None:
             raise UsageError(f"{name} does not work with several ranks yet: leave it out.")
-    given = {flag.name: getattr(options, flag.key) for flag in (*flags_of(EngineConfig), DTYPE)}
+    given = {flag.name: getattr(options, flag.key) for flag in flags_of(EngineConfig)}
+    given["--dtype"] = options.dtype
     facts = {
         "mlx-mtp": __version__,
         **{name: metadata.version(name) for name in ("mlx", "mlx-lm")},
@@ -49,26 +73,21 @@ def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
         "MTP head": loaded.head is not None,
         "model": fingerprint(loaded.path),
     }
-    links = connect(world(), facts, memory_limit(options.memory_limit).nbytes)
-    if isinstance(links, Links):
-        links.on_failure = give_up
-    else:
-        links.on_lost = give_up
-    return links
+    return connect(world(), facts, memory_limit(options.memory_limit).nbytes)
 
 
-def follow_rank_zero(options: argparse.Namespace) -> int:
+def follow_rank_zero(options: argparse.Namespace, loaded: LoadedModel) -> int:
     """What `serve` is on any rank but 0; returns the exit status."""
     from mlx_mtp.engine.follow import follow
 
     rank = world().rank
-    loaded, _ = factories.load(options, enable_mtp=wants_head(options), lazy=True)
-    link = join(options, loaded)
+    link = _join(options, loaded)
     assert isinstance(link, Link)
+    link.on_lost = give_up
     # Rank 0 finishes what runs, and then tells.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
-    wire_memory(memory_limit(options.memory_limit))
+    use_memory(options.memory_limit, None)
     loaded.read()
     logger.info("Rank %d of %d is ready.", rank, world().size)
     try:

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -47,15 +48,14 @@ def serve(
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
-    from mlx_mtp.engine.links import Links
-    from mlx_mtp.machine import text_bytes
-    from mlx_mtp.ranks import follow_rank_zero, join, watch
+    from mlx_mtp.ranks import follow_rank_zero, lead, part, watch
     from mlx_mtp.server.access import read_keys, warn_if_open
     from mlx_mtp.server.serve import bind, create_app, give_up, make_server, run
-    from mlx_mtp.world import world
 
-    if world().rank:
-        return follow_rank_zero(options)
+    own = part()
+    load = partial(factories.load, options, enable_mtp=wants_head(options), lazy=True, part=own)
+    if own[0]:
+        return follow_rank_zero(options, load()[0])
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     if options.mtp_optimistic:
@@ -64,10 +64,10 @@ def serve(
         logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port first: the user should not wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
-        loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options), lazy=True)
+        loaded, tokenizer = load()
         # What can't fit, or a directory that can't be used, is an error before weights are read.
         limits = from_options(EngineConfig, options, prefix_cache_size=0)
-        links = join(options, loaded) if world().size > 1 else None
+        links = lead(options, loaded)
         memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
         limits = replace(limits, prefix_cache_size=memory.prefix_cache)
         store, kept = None, prefixes_text(limits)
@@ -81,7 +81,7 @@ def serve(
         loaded.read()
         parts = {"memory": memory, "store": store, "links": links}
         engine = factories.engine(loaded, tokenizer, options, limits, **parts)
-        if isinstance(links, Links):
+        if links is not None:
             watch(engine, links)
         name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(
@@ -91,7 +91,7 @@ def serve(
             other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
-            max_held_bytes=text_bytes(memory.limit.nbytes) * 8 // 9,
+            max_held_bytes=memory.parts()["texts"] * 8 // 9,
             # The bundled model's own files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
         )
@@ -116,19 +116,15 @@ def plan_memory(
     model: LoadedModel,
     options: argparse.Namespace,
     config: EngineConfig,
-    least: int | None = None,  # that any of the ranks has
+    least: int | None = None,  # bytes that any of several ranks has
 ) -> MemoryPlan:
     """Share the memory out before any weight is read."""
     from mlx_mtp.engine.build import plan_for
-    from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
+    from mlx_mtp.ranks import use_memory
 
-    limit, vocab = memory_limit(options.memory_limit), options.mtp_draft_vocab
-    if least is not None and least < limit.nbytes:
-        limit = MemoryLimit(least, "on the rank that has the least")
+    vocab, limit = options.mtp_draft_vocab, use_memory(options.memory_limit, least)
     num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
-    plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
-    wire_memory(limit)
-    return plan
+    return plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
 
 
 def model_name(model: str | None) -> str:

@@ -7,16 +7,14 @@ import mlx.core as mx
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_tree import Node
 from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.lead import Begin, Cut, Drop, Release, Row, Step, Take
 from mlx_mtp.engine.links import Link
+from mlx_mtp.engine.messages import Begin, Cut, Drop, Note, Release, Step
 from mlx_mtp.engine.prefix import take
-from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_sources import make_proposer
 
 
@@ -49,7 +47,7 @@ class _Follower:
     def run(self, step: Step) -> None:
         """Launch a step, and wait for the one before it."""
         self._follow(step.notes)
-        rows = self._rows | {number: _sequence(row) for number, row in step.new.items()}
+        rows = self._rows | {number: row.sequence() for number, row in step.new.items()}
         for number, cached in step.max_cached.items():
             rows[number].set_cached(cached)
         for number, names in step.prefixes.items():
@@ -78,7 +76,7 @@ class _Follower:
         self._rows, self._in_flight = {}, []
         self.runner.release()
 
-    def _follow(self, notes: Many[Take | Cut | Drop]) -> None:
+    def _follow(self, notes: Many[Note]) -> None:
         for note in notes:
             if isinstance(note, Drop):
                 del self._segments[note.segment]
@@ -106,10 +104,3 @@ class _Follower:
             node = Node("", node, (), segment)
         node.snapshot = snapshot
         return node
-
-
-def _sequence(row: Row) -> Sequence:
-    wanted = row.prompt_logprobs
-    sampling = SamplingParams(row.max_new_tokens, temperature=0.0, prompt_logprobs=wanted)
-    request = Request(row.request_id, row.prompt, sampling)
-    return Sequence(request, row.stop_ids, row.max_new_tokens)

@@ -12,13 +12,12 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.links import Links
+from mlx_mtp.engine.messages import Begin, Cut, Drop, Note, Release, Row, Step, Take
 from mlx_mtp.engine.prefix import PrefixCache, Save
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
@@ -28,68 +27,6 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.speculative.proposer import DraftProposer
 
 _NOTICE_SECONDS = 0.5
-
-
-class Begin(NamedTuple):
-    """A runner begins, with nothing in its batches and its prefix cache."""
-
-    vocab_size: int
-    drafts: bool
-
-
-class Row(NamedTuple):
-    """A sequence that is new to the others."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    stop_ids: tuple[int, ...]
-    max_new_tokens: int
-    prompt_logprobs: int | None
-
-
-class Take(NamedTuple):
-    """Copy a row's prefix: KV from `start` to `end`, and the snapshot there."""
-
-    row: int
-    start: int
-    end: int
-    bits: int | None
-    names: tuple[int, ...]  # of the segment, if there is any, and of the snapshot
-
-
-class Cut(NamedTuple):
-    """Copy a part of a segment."""
-
-    segment: int
-    start: int
-    end: int
-    name: int
-
-
-class Drop(NamedTuple):
-    """A segment is not needed any more."""
-
-    segment: int
-
-
-class Release(NamedTuple):
-    """No row is left."""
-
-    notes: list[Take | Cut | Drop]
-
-
-class Step(NamedTuple):
-    """A plan; rows and segments by number."""
-
-    notes: list[Take | Cut | Drop]  # what happened to prefixes since the last step
-    new: dict[int, Row]
-    max_cached: dict[int, int]  # of all rows in the plan
-    prefixes: dict[int, tuple[int, ...]]  # that rows begin with: segments and a snapshot
-    live: frozenset[int]
-    chunk: tuple[tuple[int, int, int], ...]
-    decode: tuple[int, ...]
-    drafts: dict[int, int]
-    copies: dict[int, Many[int]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,7 +47,7 @@ class LeadPrefixes(PrefixCache):
 
     def __init__(self, links: Links, limit: int = 0, bits: int | None = None) -> None:
         super().__init__(limit, bits)
-        self.notes: list[Take | Cut | Drop] = []
+        self.notes: list[Note] = []
         self.rows: dict[Sequence, int] = {}  # the others' numbers of what they know
         self._links = links
         self._names = itertools.count()
@@ -121,7 +58,7 @@ class LeadPrefixes(PrefixCache):
         weakref.finalize(named, self.notes.append, Drop(named.name)).atexit = False
         return named
 
-    def take_notes(self) -> list[Take | Cut | Drop]:
+    def take_notes(self) -> list[Note]:
         """All notes, once. That of a segment that is dropped may come at any time."""
         return [self.notes.pop(0) for _ in range(len(self.notes))]
 
@@ -134,11 +71,11 @@ class LeadPrefixes(PrefixCache):
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
         saves = []
         for sequence, of, segments, snapshot in super()._copy(batch, row, tokens):
-            segments, snapshot = list(map(self.named, segments)), self.named(snapshot)
-            names = tuple(each.name for each in (*segments, snapshot))
-            start = min(each.start for each in (*segments, snapshot))
+            *kv, states = map(self.named, (*segments, snapshot))
+            names = tuple(each.name for each in (*kv, states))
+            start = kv[0].start if kv else len(of)
             self.notes.append(Take(self.rows[sequence], start, len(of), self._bits, names))
-            saves.append(Save(sequence, of, segments, snapshot))
+            saves.append(Save(sequence, of, [*kv], states))
         return saves
 
 
@@ -177,7 +114,7 @@ class LeadRunner(ModelRunner):
         self._shared.rows = numbers
         return Step(
             self._shared.take_notes(),
-            {number: _row(s) for s, number in new.items()},
+            {number: Row.of(s) for s, number in new.items()},
             {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
             {numbers[s]: _names(s) for s in chunk if s.prefix is not None},
             frozenset(numbers[s] for s in plan.live),
@@ -193,11 +130,6 @@ class LeadRunner(ModelRunner):
                 time.sleep(_NOTICE_SECONDS)  # A rank that has gone is better told by its link.
                 self._links.fail(f"a step failed on rank 0: {step.error}")
         return steps
-
-
-def _row(s: Sequence) -> Row:
-    wanted = s.request.sampling.prompt_logprobs
-    return Row(s.request_id, s.prompt, s.stop_ids, s.max_new_tokens, wanted)
 
 
 def _names(sequence: Sequence) -> tuple[int, ...]:

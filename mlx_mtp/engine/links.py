@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_mtp.errors import RankError, UsageError
 from mlx_mtp.world import World, rank_zero_host, summed
@@ -129,7 +130,7 @@ def connect(ranks: World, facts: Mapping[str, object], memory: int) -> Links | L
             server = socket.create_server((host, 0), backlog=ranks.size)
             server.settimeout(_CONNECT_SECONDS)
             words = [server.getsockname()[1], *secrets.token_bytes(_KEY_WORDS)]
-        port, *key = summed(mx.array(words, dtype=mx.int32)).tolist()
+        port, *key = np.array(summed(mx.array(words, dtype=mx.int32))).tolist()
         if server is None:
             sock = socket.create_connection((host, port), _CONNECT_SECONDS)
             link = Link(sock, bytes(key), to_lead=True)

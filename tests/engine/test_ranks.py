@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.engine.ranks import CASES
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint
 

@@ -1,0 +1,89 @@
+"""What rank 0 tells the others: steps, and what happens to prefixes, by numbers that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.sampling.params import SamplingParams
+
+
+class Begin(NamedTuple):
+    """A runner begins, with nothing in its batches and its prefix cache."""
+
+    vocab_size: int
+    drafts: bool
+
+
+class Row(NamedTuple):
+    """A sequence that is new to the others."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    max_new_tokens: int
+    prompt_logprobs: int | None
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Row:
+        wanted = sequence.request.sampling.prompt_logprobs
+        limits = sequence.stop_ids, sequence.max_new_tokens
+        return cls(sequence.request_id, sequence.prompt, *limits, wanted)
+
+    def sequence(self) -> Sequence:
+        """What stands for it on another rank, which draws nothing of its own."""
+        wanted = self.prompt_logprobs
+        sampling = SamplingParams(self.max_new_tokens, temperature=0.0, prompt_logprobs=wanted)
+        request = Request(self.request_id, self.prompt, sampling)
+        return Sequence(request, self.stop_ids, self.max_new_tokens)
+
+
+class Take(NamedTuple):
+    """Copy a row's prefix: KV from `start` to `end`, and the snapshot there."""
+
+    row: int
+    start: int
+    end: int
+    bits: int | None
+    names: tuple[int, ...]  # of the segment, if there is any, and of the snapshot
+
+
+class Cut(NamedTuple):
+    """Copy a part of a segment."""
+
+    segment: int
+    start: int
+    end: int
+    name: int
+
+
+class Drop(NamedTuple):
+    """A segment is not needed any more."""
+
+    segment: int
+
+
+Note = Take | Cut | Drop
+"""What happened to a prefix on rank 0."""
+
+
+class Release(NamedTuple):
+    """No row is left."""
+
+    notes: list[Note]
+
+
+class Step(NamedTuple):
+    """A plan; rows and segments by number."""
+
+    notes: list[Note]  # since the last message
+    new: dict[int, Row]
+    max_cached: dict[int, int]  # of all rows in the plan
+    prefixes: dict[int, tuple[int, ...]]  # that rows begin with: segments and a snapshot
+    live: frozenset[int]
+    chunk: tuple[tuple[int, int, int], ...]
+    decode: tuple[int, ...]
+    drafts: dict[int, int]
+    copies: dict[int, Many[int]]
