@@ -12,9 +12,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,7 +38,10 @@ from mlx_mtp.speculative.acceptance import AcceptResult, accept
 from mlx_mtp.speculative.proposer import MTPProposer
 from mlx_mtp.speculative.worth import FixedDepth
 
-_PROMPT = 64
+MakeRunner = Callable[[LoadedModel, MTPProposer | None, int], ModelRunner]
+
+PROMPT = 64
+"""Tokens, which are computed."""
 _ENDLESS = 1 << 20
 
 
@@ -90,17 +94,22 @@ class SyntheticAcceptance:
 
 
 def decoding_core(
-    model: LoadedModel, *, depth: int | None, contexts: list[int], overlap: bool = True
+    model: LoadedModel,
+    *,
+    depth: int | None,
+    contexts: list[int],
+    overlap: bool = True,
+    make_runner: MakeRunner = ModelRunner,
 ) -> EngineCore:
     """An engine whose rows have all been prefilled and stretched to these lengths."""
     config = EngineConfig(max_num_seqs=len(contexts), prefill_step_size=512)
     proposer = None if depth is None else MTPProposer(model)
-    runner = ModelRunner(model, proposer, model.vocab_size)
+    runner = make_runner(model, proposer, model.vocab_size)
     core = EngineCore(Scheduler(config, FixedDepth(depth or 0)), runner, overlap=overlap)
     sampling = SamplingParams(max_tokens=_ENDLESS, temperature=0.0)
     sequences = []
     for row in range(len(contexts)):
-        tokens = mx.random.randint(10, model.vocab_size, (_PROMPT,), key=mx.random.key(row))
+        tokens = mx.random.randint(10, model.vocab_size, (PROMPT,), key=mx.random.key(row))
         request = Request(str(row), tuple(map(int, tokens)), sampling)
         sequences.append(Sequence(request, (), _ENDLESS))
         core.add(sequences[-1])
@@ -116,17 +125,24 @@ def _stretch(runner: ModelRunner, sequences: list[Sequence], contexts: list[int]
     """Pretend that rows are as long as that; most of what is attended to is zero then."""
     batch = runner.batches.decoding
     assert batch is not None
-    more = {s: context - _PROMPT for s, context in zip(sequences, contexts)}
+    more = {s: context - PROMPT for s, context in zip(sequences, contexts)}
     batch.cache.offset = batch.cache.offset + mx.array([more[s] for s in batch.sequences])
     for sequence in sequences:
         sequence.num_cached += more[sequence]
 
 
 def measure_engine(
-    model: LoadedModel, *, depth: int | None, contexts: list[int], steps: int, overlap: bool = True
+    model: LoadedModel,
+    *,
+    depth: int | None,
+    contexts: list[int],
+    steps: int,
+    overlap: bool = True,
+    make_runner: MakeRunner = ModelRunner,
 ) -> tuple[float, float, float, int]:
     """Median milliseconds of a step, tokens a second, tokens a step and row, bytes of KV."""
-    core = decoding_core(model, depth=depth, contexts=contexts, overlap=overlap)
+    given: dict[str, Any] = {"overlap": overlap, "make_runner": make_runner}
+    core = decoding_core(model, depth=depth, contexts=contexts, **given)
     for _ in range(4):
         core.step()
     times, tokens = [], 0

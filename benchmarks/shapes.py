@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.published import GROUP_SIZE
+from mlx_mtp.models.shards import shard
 
 
 def integers(text: str) -> list[int]:
@@ -37,6 +38,7 @@ def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     _quantize(head, bits)
     for module in (model, head):
         _randomize(module)
+        mx.eval(module.parameters())
     plain.update(model.parameters())
     family.patch(model)
     model.mtp = head
@@ -44,6 +46,25 @@ def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     plain.eval()
     stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
     return LoadedModel(Path(), stored, {}, model, family, "random"), plain
+
+
+def build_part(config: dict[str, Any], bits: int, rank: int, size: int) -> LoadedModel:
+    """One rank's part of a random model with its head: of what one GPU can't hold."""
+    family = family_of(config, "the shape")
+    model = _trunk(family, config, bits)
+    args = family.causal_lm(model).args
+    head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
+    _quantize(head, bits)
+    for module in (model, head):
+        _randomize(module)
+    family.patch(model)
+    shard(family.causal_lm(model), head, rank, size)
+    model.mtp = head
+    model.eval()
+    for _, array in tree_flatten(model.parameters()):
+        mx.eval(array)
+        mx.clear_cache()
+    return LoadedModel(Path(), config, {}, model, family, "random", size)
 
 
 def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:
@@ -75,7 +96,6 @@ def _randomize(module: nn.Module) -> None:
             bits = packed.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
         fresh.append((name, _random(name, array, bits)))
     module.update(tree_unflatten(fresh))
-    mx.eval(module.parameters())
 
 
 def _random(name: str, array: mx.array, bits: int) -> mx.array:

@@ -60,7 +60,7 @@ def use_memory(given: int | None, least: int | None) -> MemoryLimit:
 
 
 def _join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
-    """Connect the ranks; UsageError where they differ in anything that changes what they compute."""
+    """Connect the ranks; UsageError where they differ in what they would compute."""
     for name in _NOT_YET:
         if getattr(options, name.lstrip("-").replace("-", "_")) is not None:
             raise UsageError(f"{name} does not work with several ranks yet: leave it out.")

@@ -1,4 +1,4 @@
-"""The ranks that compute one model together, as `mlx.launch` starts them. Without it there is one."""
+"""The ranks that compute one model together, as `mlx.launch` starts them; else there is one."""
 
 import functools
 import json

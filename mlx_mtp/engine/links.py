@@ -37,7 +37,7 @@ class Link:
         self.num_done = 0  # steps that the peer says it has computed
         self.own_done = 0  # what it is told
         self.memory = 0  # bytes that the rank with the least has
-        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_lost: Callable[[str], None] = lambda _: None
         self._connection = Connection(sock.detach())
         # Each proves that it has the key.
         turns = (answer_challenge, deliver_challenge)
@@ -93,7 +93,7 @@ class Links:
     def __init__(self, links: list[Link]) -> None:
         self._links = links
         self._failed = threading.Lock()  # taken for good by the first failure
-        self.on_failure: Callable[[str], None] = lambda reason: None  # on any thread
+        self.on_failure: Callable[[str], None] = lambda _: None  # on any thread
         self.memory = 0  # bytes that the rank with the least has
         for link in links:
             link.on_lost = self.fail

@@ -55,8 +55,8 @@ def load_model(
     `enable_mtp` loads the head, which must be there. `dtype` is one of `DTYPES`, or "auto":
     float32 on the CPU (which has no MoE in any other type), else as stored. `lazy` reads no
     weights until `LoadedModel.read`. `memory` is the machine's, in bytes: on the CPU a quantized
-    model that fits half of it in float32 is expanded. `part` is a rank, and the number of ranks, and
-    its part of the weights is loaded.
+    model that fits half of it in float32 is expanded. `part` is a rank and the number of ranks: of
+    the weights that rank's part is loaded.
 
     Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """

@@ -1,0 +1,96 @@
+"""Step cost of full-shape random-weight models on one or several ranks.
+
+    mlx.launch -n 2 --backend nccl -- python -m benchmarks.ranks --shape Qwen3.5-397B-A17B
+
+Without mlx.launch it measures one rank. Acceptance is synthetic, as in `benchmarks.full_shape`.
+"""
+
+import argparse
+import time
+from functools import partial
+
+import mlx.core as mx
+
+from benchmarks.full_shape import PROMPT, SyntheticAcceptance, measure_engine
+from benchmarks.shapes import build_part, integers
+from mlx_mtp.engine import runner as runner_module
+from mlx_mtp.engine.follow import follow
+from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
+from mlx_mtp.engine.links import Link, Links, connect
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.models.few_rows import use_few_rows
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.published import SHAPES
+from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.world import summed, world
+
+
+def _led(
+    links: Links, model: LoadedModel, proposer: MTPProposer | None, vocab_size: int
+) -> ModelRunner:
+    return LeadRunner(links, model, proposer, vocab_size, LeadPrefixes(links))
+
+
+def _time_sums(hidden: int, count: int = 200) -> float:
+    """Microseconds of a sum over ranks in a chain, of a row's hidden state."""
+    x = mx.ones((1, hidden), dtype=mx.bfloat16)
+    for _ in range(2):
+        began = time.perf_counter()
+        for _ in range(count):
+            x = summed(x) * 0.5
+        mx.eval(x)
+    return (time.perf_counter() - began) / count * 1e6
+
+
+def main() -> None:
+    """Measure on rank 0; the other ranks follow it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=[*SHAPES], default="Qwen3.5-27B")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--rows", type=integers, default=[1, 4, 16])
+    parser.add_argument("--depths", type=integers, default=[1, 2, 3])
+    parser.add_argument("--acceptance", type=float, default=0.9, help="synthetic, per position")
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    mx.random.seed(0)  # Each rank cuts its part out of the same model.
+    config, ranks = SHAPES[options.shape], world()
+    inner = config.get("text_config", config)
+    if options.layers:
+        inner = {**inner, "num_hidden_layers": options.layers}
+        config = {**config, "text_config": inner} if "text_config" in config else inner
+    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
+    model = build_part(config, 4, ranks.rank, ranks.size)
+    use_few_rows(model.model, model.dtype)
+    make_runner, links = ModelRunner, None
+    if ranks.size > 1:
+        links = connect(ranks, {"shape": options.shape}, 0)
+        sums = _time_sums(inner["hidden_size"])
+    if isinstance(links, Link):
+        follow(model, "mtp", links)
+        return
+    print(
+        f"# {options.shape}, {inner['num_hidden_layers']} layers, {ranks.size} ranks: "
+        f"{mx.get_active_memory() / 1e9:.1f} GB a rank",
+        flush=True,
+    )
+    if links is not None:
+        make_runner = partial(_led, links)  # type: ignore[assignment]
+        print(f"a sum over ranks: {sums:.0f} us", flush=True)
+    for rows in options.rows:
+        for depth in (None, *options.depths):
+            given = {"contexts": [PROMPT] * rows, "steps": options.steps}
+            step, rate, per_step, _ = measure_engine(
+                model, depth=depth, make_runner=make_runner, **given
+            )
+            told = "off" if depth is None else f"k = {depth}"
+            print(
+                f"rows {rows:2} {told:6}: {step:7.2f} ms {rate:8.1f} tok/s {per_step:.2f} a step",
+                flush=True,
+            )
+    if links is not None:
+        links.close()
+        time.sleep(1.0)  # Until they have read that.
+
+
+if __name__ == "__main__":
+    main()
