@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_mtp.console import labelled, width_of
-from mlx_mtp.flags import Flag, add_flags, gigabytes, size
+from mlx_mtp.flags import Flag, add_flags, gigabytes, size, whole
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 
@@ -19,11 +19,13 @@ def add_inspect(subparsers: Any) -> None:
     )
     planned, auto = "plan the memory for computing in this type", "auto, the type serve would use"
     limited = "plan for this much memory, such as 48GB"
+    of_ranks = "plan for one of so many machines that serve the model together"
     add_flags(
         parser,
         MODEL_FLAG,
         replace(DTYPE, help=planned, default_text=auto),
         Flag("--memory-limit SIZE", limited, size, default_text="what this machine has"),
+        Flag("--ranks N", of_ranks, whole(1, 64), default=1),
     )
     parser.set_defaults(run=run_inspect)
     parser = subparsers.add_parser(
@@ -48,20 +50,22 @@ def run_inspect(options: argparse.Namespace) -> int:
     from mlx_mtp.units import size_text
 
     found = find(options.model)
-    wanted, limit = demand(found, options.dtype), memory_limit(options.memory_limit)
+    ranks, limit = options.ranks, memory_limit(options.memory_limit)
+    wanted = demand(found, options.dtype, ranks)
     fits = fit_rows(wanted, limit)
     misfit = None if fits["fits"].startswith("yes") else "It does not fit (see the first line)."
     num_bytes, num_files = found.trunk
     files = f"{num_files} file{'' if num_files == 1 else 's'}"
     rows = {
         **fits,
+        **({"ranks": f"{ranks}; the memory is that of each"} if ranks > 1 else {}),
         "model": found.name,
         "family": family(found),
         "quantization": quantization(found.target.config),
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
         "MTP head": found.head or "none",
         **memory_rows(wanted),
-        "next": next_command(found, wanted.refusal or misfit),
+        "next": next_command(found, wanted.refusal or misfit, ranks),
     }
     print(labelled(rows, width_of()))
     return 0

@@ -55,14 +55,15 @@ def family(found: Found) -> str:
     )
 
 
-def next_command(found: Found, refusal: str | None) -> str:
+def next_command(found: Found, refusal: str | None, ranks: int = 1) -> str:
     """What to type next: to serve it, or to give it its head first; or why `serve` refuses it."""
     if refusal is not None:
         return f"none, as `serve` would refuse it. {refusal}"
+    serve = "mlx-mtp serve" if ranks == 1 else f"mlx.launch -n {ranks} -- mlx-mtp serve"
     if found.head:
-        return f"mlx-mtp serve {found.name}"
+        return f"{serve} {found.name}"
     adding = f"mlx-mtp add-mtp-weights {found.name}"
-    return f"{adding}; or without the head: mlx-mtp serve {found.name}"
+    return f"{adding}; or without the head: {serve} {found.name}"
 
 
 def _local(path: Path) -> Found:

@@ -36,22 +36,29 @@ class Demand(NamedTuple):
     refusal: str | None = None  # why `serve` would not load the model, as far as is known
 
 
-def demand(found: Found, dtype: str) -> Demand:
-    """As `serve` would load the model; by the files' sizes where that can't be done here."""
+def demand(found: Found, dtype: str, ranks: int = 1) -> Demand:
+    """As `serve` would load the model; by the files' sizes where that can't be done here.
+
+    With several ranks it is what each of them needs; UsageError if the model can't be cut so.
+    """
     has_head, refusal = found.head is not None, None
     if found.directory is not None:
         try:
-            model = load_model(found.directory, enable_mtp=has_head, dtype=dtype, lazy=True)
+            given: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
+            model = load_model(found.directory, lazy=True, **given)
             shape, row = footprint(model, MAX_COPY_TOKENS), model.row_nbytes()
             refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
             refusal = str(error)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
-    layers = tuple(target.family.layer_specs(target.args))
+    layers = tuple(spec.part(ranks) for spec in target.family.layer_specs(target.args))
+    # Each rank has the embedding, whose bits are not known.
+    whole = int(target.args.vocab_size) * int(target.args.hidden_size) * in_use.size
+    whole = min(whole, found.trunk[0]) if ranks > 1 else 0
     shape = Footprint(
-        weights=found.trunk[0],
-        head=found.head_bytes,
+        weights=whole + (found.trunk[0] - whole) // ranks,
+        head=found.head_bytes // ranks,
         caches=CacheMemory(layers, has_head, in_use.size),
         depth=MAX_COPY_TOKENS,
         vocab_size=int(target.args.vocab_size),

@@ -66,9 +66,11 @@ class _Cut(NamedTuple):
             if units % size and not (self.repeated and size % units == 0):
                 return f"{units:,} {self.unit}"
         length = sum(units * width for units, width in self.segments)
-        for array in self.tensors.values() if self.axis == _INPUTS else ():
+        for key, array in self.tensors.items() if self.axis == _INPUTS else ():
             stored = array.shape[-1]
-            if any(at * stored % length for span in self.spans(1, size) for at in span):
+            if key != "bias" and any(
+                at * stored % length for span in self.spans(1, size) for at in span
+            ):
                 return f"{length:,} inputs in groups of {getattr(self.module, 'group_size', '?')}"
         return None
 

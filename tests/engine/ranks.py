@@ -1,4 +1,4 @@
-"""What each process of `test_ranks.py` runs: rank 0 answers requests, the others follow it."""
+"""What rank 0 is asked in `test_ranks.py`, and what each process there runs."""
 
 import json
 import os
@@ -13,25 +13,22 @@ backend.prepare()
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.follow import follow
 from mlx_mtp.engine.links import Link, connect
+from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.world import world
 from tests.engine.cases import EOS, STEP, Erratic, RandomChunks, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB
 
-# Model, drafts, kind of requests, whether some are cancelled.
-CASES = (
-    ("qwen3_next", "erratic", "sampled grammars", True),
-    ("qwen3_next", 2, "greedy", False),
-    ("qwen3_5", 1, "sampled", True),
-    ("qwen3_5", 0, "greedy", False),
-    ("qwen3_5_moe", 3, "greedy grammars", False),
-)
+PROCESSES = ("qwen3_next", "erratic", "sampled grammars")
 
 
-def answers(model, links, depth, kind, cancelled):
-    """Two rounds of requests that come and go, the second with the prefixes of the first."""
-    requests = make_requests(kind)
+def answers(model, links, depth, kind, *, few=False):
+    """Two rounds of requests that come and go, the second with the prefixes of the first.
+
+    Returns the tokens by round and request, and how many of the prompts' were reused.
+    """
+    requests = make_requests(kind)[4 if few else 0 :]
     driver = Driver(
         model,
         vocab_size=VOCAB,
@@ -42,48 +39,40 @@ def answers(model, links, depth, kind, cancelled):
             prefix_cache_size=1 << 20,
         ),
         depth=Erratic(seed=5) if depth == "erratic" else None,
-        prefills=RandomChunks,
+        prefills=Prefills if few else RandomChunks,
         links=links,
     )
     found, reused = {}, 0
     for turn in ("cold", "warm"):
-        arriving = {
-            2 * number: [replace(r, request_id=f"{turn} {r.request_id}") for r in requests[at::3]]
-            for number, at in enumerate(range(3))
-        }
-        gone = f"{turn} {requests[3].request_id}"
-        driver.run_arrivals(arriving, {4: [gone]} if cancelled else {})
-        for name in driver.outputs:
-            if name.startswith(turn) and not (cancelled and name == gone):
+        named = [replace(each, request_id=f"{turn} {each.request_id}") for each in requests]
+        gone = named[2].request_id
+        arriving = {2 * number: named[number::3] for number in range(3)}
+        driver.run_arrivals(arriving, {4 + len(requests) % 3: [gone]})
+        for name in (each.request_id for each in named):
+            if name != gone:
                 found[name] = driver.tokens(name)
                 reused += driver.reused(name)
     return found, reused
 
 
-def give_up(reason: str) -> None:
+def main(folder: Path) -> None:
+    """Be one of several processes; rank 0 writes the answers."""
+    ranks, (family, *case) = world(), PROCESSES
+    model = load_model(folder / family, enable_mtp=True, part=(ranks.rank, ranks.size))
+    links = connect(ranks, {"family": family}, 1 << 30)
+    if isinstance(links, Link):
+        links.on_lost = _give_up
+        follow(model, "mtp", links)
+    else:
+        links.on_failure = _give_up
+        (folder / "answers.json").write_text(json.dumps(answers(model, links, *case, few=True)))
+        links.close()
+
+
+def _give_up(reason: str) -> None:
     print(reason, file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def main(folder: Path, result: Path) -> None:
-    """Run all cases; rank 0 writes the answers."""
-    ranks, told = world(), []
-    for family in dict.fromkeys(case[0] for case in CASES):
-        part = ranks.rank, ranks.size
-        model = load_model(folder / family, enable_mtp=True, part=part)
-        links = connect(ranks, {"family": family}, 1 << 30)
-        if isinstance(links, Link):
-            links.on_lost = give_up
-            follow(model, "mtp", links)
-            continue
-        links.on_failure = give_up
-        for case in CASES:
-            if case[0] == family:
-                told.append(answers(model, links, *case[1:]))
-        links.close()
-    if ranks.rank == 0:
-        result.write_text(json.dumps(told))
-
-
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]))
