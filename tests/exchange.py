@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.engine import batch
 from mlx_mtp.models import layers, loaded
 from mlx_mtp.sampling import sampler
 
@@ -20,7 +21,8 @@ class Exchange:
         self.parts: list[mx.array | None] = [None] * size
         self.local = threading.local()
         monkeypatch.setattr(layers, "summed", self.summed)
-        monkeypatch.setattr(loaded, "gathered", self.gathered)
+        for module in (batch, loaded):
+            monkeypatch.setattr(module, "gathered", self.gathered)
         monkeypatch.setattr(sampler, "agreed", lambda tokens: self.all(tokens)[0])
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.proposer import DraftState
+from mlx_mtp.world import gathered
 
 
 class Batch:
@@ -181,6 +182,13 @@ class Batches:
         self.ready = [b for b in self.ready if b not in hit]
         self.prefilling = [b for b in self.prefilling if b not in hit]
         return [s for batch in hit for s in batch.sequences]
+
+
+def hidden_states(batches: Batches) -> mx.array:
+    """The running rows' last hidden states, as each rank has them: float32 [ranks, N]."""
+    assert batches.decoding is not None
+    own = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
+    return gathered(own).reshape(-1, own.size)
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:

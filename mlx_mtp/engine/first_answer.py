@@ -19,7 +19,7 @@ _ROWS, _PROMPT, _ANSWER = 2, 16, 4
 def check_answers(
     config: EngineConfig, vocab_size: int, num_draft_tokens: int, runner: ModelRunner
 ) -> None:
-    """Compute two short answers; ModelError if that fails or their logits are not finite.
+    """Compute two short answers; ModelError if that fails, or ranks differ, or it is not finite.
 
     Their requests run as those that measure step costs do (`calibration.calibrate`).
     """
@@ -38,6 +38,7 @@ def check_answers(
                 raise ModelError(str(output.error))
             if not all(math.isfinite(each.logprob) for each in output.logprobs):
                 raise ModelError("its logits are not finite: are its weights damaged?")
+    runner.compare()
     core.cancel()  # An end would be kept in the prefix cache.
     while not core.idle:
         core.step()

@@ -6,9 +6,9 @@ import mlx.core as mx
 
 from mlx_mtp.cache.prefix_state import Segment
 from mlx_mtp.cache.prefix_tree import Node
-from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.batch import Batch, hidden_states
 from mlx_mtp.engine.links import Link
-from mlx_mtp.engine.messages import Begin, Cut, Drop, Note, Release, Step
+from mlx_mtp.engine.messages import Begin, Compare, Cut, Drop, Note, Release, Step
 from mlx_mtp.engine.prefix import take
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
@@ -29,6 +29,8 @@ def follow(model: LoadedModel, draft_source: str, link: Link) -> None:
         assert follower is not None, "rank 0 begins"
         if isinstance(message, Release):
             follower.release(message)
+        elif isinstance(message, Compare):
+            mx.eval(hidden_states(follower.runner.batches))
         else:
             follower.run(message)
             link.own_done += 1

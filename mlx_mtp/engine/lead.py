@@ -9,24 +9,30 @@ tree of prefixes: they copy, cut and drop as its segments are.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from mlx_mtp.cache.prefix_state import Segment
-from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.batch import Batch, hidden_states
 from mlx_mtp.engine.links import Links
-from mlx_mtp.engine.messages import Begin, Cut, Drop, Note, Release, Row, Step, Take
+from mlx_mtp.engine.messages import Begin, Compare, Cut, Drop, Note, Release, Row, Step, Take
 from mlx_mtp.engine.prefix import PrefixCache, Save
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
-from mlx_mtp.errors import RankError
+from mlx_mtp.errors import ModelError, RankError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.speculative.proposer import DraftProposer
 
+logger = logging.getLogger(__name__)
+
 _NOTICE_SECONDS = 0.5
+_TOLERANCE = 0.05  # of the largest hidden state
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,6 +107,18 @@ class LeadRunner(ModelRunner):
 
     def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
         return self._checked(super().read(launched))
+
+    def compare(self) -> None:
+        self._links.send(Compare())
+        ranks = np.array(hidden_states(self.batches))
+        for rank, other in enumerate(ranks):
+            if np.abs(other - ranks[0]).max() > _TOLERANCE * np.abs(ranks[0]).max():
+                raise ModelError(f"rank {rank} computes other numbers than rank 0 for one prompt")
+        if (ranks != ranks[0]).any():
+            logger.warning(
+                "The ranks round differently: are their chips, or versions of macOS, of different "
+                "kinds? Where two experts are equally good they may choose differently."
+            )
 
     def release(self) -> None:
         self._links.send(Release(self._shared.take_notes()))

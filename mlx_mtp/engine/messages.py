@@ -75,6 +75,10 @@ class Release(NamedTuple):
     notes: list[Note]
 
 
+class Compare(NamedTuple):
+    """Tell all ranks the last hidden states."""
+
+
 class Step(NamedTuple):
     """A plan; rows and segments by number."""
 

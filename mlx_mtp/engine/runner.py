@@ -81,6 +81,9 @@ class ModelRunner:
         if ended and self.batches.decoding is not None:
             self.prefixes.save_ends(self.batches.decoding, ended)
 
+    def compare(self) -> None:
+        """Raise ModelError if another rank has computed other numbers; alone there is none."""
+
     def release(self) -> None:
         self.batches = Batches()
         mx.clear_cache()

@@ -28,7 +28,7 @@ def answers(model, links, depth, kind, *, few=False):
 
     Returns the tokens by round and request, and how many of the prompts' were reused.
     """
-    requests = make_requests(kind)[4 if few else 0 :]
+    requests = make_requests(kind)[5 if few else 0 :]
     driver = Driver(
         model,
         vocab_size=VOCAB,
@@ -42,6 +42,10 @@ def answers(model, links, depth, kind, *, few=False):
         prefills=Prefills if few else RandomChunks,
         links=links,
     )
+    driver.add(replace(requests[0], request_id="first"))
+    while driver.runner.batches.decoding is None:
+        driver.step()
+    driver.runner.compare()
     found, reused = {}, 0
     for turn in ("cold", "warm"):
         named = [replace(each, request_id=f"{turn} {each.request_id}") for each in requests]

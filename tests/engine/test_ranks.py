@@ -8,15 +8,23 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import links
+from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.follow import follow
+from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.world import World
 from tests.engine.ranks import PROCESSES, answers
 from tests.exchange import Exchange
-from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+from tests.harness import greedy, request
+from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 DEPTHS = (0, 1, 2, 3, "erratic")
 KINDS = ("greedy", "sampled", "greedy grammars", "sampled grammars")
@@ -61,14 +69,14 @@ def test_ranks_answer_as_one(tmp_path, monkeypatch, references, ties, family, de
         if rank:
             return follow(models[rank], "mtp", link)
         try:
-            return answers(models[0], link, depth, kind)
+            return answers(models[0], link, depth, kind, few=(family, depth, kind) in QUICK)
         finally:
             link.send(None)
 
     wanted = references(family, kind)
     found, reused = Exchange(2, monkeypatch).run(work)[0]
     check(ties, wanted, found)
-    assert reused > 50, "the second round begins with what the first has saved"
+    assert reused > 20, "the second round begins with what the first has saved"
 
 
 def test_processes_answer_as_one(tmp_path, references, ties):
@@ -103,3 +111,75 @@ def ring(tmp_path: Path, argv: list[str], size: int = 2) -> list[subprocess.Pope
         )
         for rank in range(size)
     ]
+
+
+def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
+    exchange = Exchange(2, monkeypatch)
+    monkeypatch.setattr(links, "summed", exchange.summed)
+    monkeypatch.setattr(links, "rank_zero_host", lambda: "127.0.0.1")
+
+    monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(links, "LOST_SECONDS", 2.0)
+
+    def join(facts: list[dict[str, object]]) -> list[object]:
+        def one(rank: int) -> object:
+            try:
+                return links.connect(World(rank, 2), facts[rank], (8 - rank) << 30)
+            except UsageError as error:
+                return str(error)
+
+        return exchange.run(one)
+
+    versions = [{"mlx": "0.32.4", "model": "a"}, {"mlx": "0.32.2", "model": "a"}]
+    told = "Ranks 0 and 1 differ: mlx: 0.32.4 and 0.32.2. All need the same."
+    assert join(versions) == [told, told]
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    lead, follower = join([{}, {}])
+    lead.on_failure = lost.put
+    assert lead.memory == follower.memory == 7 << 30
+    follower.own_done = 5
+    lead.send({"a": 1})
+    assert follower.receive() == {"a": 1}
+    while "rank 1 5" not in lead.progress():
+        time.sleep(0.05)
+    # One that hangs as a whole: its heartbeat stops.
+    follower._closed.set()
+    assert lost.get(timeout=60) == "rank 1 has not been heard of for 2 s"
+    lead.fail("again")
+    assert lost.empty()
+    lead, follower = join([{}, {}])
+    lead.on_failure = lost.put
+    follower._connection.close()
+    assert lost.get(timeout=60) == "rank 1 has ended"
+    with pytest.raises(RankError, match="rank 1 has ended"):
+        lead._links[0].receive()
+
+
+def test_a_lost_rank_ends_all_requests(tiny_models):
+    """Also while the engine's thread is stuck, as it is in a collective that never ends."""
+    link = Queue()
+    engine = build_engine(
+        tiny_models["qwen3_5"], EngineConfig(num_draft_tokens=1), VOCAB, (), links=link
+    )
+    stuck, outputs = threading.Event(), queue.SimpleQueue()
+    told = []
+
+    def deliver(arrived) -> None:
+        for output in arrived:
+            outputs.put(output)
+        if len(told) == 0:
+            told.append(threading.current_thread())
+            stuck.wait(60)
+
+    engine.start(deliver)
+    engine.submit(request("r", range(5), greedy(400, ignore_eos=True)))
+    while outputs.get(timeout=60).token_ids == ():
+        pass
+    engine.fail("rank 1 has ended")
+    last = outputs.get(timeout=60)
+    assert str(last.error) == "Cut short: rank 1 has ended." and last.finish_reason == "error"
+    assert engine.unhealthy_reason == "rank 1 has ended"
+    with pytest.raises(EngineStoppedError, match="rank 1 has ended"):
+        engine.submit(request("s", range(5), greedy(4)))
+    stuck.set()
+    assert engine.stop(60)
