@@ -32,7 +32,7 @@ _NOT_YET = ("--prefix-cache-dir", "--mtp-draft-vocab")
 _SAMPLE = 256  # bytes of each tensor
 _HANG_SECONDS = 10.0
 """For so long a step may seem to hang before all ranks end."""
-_FLUSH_SECONDS = 2.0  # for clients to read the error
+_FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
 
 
 def part() -> tuple[int, int]:
@@ -102,6 +102,7 @@ def watch(engine: Engine, links: Links) -> None:
     """End the requests and then the process when a rank is lost, or a step never ends."""
 
     def end(reason: str) -> None:
+        logger.critical("The ranks can't go on together: %s.", reason)
         engine.fail(reason)
         time.sleep(_FLUSH_SECONDS)
         give_up(reason)

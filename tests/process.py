@@ -1,15 +1,19 @@
 """Real server processes on the bundled model."""
 
 import contextlib
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import httpx
 import openai
@@ -96,3 +100,23 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
         server = Server(address[1], process)
         with server.client, server.http:
             yield server
+
+
+def start_ranks(folder: Path, commands: Many[Many[str]]) -> list[subprocess.Popen[str]]:
+    """Start a module of Python with its arguments for each rank, as `mlx.launch` does."""
+    hosts, socks = folder / "hosts.json", [socket.socket() for _ in commands]
+    for each in socks:
+        each.bind(("127.0.0.1", 0))
+    hosts.write_text(json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in socks]))
+    for each in socks:
+        each.close()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]

@@ -2,15 +2,10 @@
 
 import itertools
 import json
-import os
 import pickle
 import queue
-import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +19,7 @@ from mlx_mtp.world import World
 from tests.engine.ranks import PROCESSES, answers
 from tests.exchange import Exchange
 from tests.harness import greedy, request
+from tests.process import start_ranks
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 DEPTHS = (0, 1, 2, 3, "erratic")
@@ -82,7 +78,7 @@ def test_ranks_answer_as_one(tmp_path, monkeypatch, references, ties, family, de
 def test_processes_answer_as_one(tmp_path, references, ties):
     family, _, kind = PROCESSES
     write_checkpoint(tmp_path / family, Layout(family))
-    ranks = ring(tmp_path, ["tests.engine.ranks", str(tmp_path)])
+    ranks = start_ranks(tmp_path, [["tests.engine.ranks", str(tmp_path)]] * 2)
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     found, reused = json.loads((tmp_path / "answers.json").read_text())
@@ -93,24 +89,6 @@ def test_processes_answer_as_one(tmp_path, references, ties):
 def check(ties, wanted, found) -> None:
     for name, tokens in found.items():
         ties.check(name, tokens, wanted[name.split()[1]])
-
-
-def ring(tmp_path: Path, argv: list[str], size: int = 2) -> list[subprocess.Popen[str]]:
-    """Start a process for each rank, as mlx.launch does."""
-    hosts, socks = tmp_path / "hosts.json", [socket.socket() for _ in range(size)]
-    for each in socks:
-        each.bind(("127.0.0.1", 0))
-    hosts.write_text(json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in socks]))
-    for each in socks:
-        each.close()
-    environ = {**os.environ, "MLX_HOSTFILE": str(hosts)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", *argv], env={**environ, "MLX_RANK": str(rank)}, **pipes
-        )
-        for rank in range(size)
-    ]
 
 
 def test_links_tell_what_differs_and_who_is_lost(monkeypatch):

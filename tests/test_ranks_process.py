@@ -1,0 +1,137 @@
+"""Two ranks that serve the bundled model: how they end, and what they refuse."""
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import mlx.core as mx
+import pytest
+
+from tests.conftest import DEMO
+from tests.process import CHAT, MODEL, start_ranks
+
+pytestmark = pytest.mark.full
+SERVE = ["mlx_mtp", "serve", str(DEMO), "--served-model-name", MODEL, "--port", "0"]
+SERVE += ["--calibration-seconds", "0"]
+
+
+class Rank:
+    """A process, and what it has said."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.said: list[str] = []
+        self.url = ""
+        self.ready = threading.Event()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        with self.process.stdout as lines:
+            for line in lines:
+                self.said.append(line)
+                if found := re.search(r"address\s+(http://\S+)", line):
+                    self.url = found[1]
+                    self.ready.set()
+        self.ready.set()
+
+    def ended(self) -> tuple[int, str]:
+        status = self.process.wait(120)
+        self.reader.join()
+        return status, "".join(self.said)
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, *commands: list[str]) -> Iterator[list[Rank]]:
+    found = [Rank(process) for process in start_ranks(folder, commands)]
+    try:
+        yield found
+    finally:
+        for each in found:
+            each.process.kill()
+            each.reader.join()
+
+
+def stream(url: str, max_tokens: int, began: Callable[[], object]) -> list[str]:
+    """All events of an answer; `began` is called at its fifth."""
+    fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    messages, events = [{"role": "user", "content": "Tell me a story."}], []
+    body = {"model": MODEL, "messages": messages, **fields}
+    with httpx.stream("POST", url + CHAT, json=body, timeout=120) as answer:
+        for line in filter(None, answer.iter_lines()):
+            events.append(line.removeprefix("data: "))
+            if len(events) == 5:
+                began()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("sig", "why"),
+    [
+        (signal.SIGKILL, "rank 1 has ended"),
+        (signal.SIGSTOP, "rank 1 has not been heard of for 8 s"),
+    ],
+)
+def test_a_lost_rank_ends_requests_and_rank_zero(tmp_path, sig, why):
+    with ranks(tmp_path, SERVE, SERVE) as (lead, other):
+        assert lead.ready.wait(120) and lead.url, lead.ended()
+        events = stream(lead.url, 20_000, lambda: other.process.send_signal(sig))
+        assert json.loads(events[-2])["error"]["message"] == f"Cut short: {why}."
+        status, said = lead.ended()
+        assert status == 1 and f"The ranks can't go on together: {why}." in said
+        if sig == signal.SIGSTOP:
+            other.process.send_signal(signal.SIGCONT)
+            assert other.ended()[0] == 1
+
+
+def test_the_others_end_with_rank_zero(tmp_path):
+    with ranks(tmp_path, SERVE, SERVE) as (lead, other):
+        assert lead.ready.wait(120) and lead.url, lead.ended()
+
+        def stop() -> None:
+            for each in (other, lead):
+                each.process.send_signal(signal.SIGTERM)
+
+        assert stream(lead.url, 40, stop)[-1] == "[DONE]"
+        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
+
+
+def test_ranks_that_differ_do_not_start(tmp_path):
+    weights = tmp_path / "other"
+    shutil.copytree(DEMO, weights)
+    file = next(weights.glob("model-00001*.safetensors"))
+    tensors = mx.load(str(file))
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name] * 1.01
+    mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
+    other = [str(weights) if each == str(DEMO) else each for each in SERVE]
+    for command, what in (
+        ([*SERVE, "--kv-cache-quantization", "8"], "--kv-cache-quantization: None and 8"),
+        (other, "model: "),
+    ):
+        with ranks(tmp_path, SERVE, command) as both:
+            for status, said in (each.ended() for each in both):
+                assert status == 2 and f"Ranks 0 and 1 differ: {what}" in said, said
+
+
+def test_what_does_not_work_with_ranks_is_refused(tmp_path):
+    kept = [*SERVE, "--prefix-cache-dir", str(tmp_path / "kept")]
+    for command, count, what in (
+        (kept, 2, "--prefix-cache-dir does not work with several ranks yet: leave it out."),
+        (["mlx_mtp", "generate", "Hi"], 2, "mlx.launch is for `mlx-mtp serve`"),
+        (
+            SERVE,
+            3,
+            "can't be cut for 3 ranks: layers.0.linear_attn.in_proj_qkvz.weight has 4 heads",
+        ),
+    ):
+        with ranks(tmp_path, *[command] * count) as started:
+            for status, said in (each.ended() for each in started):
+                assert status == 2 and what in said, said
