@@ -5,6 +5,7 @@ it is linked with on threads of their own, and ends its process when one falls s
 """
 
 import contextlib
+import io
 import pickle
 import queue
 import secrets
@@ -27,8 +28,17 @@ _CONNECT_SECONDS = 60.0
 _KEY_WORDS = 16
 
 
+class _Loader(pickle.Unpickler):
+    """Of messages, and of nothing else that a pickle may bring."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module != "mlx_mtp.engine.messages":
+            raise pickle.UnpicklingError(f"{module}.{name} is no message")
+        return super().find_class(module, name)
+
+
 class Link:
-    """A connection to a rank. Messages are pickled: only who has the key can send any."""
+    """A connection to a rank, for those that have the key. Messages are pickled."""
 
     def __init__(self, sock: socket.socket, key: bytes, *, to_lead: bool) -> None:
         sock.settimeout(None)
@@ -72,7 +82,7 @@ class Link:
     def _read(self) -> None:
         try:
             while self._connection.poll(LOST_SECONDS):
-                message = pickle.loads(self._connection.recv_bytes())
+                message = _Loader(io.BytesIO(self._connection.recv_bytes())).load()
                 if message is None:  # It ends, which is no loss.
                     self.close()
                 if isinstance(message, int):
@@ -82,6 +92,8 @@ class Link:
             reason = f"rank {self.peer} has not been heard of for {LOST_SECONDS:g} s"
         except (OSError, EOFError):
             reason = f"rank {self.peer} has ended"
+        except pickle.UnpicklingError as error:
+            reason = f"rank {self.peer} has sent what is no message: {error}"
         self._inbox.put(RankError(reason))
         if not self._closed.is_set():
             self.on_lost(reason)
