@@ -6,6 +6,7 @@ Without mlx.launch it measures one rank. Acceptance is synthetic, as in `benchma
 """
 
 import argparse
+import sys
 import time
 from functools import partial
 
@@ -63,7 +64,7 @@ def main() -> None:
     use_few_rows(model.model, model.dtype)
     make_runner, links = ModelRunner, None
     if ranks.size > 1:
-        links = connect(ranks, {"shape": options.shape}, 0)
+        links = connect(ranks, {"shape": options.shape}, 0, sys.exit)
         sums = _time_sums(inner["hidden_size"])
     if isinstance(links, Link):
         follow(model, "mtp", links)

@@ -46,7 +46,6 @@ def lead(options: argparse.Namespace, loaded: LoadedModel) -> Links | None:
         return None
     links = _join(options, loaded)
     assert isinstance(links, Links)
-    links.on_failure = give_up
     return links
 
 
@@ -73,7 +72,7 @@ def _join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
         "MTP head": loaded.head is not None,
         "model": fingerprint(loaded.path),
     }
-    return connect(world(), facts, memory_limit(options.memory_limit).nbytes)
+    return connect(world(), facts, memory_limit(options.memory_limit).nbytes, give_up)
 
 
 def follow_rank_zero(options: argparse.Namespace, loaded: LoadedModel) -> int:
@@ -83,12 +82,12 @@ def follow_rank_zero(options: argparse.Namespace, loaded: LoadedModel) -> int:
     rank = world().rank
     link = _join(options, loaded)
     assert isinstance(link, Link)
-    link.on_lost = give_up
     # Rank 0 finishes what runs, and then tells.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
     use_memory(options.memory_limit, None)
     loaded.read()
+    link.send("ready")
     logger.info("Rank %d of %d is ready.", rank, world().size)
     try:
         follow(loaded, EngineConfig().draft_source, link)
@@ -99,7 +98,8 @@ def follow_rank_zero(options: argparse.Namespace, loaded: LoadedModel) -> int:
 
 
 def watch(engine: Engine, links: Links) -> None:
-    """End the requests and then the process when a rank is lost, or a step never ends."""
+    """Wait until all ranks are ready; end all when one is lost, or a step never ends."""
+    links.wait()  # Reading the weights may take them longer than any step may.
 
     def end(reason: str) -> None:
         logger.critical("The ranks can't go on together: %s.", reason)

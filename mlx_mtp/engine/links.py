@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -40,14 +41,21 @@ class _Loader(pickle.Unpickler):
 class Link:
     """A connection to a rank, for those that have the key. Messages are pickled."""
 
-    def __init__(self, sock: socket.socket, key: bytes, *, to_lead: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        key: bytes,
+        on_lost: Callable[[str], None],  # called on a thread of its own
+        *,
+        to_lead: bool,
+    ) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = 0  # its rank
         self.num_done = 0  # steps that the peer says it has computed
         self.own_done = 0  # what it is told
         self.memory = 0  # bytes that the rank with the least has
-        self.on_lost: Callable[[str], None] = lambda _: None
+        self._on_lost = on_lost
         self._connection = Connection(sock.detach())
         # Each proves that it has the key.
         turns = (answer_challenge, deliver_challenge)
@@ -92,23 +100,21 @@ class Link:
             reason = f"rank {self.peer} has not been heard of for {LOST_SECONDS:g} s"
         except (OSError, EOFError):
             reason = f"rank {self.peer} has ended"
-        except pickle.UnpicklingError as error:
+        except Exception as error:  # Whatever a damaged pickle raises.
             reason = f"rank {self.peer} has sent what is no message: {error}"
         self._inbox.put(RankError(reason))
         if not self._closed.is_set():
-            self.on_lost(reason)
+            self._on_lost(reason)
 
 
 class Links:
     """Rank 0's connections to all others."""
 
-    def __init__(self, links: list[Link]) -> None:
-        self._links = links
-        self._failed = threading.Lock()  # taken for good by the first failure
-        self.on_failure: Callable[[str], None] = lambda _: None  # on any thread
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        self.all: list[Link] = []
+        self.on_failure = on_failure  # called with the first reason, on any thread
         self.memory = 0  # bytes that the rank with the least has
-        for link in links:
-            link.on_lost = self.fail
+        self._failed = threading.Lock()  # taken for good by the first failure
 
     def fail(self, reason: str) -> None:
         """The ranks can't go on together."""
@@ -116,22 +122,29 @@ class Links:
             self.on_failure(reason)
 
     def send(self, message: object) -> None:
-        for link in self._links:
+        for link in self.all:
             link.send(message)
+
+    def wait(self) -> None:
+        """Until each has sent something; RankError if one is lost."""
+        for link in self.all:
+            link.receive()
 
     def progress(self) -> str:
         """How many steps the others have computed, in words."""
-        counts = {link.peer: link.num_done for link in self._links}
+        counts = {link.peer: link.num_done for link in self.all}
         return ", ".join(f"rank {peer} {counts[peer]}" for peer in sorted(counts))
 
     def close(self) -> None:
         """Let the others end."""
-        for link in self._links:
+        for link in self.all:
             link.close()
             link.send(None)
 
 
-def connect(ranks: World, facts: Mapping[str, object], memory: int) -> Links | Link:
+def connect(
+    ranks: World, facts: Mapping[str, object], memory: int, on_failure: Callable[[str], None]
+) -> Links | Link:
     """Link rank 0 and the others, each with its memory in bytes.
 
     Address and key go by the collective itself. UsageError where ranks differ in their facts.
@@ -145,7 +158,7 @@ def connect(ranks: World, facts: Mapping[str, object], memory: int) -> Links | L
         port, *key = np.array(summed(mx.array(words, dtype=mx.int32))).tolist()
         if server is None:
             sock = socket.create_connection((host, port), _CONNECT_SECONDS)
-            link = Link(sock, bytes(key), to_lead=True)
+            link = Link(sock, bytes(key), on_failure, to_lead=True)
             link.send((ranks.rank, dict(facts), memory))
             refusal, link.memory = link.receive()
             if refusal:
@@ -153,19 +166,20 @@ def connect(ranks: World, facts: Mapping[str, object], memory: int) -> Links | L
             return link
         with server:
             socks = [server.accept()[0] for _ in range(1, ranks.size)]
-        links = [Link(sock, bytes(key), to_lead=False) for sock in socks]
-    except OSError as error:
+        links = Links(on_failure)
+        links.all = [Link(sock, bytes(key), links.fail, to_lead=False) for sock in socks]
+    # mlx raises a RuntimeError when a rank has gone; another program may listen at the port.
+    except (OSError, RuntimeError, AuthenticationError) as error:
         raise RankError(f"Rank 0 and the others can't connect at {host}: {error}") from error
-    refusal, together = None, Links(links)
-    together.memory = memory
-    for link in links:
+    refusal, links.memory = None, memory
+    for link in links.all:
         link.peer, others, least = link.receive()
-        together.memory = min(together.memory, least)
+        links.memory = min(links.memory, least)
         if wrong := [name for name in facts if facts[name] != others.get(name)]:
             told = "; ".join(f"{n}: {facts[n]} and {others.get(n)}" for n in wrong)
             refusal = f"Ranks 0 and {link.peer} differ: {told:.1000}. All need the same."
-    together.send((refusal, together.memory))
+    links.send((refusal, links.memory))
     if refusal:
-        together.close()
+        links.close()
         raise UsageError(refusal)
-    return together
+    return links

@@ -63,12 +63,10 @@ def main(folder: Path) -> None:
     """Be one of several processes; rank 0 writes the answers."""
     ranks, (family, *case) = world(), PROCESSES
     model = load_model(folder / family, enable_mtp=True, part=(ranks.rank, ranks.size))
-    links = connect(ranks, {"family": family}, 1 << 30)
+    links = connect(ranks, {"family": family}, 1 << 30, _give_up)
     if isinstance(links, Link):
-        links.on_lost = _give_up
         follow(model, "mtp", links)
     else:
-        links.on_failure = _give_up
         (folder / "answers.json").write_text(json.dumps(answers(model, links, *case, few=True)))
         links.close()
 

@@ -99,10 +99,13 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(links, "LOST_SECONDS", 2.0)
 
+    on_lead, on_follower = queue.SimpleQueue(), queue.SimpleQueue()
+
     def join(facts: list[dict[str, object]]) -> list[object]:
         def one(rank: int) -> object:
             try:
-                return links.connect(World(rank, 2), facts[rank], (8 - rank) << 30)
+                lost = [on_lead, on_follower][rank].put
+                return links.connect(World(rank, 2), facts[rank], (8 - rank) << 30, lost)
             except UsageError as error:
                 return str(error)
 
@@ -111,9 +114,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     versions = [{"mlx": "0.32.4", "model": "a"}, {"mlx": "0.32.2", "model": "a"}]
     told = "Ranks 0 and 1 differ: mlx: 0.32.4 and 0.32.2. All need the same."
     assert join(versions) == [told, told]
-    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     lead, follower = join([{}, {}])
-    lead.on_failure = lost.put
     assert lead.memory == follower.memory == 7 << 30
     follower.own_done = 5
     lead.send({"a": 1})
@@ -122,15 +123,14 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
         time.sleep(0.05)
     # One that hangs as a whole: its heartbeat stops.
     follower._closed.set()
-    assert lost.get(timeout=60) == "rank 1 has not been heard of for 2 s"
+    assert on_lead.get(timeout=60) == "rank 1 has not been heard of for 2 s"
     lead.fail("again")
-    assert lost.empty()
+    assert on_lead.empty()
     lead, follower = join([{}, {}])
-    lead.on_failure = lost.put
     follower._connection.close()
-    assert lost.get(timeout=60) == "rank 1 has ended"
+    assert on_lead.get(timeout=60) == "rank 1 has ended"
     with pytest.raises(RankError, match="rank 1 has ended"):
-        lead._links[0].receive()
+        lead.wait()
 
 
 def test_a_lost_rank_ends_all_requests(tiny_models):
