@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -186,3 +187,11 @@ def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
         assert told["MTP head"].startswith("in model-00002-of-00003.safetensors, model-00003")
     else:
         assert told["MTP head"] == "in mtp.safetensors: 5.0 kB"
+
+
+def test_what_one_of_several_ranks_needs(run, tmp_path):
+    alone, each = run("inspect"), run("inspect", "--ranks", 2)
+    taken = [float(re.search(r"weights ([\d.]+) MB", told["shares"])[1]) for told in (alone, each)]
+    assert 0.5 < taken[1] / taken[0] < 0.6, "the embedding is on both"
+    assert each["next"].startswith("mlx.launch -n 2 -- mlx-mtp serve ")
+    assert "can't be cut for 3 ranks" in run("inspect", "--ranks", 3, status=2)["error"]
