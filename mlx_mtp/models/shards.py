@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_mtp.errors import UsageError
 
@@ -80,7 +79,7 @@ def shard(causal_lm: nn.Module, head: nn.Module | None, rank: int, size: int) ->
     if size == 1:
         return
     cuts = list(_cuts(causal_lm, head))
-    check(cuts, size)
+    _check(cuts, size)
     for cut in cuts:
         for key in cut.tensors:
             cut.module[key] = cut.part(key, rank, size)
@@ -96,7 +95,7 @@ def shard(causal_lm: nn.Module, head: nn.Module | None, rank: int, size: int) ->
             mixer.conv1d.groups //= size
 
 
-def check(cuts: list[_Cut], size: int) -> None:
+def _check(cuts: list[_Cut], size: int) -> None:
     """UsageError for the first tensor that can't be cut, with the numbers of ranks that work."""
 
     def first(size: int) -> tuple[_Cut, str] | None:
@@ -165,8 +164,3 @@ def _of_mlp(name: str, module: nn.Module) -> Iterator[_Cut]:
     inner = ((weight.shape[-2], 1),)
     for key, axis in (("gate_proj", _OUTPUTS), ("up_proj", _OUTPUTS), ("down_proj", _INPUTS)):
         yield _Cut(f"{name}.{key}", module[key], axis, inner)
-
-
-def whole_nbytes(causal_lm: nn.Module) -> int:
-    """Bytes of what every rank has: the embedding."""
-    return sum(value.nbytes for _, value in tree_flatten(causal_lm.model.embed_tokens.parameters()))
