@@ -28,7 +28,8 @@ async def _converse(
         messages.append({"role": "user", "content": text})
         body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}
         try:
-            answer = await client.post(f"{url}/v1/chat/completions", json=body)
+            headers = {"X-Session-Id": str(number)}
+            answer = await client.post(f"{url}/v1/chat/completions", json=body, headers=headers)
         except httpx.HTTPError as error:
             told[type(error).__name__] += 1
             return
@@ -72,7 +73,9 @@ async def _run(options: argparse.Namespace) -> None:
         after, rates = await _counts(client, servers), {}
         total = [0.0, 0.0]
         for server, counts in after.items():
-            both = [new - old for new, old in zip(counts, before[server])]
+            # One that was started again counts anew.
+            old = before[server] if counts[0] >= before[server][0] else (0.0, 0.0)
+            both = [new - was for new, was in zip(counts, old)]
             total = [a + b for a, b in zip(total, both)]
             rates[server] = f"{both[1] / max(both[0], 1):.3f} of {both[0]:,.0f} tokens"
         print(f"answers by status: {dict(told)} in {time.perf_counter() - began:.0f} s")

@@ -19,7 +19,7 @@ _ROWS, _PROMPT, _ANSWER = 2, 16, 4
 def check_answers(
     config: EngineConfig, vocab_size: int, num_draft_tokens: int, runner: ModelRunner
 ) -> None:
-    """Compute two short answers; ModelError if that fails, or ranks differ, or it is not finite.
+    """Compute two short answers; ModelError if that fails, logits are not finite, or ranks differ.
 
     Their requests run as those that measure step costs do (`calibration.calibrate`).
     """

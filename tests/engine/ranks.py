@@ -23,7 +23,7 @@ from tests.tiny_models import VOCAB
 PROCESSES = ("qwen3_next", "erratic", "sampled grammars")
 
 
-def answers(model, links, depth, kind, *, few=False):
+def answers(model, links, depth, kind, *, few=False, cache=1 << 20):
     """Two rounds of requests that come and go, the second with the prefixes of the first.
 
     Returns the tokens by round and request, and how many of the prompts' were reused.
@@ -36,7 +36,7 @@ def answers(model, links, depth, kind, *, few=False):
         config=EngineConfig(
             num_draft_tokens=0 if depth == "erratic" else depth,
             prefill_step_size=STEP,
-            prefix_cache_size=1 << 20,
+            prefix_cache_size=cache,
         ),
         depth=Erratic(seed=5) if depth == "erratic" else None,
         prefills=Prefills if few else RandomChunks,

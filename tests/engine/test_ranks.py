@@ -16,9 +16,11 @@ from mlx_mtp.engine.follow import follow
 from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.world import World
+from tests.conftest import DEMO, DENSE_DEMO
+from tests.engine.cases import EOS, make_requests
 from tests.engine.ranks import PROCESSES, answers
 from tests.exchange import Exchange
-from tests.harness import greedy, request
+from tests.harness import greedy, plain, request
 from tests.process import start_ranks
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
@@ -51,28 +53,43 @@ class Queue:
     def close(self) -> None:
         pass
 
-    def fail(self, reason: str) -> None:
-        raise AssertionError(reason)
+
+def by_threads(monkeypatch, models, *case, **more):
+    """What rank 0 answers, led by it on as many threads as there are models."""
+    ends = [Queue() for _ in models[1:]]
+    together = links.Links(pytest.fail)
+    together.all = ends
+
+    def work(rank: int):
+        if rank:
+            return follow(models[rank], "mtp", ends[rank - 1])
+        try:
+            return answers(models[0], together, *case, **more)
+        finally:
+            together.close()
+
+    found, reused = Exchange(len(models), monkeypatch).run(work)[0]
+    assert reused > 20, "the second round begins with what the first has saved"
+    return found
 
 
 @pytest.mark.parametrize(("family", "depth", "kind"), CASES)
 def test_ranks_answer_as_one(tmp_path, monkeypatch, references, ties, family, depth, kind):
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
-    link = Queue()
+    wanted, few = references(family, kind), (family, depth, kind) in QUICK
+    check(ties, wanted, by_threads(monkeypatch, models, depth, kind, few=few))
 
-    def work(rank: int):
-        if rank:
-            return follow(models[rank], "mtp", link)
-        try:
-            return answers(models[0], link, depth, kind, few=(family, depth, kind) in QUICK)
-        finally:
-            link.send(None)
 
-    wanted = references(family, kind)
-    found, reused = Exchange(2, monkeypatch).run(work)[0]
-    check(ties, wanted, found)
-    assert reused > 20, "the second round begins with what the first has saved"
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("path", [DEMO, DENSE_DEMO], ids=["bundled", "sibling"])
+def test_the_bundled_model_and_its_sibling(monkeypatch, ties, path, size):
+    whole = load_model(path, enable_mtp=True)
+    kind = "sampled grammars"
+    wanted = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in make_requests(kind)}
+    models = [load_model(path, enable_mtp=True, part=(rank, size)) for rank in range(size)]
+    check(ties, wanted, by_threads(monkeypatch, models, "erratic", kind, cache=1 << 24))
 
 
 def test_processes_answer_as_one(tmp_path, references, ties):
