@@ -43,6 +43,7 @@ MakeRunner = Callable[[LoadedModel, MTPProposer | None, int], ModelRunner]
 PROMPT = 64
 """Tokens, which are computed."""
 _ENDLESS = 1 << 20
+_WARM_STEPS = 16  # the first of a shape compile kernels, also behind the first few
 
 
 @dataclass
@@ -143,7 +144,7 @@ def measure_engine(
     """Median milliseconds of a step, tokens a second, tokens a step and row, bytes of KV."""
     given: dict[str, Any] = {"overlap": overlap, "make_runner": make_runner}
     core = decoding_core(model, depth=depth, contexts=contexts, **given)
-    for _ in range(4):
+    for _ in range(_WARM_STEPS):
         core.step()
     times, tokens = [], 0
     started = last = time.perf_counter()
@@ -169,7 +170,7 @@ def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, context: int, ste
     generator.insert(prompts)
     while len(generator.next()[1]) < rows:
         pass
-    for _ in range(4):
+    for _ in range(_WARM_STEPS):
         generator.next()
     times = []
     last = time.perf_counter()
