@@ -32,6 +32,7 @@ _NOT_YET = ("--prefix-cache-dir", "--mtp-draft-vocab")
 _SAMPLE = 256  # bytes of each tensor
 _HANG_SECONDS = 10.0
 """For so long a step may seem to hang before all ranks end."""
+_LOOK_SECONDS = 1.0
 _FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
 
 
@@ -108,13 +109,12 @@ def watch(engine: Engine, links: Links) -> None:
         give_up(reason)
 
     def look() -> None:
-        since = None
-        while True:
-            time.sleep(1.0)
+        since = reason = None
+        while since is None or time.monotonic() - since < _HANG_SECONDS:
+            time.sleep(_LOOK_SECONDS)
             reason = engine.hang_reason
             since = None if reason is None else since or time.monotonic()
-            if since is not None and time.monotonic() - since > _HANG_SECONDS:
-                links.fail(f"{reason}; steps computed by now: {links.progress()}")
+        links.fail(f"{reason}; steps that others have computed: {links.progress()}")
 
     links.on_failure = end
     threading.Thread(target=look, name="mlx-mtp-ranks", daemon=True).start()

@@ -6,9 +6,11 @@ import pickle
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from mlx_mtp import ranks
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import links
 from mlx_mtp.engine.build import build_engine
@@ -95,9 +97,9 @@ def test_the_bundled_model_and_its_sibling(monkeypatch, ties, path, size):
 def test_processes_answer_as_one(tmp_path, references, ties):
     family, _, kind = PROCESSES
     write_checkpoint(tmp_path / family, Layout(family))
-    ranks = start_ranks(tmp_path, [["tests.engine.ranks", str(tmp_path)]] * 2)
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    started = start_ranks(tmp_path, [["tests.engine.ranks", str(tmp_path)]] * 2)
+    said = [each.communicate(timeout=300)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], said
     found, reused = json.loads((tmp_path / "answers.json").read_text())
     check(ties, references(family, kind), found)
     assert reused > 20
@@ -178,3 +180,20 @@ def test_a_lost_rank_ends_all_requests(tiny_models):
         engine.submit(request("s", range(5), greedy(4)))
     stuck.set()
     assert engine.stop(60)
+
+
+def test_a_step_that_never_ends_ends_the_process(monkeypatch):
+    """Each rank lives, as its heartbeat tells, but one of them is stuck."""
+    told = queue.SimpleQueue()
+    for name in ("_LOOK_SECONDS", "_HANG_SECONDS", "_FLUSH_SECONDS"):
+        monkeypatch.setattr(ranks, name, 0.01)
+    monkeypatch.setattr(ranks, "give_up", told.put)
+    engine = SimpleNamespace(hang_reason=None, fail=told.put)
+    together, other = links.Links(pytest.fail), Queue()
+    together.all, other.peer, other.num_done = [other], 1, 7
+    other.send("ready")
+    ranks.watch(engine, together)
+    assert told.empty()
+    engine.hang_reason = "the engine hangs"
+    why = "the engine hangs; steps that others have computed: rank 1 7"
+    assert [told.get(timeout=60) for _ in range(2)] == [why, why]
