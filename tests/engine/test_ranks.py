@@ -154,10 +154,9 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
 
 def test_a_lost_rank_ends_all_requests(tiny_models):
     """Also while the engine's thread is stuck, as it is in a collective that never ends."""
-    link = Queue()
-    engine = build_engine(
-        tiny_models["qwen3_5"], EngineConfig(num_draft_tokens=1), VOCAB, (), links=link
-    )
+    together = links.Links(lambda _: None)
+    config = EngineConfig(num_draft_tokens=1)
+    engine = build_engine(tiny_models["qwen3_5"], config, VOCAB, (), links=together)
     stuck, outputs = threading.Event(), queue.SimpleQueue()
     told = []
 
