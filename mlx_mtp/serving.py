@@ -162,6 +162,7 @@ def banner(
         "address": _url(local, config.port),
         **others,
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
+        **({"ranks": f"{loaded.num_ranks}, each with a part"} if loaded.num_ranks > 1 else {}),
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
         else "off: --no-enable-mtp, --drafts, or the model has no head",

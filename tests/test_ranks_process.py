@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from tests.process import CHAT, MODEL, start_ranks
 
 pytestmark = pytest.mark.full
 SERVE = ["mlx_mtp", "serve", str(DEMO), "--served-model-name", MODEL, "--port", "0"]
-SERVE += ["--calibration-seconds", "0"]
+SERVE += ["--calibration-seconds", "0.0"]
 
 
 class Rank:
@@ -89,6 +90,25 @@ def test_a_lost_rank_ends_requests_and_rank_zero(tmp_path, sig, why):
         if sig == signal.SIGSTOP:
             other.process.send_signal(signal.SIGCONT)
             assert other.ended()[0] == 1
+
+
+def test_the_others_end_when_rank_zero_is_killed(tmp_path):
+    with ranks(tmp_path, SERVE, SERVE) as (lead, other):
+        assert lead.ready.wait(120) and lead.url, lead.ended()
+        lead.process.kill()
+        status, said = other.ended()
+        assert status == 1 and "rank 0 has ended" in said
+
+
+def test_a_port_that_is_taken_ends_all(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [port if each == "0" else each for each in SERVE]
+        with ranks(tmp_path, command, command) as (lead, other):
+            status, said = lead.ended()
+            assert status == 2 and f"Port {port} on 127.0.0.1 is in use" in said
+            status, said = other.ended()
+            assert status == 2 and "Rank 0 and the others can't connect" in said
 
 
 def test_the_others_end_with_rank_zero(tmp_path):
