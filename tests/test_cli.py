@@ -193,11 +193,12 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
 )
 def test_the_banner(config, engine, shown):
     config = ServerConfig(**{"model_name": "it's", "port": 81} | config)
-    loaded = SimpleNamespace(model_type="qwen3_next", path="/m", head_source="/m/mtp.safetensors")
+    about = {"head_source": "/m/mtp.safetensors", "num_ranks": 2}
+    loaded = SimpleNamespace(model_type="qwen3_next", path="/m", **about)
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
     info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
     text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept")
-    assert shown in text and "a'b" not in text
+    assert shown in text and "a'b" not in text and "ranks    2, each" in text
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
     narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", width=60)
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
