@@ -198,7 +198,7 @@ def test_the_banner(config, engine, shown):
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
     info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
     text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept")
-    assert shown in text and "a'b" not in text and "ranks    2, each" in text
+    assert shown in text and "a'b" not in text and "2, each with a part" in text
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
     narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", width=60)
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
