@@ -23,12 +23,20 @@ from tests.tiny_models import VOCAB
 PROCESSES = ("qwen3_next", "erratic", "sampled grammars")
 
 
+def requests_of(kind):
+    """Those that all tests have, and one that leaves the longest prompt in its midst."""
+    requests = make_requests(kind)
+    longest = max(requests, key=lambda each: len(each.prompt_token_ids))
+    prompt = (*longest.prompt_token_ids[:30], 5, 6, 7)
+    return [*requests, replace(longest, request_id="branch", prompt_token_ids=prompt)]
+
+
 def answers(model, links, depth, kind, *, few=False, cache=1 << 20):
     """Two rounds of requests that come and go, the second with the prefixes of the first.
 
     Returns the tokens by round and request, and how many of the prompts' were reused.
     """
-    requests = make_requests(kind)[5 if few else 0 :]
+    requests = requests_of(kind)[5 if few else 0 :]
     driver = Driver(
         model,
         vocab_size=VOCAB,

@@ -19,8 +19,8 @@ from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.world import World
 from tests.conftest import DEMO, DENSE_DEMO
-from tests.engine.cases import EOS, make_requests
-from tests.engine.ranks import PROCESSES, answers
+from tests.engine.cases import EOS
+from tests.engine.ranks import PROCESSES, answers, requests_of
 from tests.exchange import Exchange
 from tests.harness import greedy, plain, request
 from tests.process import start_ranks
@@ -75,11 +75,19 @@ def by_threads(monkeypatch, models, *case, **more):
     return found
 
 
+def with_branch(references, tiny_models, family, kind):
+    branch = requests_of(kind)[-1]
+    answer = plain(tiny_models[family], branch, VOCAB, (EOS,))
+    return {**references(family, kind), "branch": answer}
+
+
 @pytest.mark.parametrize(("family", "depth", "kind"), CASES)
-def test_ranks_answer_as_one(tmp_path, monkeypatch, references, ties, family, depth, kind):
+def test_ranks_answer_as_one(
+    tmp_path, monkeypatch, tiny_models, references, ties, family, depth, kind
+):
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
-    wanted, few = references(family, kind), (family, depth, kind) in QUICK
+    wanted, few = with_branch(references, tiny_models, family, kind), (family, depth, kind) in QUICK
     check(ties, wanted, by_threads(monkeypatch, models, depth, kind, few=few))
 
 
@@ -89,19 +97,19 @@ def test_ranks_answer_as_one(tmp_path, monkeypatch, references, ties, family, de
 def test_the_bundled_model_and_its_sibling(monkeypatch, ties, path, size):
     whole = load_model(path, enable_mtp=True)
     kind = "sampled grammars"
-    wanted = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in make_requests(kind)}
+    wanted = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in requests_of(kind)}
     models = [load_model(path, enable_mtp=True, part=(rank, size)) for rank in range(size)]
     check(ties, wanted, by_threads(monkeypatch, models, "erratic", kind, cache=1 << 24))
 
 
-def test_processes_answer_as_one(tmp_path, references, ties):
+def test_processes_answer_as_one(tmp_path, tiny_models, references, ties):
     family, _, kind = PROCESSES
     write_checkpoint(tmp_path / family, Layout(family))
     started = start_ranks(tmp_path, [["tests.engine.ranks", str(tmp_path)]] * 2)
     said = [each.communicate(timeout=300)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0], said
     found, reused = json.loads((tmp_path / "answers.json").read_text())
-    check(ties, references(family, kind), found)
+    check(ties, with_branch(references, tiny_models, family, kind), found)
     assert reused > 20
 
 
