@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels import attention
 
 
 class RaggedKVCache:
@@ -36,6 +37,11 @@ class RaggedKVCache:
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
+        own = [self.buffers[part.buffer] for part in packing.parts]
+        keys, _ = own[0]
+        if attention.fits(queries, keys, packing.longest, scale):
+            plan = packing.plan(queries.shape[1] // keys.shape[1])
+            return attention.attend(queries, packing.positions, own, plan)
         outputs = []
         for part in packing.parts:
             keys, values = (a[: part.used, :, : part.limit] for a in self.buffers[part.buffer])

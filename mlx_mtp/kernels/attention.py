@@ -1,0 +1,399 @@
+"""Attention of windows, where a position's result does not depend on what is beside it.
+
+For CUDA, where mlx has no fused form of these shapes. The keys of a row are cut into pieces at fixed
+positions. A block computes a piece for up to 32 pairs of token and query head that share a KV head,
+so that a window reads its KV once; then the pieces of each pair are added in a fixed order. Rows of
+several buffers are one launch. Whatever else is in the batch, however long the window is and how
+large the buffers are: a position's result has the same bits.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.kernels import self_check
+from mlx_mtp.kernels.few_rows import CUDA
+from mlx_mtp.kernels.gpu import agrees, backend, launcher
+
+LONGEST = 17  # window
+PIECE = 256  # positions; capacities of buffers are multiples of it
+_DIMS = (128, 256)
+_TILE = 8  # pairs of token and query head beside each other in a product
+_TILES = (1, 2, 4)
+_BUFFERS = (1, 4, 16)  # of a launch: each number is a kernel of its own
+# How many loads of keys are ahead, and are unrolled, by tiles: then two or three blocks fit an SM.
+_LOADS = {1: (2, 4), 2: (2, 1), 4: (2, 1)}
+_STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
+_ADDING_WARPS = 8  # of a block that adds pieces
+_TOLERANCE = 0.02  # of 16-bit results, relative to the largest
+
+# What the bodies need of the hardware beside `few_rows.CUDA`; the tests have it in C++.
+STREAM = r"""
+__device__ __forceinline__ uint4 stream16(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+"""
+# In both kernels a pair is one of a token and a query head; weights are powers of two.
+_COMMON = r"""
+    constexpr float LEAST = -1e30f;
+    constexpr float SCALE = 1.44269504f * (D == 256 ? 0.0625f : 0.08838834764831845f);
+    const int lane = threadIdx.x, warp = threadIdx.y;
+"""
+# Scores are computed as K Q^T and outputs as V^T P^T, so that keys and values are left operands,
+# which come from memory as they lie there: the order of dimensions in the first and of positions in
+# the second is permuted for both operands alike, which a sum does not see.
+_PIECES = r"""
+    constexpr int ROWS = 8 * TILES, CHUNKS = D / 32, ACROSS = D / 64;
+    const int g = lane >> 2, t = lane & 3;
+    const int* item = items + blockIdx.x * 7;
+    const int first = item[3], base = item[5] * ROWS, start = item[6] * PIECE;
+    const int head = blockIdx.y, count = min(ROWS, item[4] * GROUP - base);
+    const int end = positions[first + (base + count - 1) / GROUP] - start + 1;
+    if (end <= 0) return;
+    const int groups = min((end + 15) / 16, PIECE / 16);  // of 16 positions
+    auto k = k0, v = v0;
+    CHOOSE
+    const size_t piece = ((size_t)(item[1] * KV + head) * item[2] + start) * D;
+    const uint4* keys = reinterpret_cast<const uint4*>(k + piece) + t;
+    const uint4* values = reinterpret_cast<const uint4*>(v + piece);
+    SHARED(shared);
+    float* const scores = reinterpret_cast<float*>(shared);
+
+    const uint4* queries[TILES];
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      const int pair = base + (8 * n + g < count ? 8 * n + g : 0);
+      const size_t row = (size_t)(first + pair / GROUP) * (KV * GROUP) + head * GROUP;
+      queries[n] = reinterpret_cast<const uint4*>(q) + (row + pair % GROUP) * (D / 8) + t;
+    }
+    // A warp has two groups of positions at a time.
+    #pragma unroll 1
+    for (int at = warp; at < groups; at += 2 * WARPS) {
+      const uint4* from[2];
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int group = i && at + WARPS < groups ? at + WARPS : at;
+        from[i] = keys + (size_t)(16 * group + g) * (D / 8);
+      }
+      uint4 ahead[AHEAD][2][2];
+      #pragma unroll
+      for (int j = 0; j < AHEAD; ++j)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+          ahead[j][i / 2][i % 2] = stream16(from[i / 2] + i % 2 * D + 4 * j);
+      float sums[2][TILES][4] = {};
+      #pragma unroll UNROLL
+      for (int chunk = 0; chunk < CHUNKS; chunk += AHEAD)
+        #pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+          uint4 own[2][2];
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            own[i / 2][i % 2] = ahead[j][i / 2][i % 2];
+            if (chunk + AHEAD < CHUNKS)
+              ahead[j][i / 2][i % 2] = stream16(from[i / 2] + i % 2 * D + 4 * (chunk + j + AHEAD));
+          }
+          #pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const uint4 b = __ldg(queries[n] + 4 * (chunk + j));
+            #pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const unsigned lower[4] = {own[i][0].x, own[i][1].x, own[i][0].y, own[i][1].y};
+              const unsigned upper[4] = {own[i][0].z, own[i][1].z, own[i][0].w, own[i][1].w};
+              multiply(sums[i][n], lower, b.x, b.y);
+              multiply(sums[i][n], upper, b.z, b.w);
+            }
+          }
+        }
+      #pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (at + i * WARPS < groups)
+          #pragma unroll
+          for (int n = 0; n < TILES; ++n)
+            #pragma unroll
+            for (int c = 0; c < 4; ++c) {
+              const int row = 8 * n + 2 * t + (c & 1), position = 16 * (at + i * WARPS) + g;
+              scores[row * STRIDE + position + 8 * (c >> 1)] = sums[i][n][c];
+            }
+    }
+    __syncthreads();
+    // A warp has a pair at a time; the weights, in T, take the place of the scores.
+    for (int row = warp; row < ROWS; row += WARPS) {
+      const int own = positions[first + (base + min(row, count - 1)) / GROUP] - start;
+      float* const line = scores + row * STRIDE;
+      float score[PIECE / 32], most = LEAST, sum = 0.0f;
+      #pragma unroll
+      for (int i = 0; i < PIECE / 32; ++i) {
+        score[i] = lane + 32 * i <= own ? line[lane + 32 * i] : LEAST;
+        most = fmaxf(most, score[i]);
+      }
+      #pragma unroll
+      for (int other = 16; other > 0; other /= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
+      __syncwarp();
+      #pragma unroll
+      for (int i = 0; i < PIECE / 32; ++i) {
+        const float weight = lane + 32 * i <= own ? exp2f((score[i] - most) * SCALE) : 0.0f;
+        sum += weight;
+        reinterpret_cast<T*>(line)[lane + 32 * i] = (T)weight;
+      }
+      #pragma unroll
+      for (int other = 16; other > 0; other /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, other);
+      if (lane == 0 && row < count) {
+        const size_t to = (size_t)(blockIdx.x * KV + head) * ROWS + row;
+        stats[2 * to] = most, stats[2 * to + 1] = sum;
+      }
+    }
+    __syncthreads();
+    // A warp has 64 dimensions, a lane 8 of them, and every other group of positions.
+    const int part = warp % ACROSS, share = warp / ACROSS;
+    values += (size_t)(16 * share + 4 * t) * (D / 8) + 8 * part + g;
+    uint4 next[4];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (share < groups) next[i] = stream16(values + i * (D / 8));
+    float outs[TILES][4][4] = {};
+    #pragma unroll 1
+    for (int at = share; at < groups; at += 2) {
+      unsigned own[4][4];
+      values += 32 * (D / 8);
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        own[i][0] = next[i].x, own[i][1] = next[i].y, own[i][2] = next[i].z, own[i][3] = next[i].w;
+        if (at + 2 < groups) next[i] = stream16(values + i * (D / 8));
+      }
+      unsigned left[4][4];
+      #pragma unroll
+      for (int e = 0; e < 4; ++e)
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          left[e][2 * i] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x5410);
+          left[e][2 * i + 1] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x7632);
+        }
+      #pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        const T* line = reinterpret_cast<const T*>(scores + (8 * n + g) * STRIDE);
+        const uint2 b = *reinterpret_cast<const uint2*>(line + 16 * at + 4 * t);
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) multiply(outs[n][e], left[e], b.x, b.y);
+      }
+    }
+    __syncthreads();
+    // The two shares are added in the scores' place.
+    float* const other = scores + part * (TILES * 512) + lane;
+    if (share == 1)
+      #pragma unroll
+      for (int i = 0; i < 16 * TILES; ++i) other[32 * i] = outs[i / 16][i / 4 % 4][i % 4];
+    __syncthreads();
+    if (share == 1) return;
+    #pragma unroll
+    for (int i = 0; i < 16 * TILES; ++i) outs[i / 16][i / 4 % 4][i % 4] += other[32 * i];
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n)
+      #pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = 8 * n + 2 * t + c;
+        if (row < count) {
+          const size_t to = (size_t)(blockIdx.x * KV + head) * ROWS + row;
+          float4* const line = reinterpret_cast<float4*>(parts + to * D + 64 * part + 8 * g);
+          line[0] = {outs[n][0][c], outs[n][0][c + 2], outs[n][1][c], outs[n][1][c + 2]};
+          line[1] = {outs[n][2][c], outs[n][2][c + 2], outs[n][3][c], outs[n][3][c + 2]};
+        }
+      }
+"""
+_ADD = r"""
+    const int* token = tokens + blockIdx.x * 4;
+    const int head = blockIdx.y, pair = token[3] * GROUP + head % GROUP;
+    const int pieces = positions[token[0]] / PIECE + 1, ROWS = stats_shape[2];
+    const size_t step = (size_t)token[2] * KV * ROWS;
+    const size_t at =
+        ((size_t)(token[1] + pair / ROWS) * KV + head / GROUP) * ROWS + pair % ROWS;
+    SHARED(shared);
+    float* const sums = reinterpret_cast<float*>(shared);
+    float most = LEAST, sum = 0.0f, outs[D / 32] = {};
+    for (int p = lane; p < pieces; p += 32) most = fmaxf(most, stats[2 * (at + p * step)]);
+    #pragma unroll
+    for (int other = 16; other > 0; other /= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
+    #pragma unroll 4
+    for (int p = warp; p < pieces; p += WARPS) {
+      const size_t from = at + p * step;
+      const float weight = exp2f((stats[2 * from] - most) * SCALE);
+      sum = fmaf(weight, stats[2 * from + 1], sum);
+      #pragma unroll
+      for (int i = 0; i < D / 128; ++i) {
+        const float4 own = reinterpret_cast<const float4*>(parts)[from * (D / 4) + lane + 32 * i];
+        outs[4 * i] = fmaf(weight, own.x, outs[4 * i]);
+        outs[4 * i + 1] = fmaf(weight, own.y, outs[4 * i + 1]);
+        outs[4 * i + 2] = fmaf(weight, own.z, outs[4 * i + 2]);
+        outs[4 * i + 3] = fmaf(weight, own.w, outs[4 * i + 3]);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < D / 32; ++i)
+      sums[warp * (D + 1) + 4 * (lane + 32 * (i / 4)) + i % 4] = outs[i];
+    if (lane == 0) sums[warp * (D + 1) + D] = sum;
+    __syncthreads();
+    for (int d = warp * 32 + lane; d < D; d += WARPS * 32) {
+      float total = 0.0f, out = 0.0f;
+      for (int w = 0; w < WARPS; ++w) {
+        total += sums[w * (D + 1) + D];
+        out += sums[w * (D + 1) + d];
+      }
+      y[((size_t)blockIdx.x * (KV * GROUP) + head) * D + d] = (T)(out / total);
+    }
+"""
+
+
+class Row(NamedTuple):
+    """A row's window, and where its keys and values are."""
+
+    buffer: int
+    slot: int
+    capacity: int  # of the buffer's slots
+    first: int  # of its tokens
+    count: int
+
+
+class Work(NamedTuple):
+    """A launch: rows of some buffers."""
+
+    buffers: list[int]
+    tiles: int  # of pairs, that a block has
+    # Of each block the place in `buffers`, slot, capacity, first token, tokens, which pairs, piece.
+    items: mx.array  # int32 [I, 7]
+    # Of each token that, the row's first block, the blocks of a piece, and its place in the row.
+    tokens: mx.array  # int32 [N, 4]
+
+
+class Plan(NamedTuple):
+    """The launches of a pass."""
+
+    works: list[Work]
+    order: mx.array | None  # where each token is among their outputs, if elsewhere
+
+
+def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
+    """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
+    _, heads, dim = queries.shape
+    if backend() != "cuda" or longest > LONGEST or dim not in _DIMS or scale != dim**-0.5:
+        return False
+    return keys.dtype == queries.dtype and _works(heads, keys.shape[1], dim, keys.dtype)
+
+
+@functools.cache
+def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
+    if heads % kv_heads or dtype not in (mx.bfloat16, mx.float16):
+        return False
+
+    def run(queries: mx.array, positions: mx.array, buffers: Any, rows: Any) -> mx.array:
+        own = [Row(*row) for row in rows]
+        return attend(queries, positions, buffers, plan(own, heads // kv_heads))
+
+    def check() -> float:
+        return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
+
+    return agrees("attention", check, _TOLERANCE)
+
+
+def plan(rows: Sequence[Row], group: int) -> Plan:
+    """The launches for windows of rows in the order of their tokens; `group` heads share KV."""
+    wanted = dict.fromkeys(row.buffer for row in rows)
+    buffers = list(wanted)
+    works, order = [], []
+    for begin in range(0, len(buffers), _BUFFERS[-1]):
+        own = buffers[begin : begin + _BUFFERS[-1]]
+        mine = [row for row in rows if row.buffer in own]
+        works.append(_work(mine, own, group))
+        order += [row.first + i for row in mine for i in range(row.count)]
+    in_order = order == list(range(len(order)))
+    return Plan(works, None if in_order else mx.array(np.argsort(order).astype(np.int32)))
+
+
+def _work(rows: Sequence[Row], buffers: list[int], group: int) -> Work:
+    most = max(row.count for row in rows) * group
+    tiles = next((tiles for tiles in _TILES if tiles * _TILE >= most), _TILES[-1])
+    items, tokens, blocks = [], [], 0
+    for row in rows:
+        each, pieces = -(-row.count * group // (tiles * _TILE)), -(-row.capacity // PIECE)
+        what = np.empty((pieces * each, 7), dtype=np.int32)
+        what[:, :5] = buffers.index(row.buffer), *row[1:]
+        # Those that read the same keys are beside each other.
+        what[:, 6], what[:, 5] = np.divmod(np.arange(len(what)), each)
+        items.append(what)
+        tokens += [(row.first + i, blocks, each, i) for i in range(row.count)]
+        blocks += len(what)
+    count = next(count for count in _BUFFERS if count >= len(buffers))
+    filled = buffers + buffers[:1] * (count - len(buffers))
+    both = mx.array(np.concatenate(items)), mx.array(np.array(tokens, dtype=np.int32))
+    return Work(filled, tiles, *both)
+
+
+def attend(
+    queries: mx.array,  # [N, heads, D]
+    positions: mx.array,  # of each, int32 [N]: it attends up to its own
+    buffers: Sequence[tuple[mx.array, ...]],  # keys and values, each [slots, KV heads, capacity, D]
+    plan: Plan,
+) -> mx.array:
+    """Attention of all windows of a pass: [N, heads, D]."""
+    outputs = [_launch(queries, positions, buffers, work) for work in plan.works]
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return joined if plan.order is None else joined[plan.order]
+
+
+def _launch(
+    queries: mx.array, positions: mx.array, buffers: Sequence[tuple[mx.array, ...]], work: Work
+) -> mx.array:
+    (_, heads, dim), kv_heads = queries.shape, buffers[0][0].shape[1]
+    rows, items, tokens = work.tiles * _TILE, len(work.items), len(work.tokens)
+    sizes = {"T": queries.dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads}
+    warps = dim // 32
+    template = sizes | {"TILES": work.tiles, "WARPS": warps, "PIECE": PIECE, "STRIDE": _STRIDE}
+    template |= dict(zip(("AHEAD", "UNROLL"), _LOADS[work.tiles], strict=True))
+    parts, stats = launcher(
+        _kernel(len(work.buffers), queries.dtype, 4 * rows * _STRIDE),
+        tuple(template.items()),
+        (32 * items, warps * kv_heads, 1),
+        (32, warps, 1),
+        (
+            ((items, kv_heads, rows, dim), mx.float32),
+            ((items, kv_heads, rows, 2), mx.float32),
+        ),
+    )(queries, positions, work.items, *(a for own in work.buffers for a in buffers[own]))
+    template = sizes | {"WARPS": _ADDING_WARPS, "PIECE": PIECE}
+    (y,) = launcher(
+        _kernel(0, queries.dtype, 4 * _ADDING_WARPS * (dim + 1)),
+        tuple(template.items()),
+        (32 * tokens, _ADDING_WARPS * heads, 1),
+        (32, _ADDING_WARPS, 1),
+        (((tokens, heads, dim), queries.dtype),),
+    )(parts, stats, positions, work.tokens)
+    return y
+
+
+@functools.cache
+def _kernel(buffers: int, dtype: mx.Dtype, shared: int) -> Any:
+    """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
+    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
+    names = [f"{name}{number}" for number in range(buffers) for name in "kv"]
+    choose = "".join(
+        f"if (item[0] == {number}) k = k{number}, v = v{number};\n" for number in range(1, buffers)
+    )
+    body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
+    return mx.fast.cuda_kernel(
+        name=f"mlx_mtp_attention_{buffers}",
+        input_names=["q", "positions", "items", *names]
+        if buffers
+        else ["parts", "stats", "positions", "tokens"],
+        output_names=["parts", "stats"] if buffers else ["y"],
+        header=matrix + STREAM,
+        source=_COMMON + body,
+        shared_memory=shared,
+    )
