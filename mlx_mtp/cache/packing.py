@@ -76,8 +76,19 @@ class Packing:
                 buffer, slot = self.layout.places[row]
                 tokens = int(self._first[row]), int(self.lengths[row])
                 rows.append(attention.Row(number[buffer], slot, buffer.capacity, *tokens))
-            self._plans[group] = attention.plan(rows, group)
+            self._plans[group] = attention.plan(tuple(rows), group)
         return self._plans[group]
+
+    @cached_property
+    def by_part(self) -> Index:
+        """The tokens of the first part, then those of the next."""
+        return _index(np.concatenate([part.own for part in self.parts]))
+
+    @cached_property
+    def places(self) -> tuple[mx.array, mx.array]:
+        """Slot and position of each token, by part: uint32 [N, 1], as indices need no cast then."""
+        slots = np.concatenate([part.slot for part in self.parts]).astype(np.uint32)
+        return mx.array(slots[:, None]), self.positions[self.by_part].astype(mx.uint32)[:, None]
 
     @cached_property
     def _from_parts(self) -> Index:
@@ -108,9 +119,6 @@ class Part:
         self.used = max(slots) + 1
         self.own = np.flatnonzero(np.isin(packing.row, rows))
         self.slot = np.array([layout.places[row][1] for row in packing.row[self.own]])
-        # What is written: these tokens, in these slots, at these positions.
-        self.tokens, self.slots = _index(self.own), mx.array(self.slot.astype(np.int32))
-        self.positions = packing.positions[self.tokens]
         # Queries for a slot that is empty are those of another: their result isn't used.
         table = [slots.get(slot, rows[0]) for slot in range(self.used)]
         # Not the packing: masks are large, and must not wait for Python to collect a cycle.

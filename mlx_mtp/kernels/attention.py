@@ -1,14 +1,14 @@
 """Attention of windows, where a position's result does not depend on what is beside it.
 
-For CUDA, where mlx has no fused form of these shapes. The keys of a row are cut into pieces at fixed
-positions. A block computes a piece for up to 32 pairs of token and query head that share a KV head,
-so that a window reads its KV once; then the pieces of each pair are added in a fixed order. Rows of
-several buffers are one launch. Whatever else is in the batch, however long the window is and how
-large the buffers are: a position's result has the same bits.
+For CUDA, where mlx has no fused form of these shapes. A row's keys are cut into pieces at fixed
+positions. A block computes a piece for up to 32 pairs of a token and a query head that share a KV
+head, so a window reads its KV once; then the pieces of each pair are added in a fixed order. Rows
+of several buffers are one launch. Whatever is in the batch, however long the window is and however
+large the buffers: a position's result has the same bits.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,19 +16,19 @@ import numpy as np
 
 from mlx_mtp.kernels import self_check
 from mlx_mtp.kernels.few_rows import CUDA
-from mlx_mtp.kernels.gpu import agrees, backend, launcher
+from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher
 
 LONGEST = 17  # window
 PIECE = 256  # positions; capacities of buffers are multiples of it
-_DIMS = (128, 256)
+DIMS = (128, 256)
 _TILE = 8  # pairs of token and query head beside each other in a product
 _TILES = (1, 2, 4)
-_BUFFERS = (1, 4, 16)  # of a launch: each number is a kernel of its own
+_BUFFERS = (1, 16)  # of a launch: each number is a kernel of its own
 # How many loads of keys are ahead, and are unrolled, by tiles: then two or three blocks fit an SM.
 _LOADS = {1: (2, 4), 2: (2, 1), 4: (2, 1)}
 _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
-_TOLERANCE = 0.02  # of 16-bit results, relative to the largest
+TOLERANCE = 0.02  # of 16-bit results, relative to the largest
 
 # What the bodies need of the hardware beside `few_rows.CUDA`; the tests have it in C++.
 STREAM = r"""
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 stream16(const uint4* from) {
   return v;
 }
 """
-# In both kernels a pair is one of a token and a query head; weights are powers of two.
+# Scores are scaled for powers of two.
 _COMMON = r"""
     constexpr float LEAST = -1e30f;
     constexpr float SCALE = 1.44269504f * (D == 256 ? 0.0625f : 0.08838834764831845f);
@@ -258,8 +258,8 @@ class Row(NamedTuple):
     buffer: int
     slot: int
     capacity: int  # of the buffer's slots
-    first: int  # of its tokens
-    count: int
+    first: int  # token
+    tokens: int
 
 
 class Work(NamedTuple):
@@ -283,27 +283,30 @@ class Plan(NamedTuple):
 def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
     """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
     _, heads, dim = queries.shape
-    if backend() != "cuda" or longest > LONGEST or dim not in _DIMS or scale != dim**-0.5:
+    if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
         return False
     return keys.dtype == queries.dtype and _works(heads, keys.shape[1], dim, keys.dtype)
 
 
 @functools.cache
 def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
-    if heads % kv_heads or dtype not in (mx.bfloat16, mx.float16):
+    if dtype not in (mx.bfloat16, mx.float16):
         return False
+    return agrees("attention", lambda: error(heads, kv_heads, dim, dtype), TOLERANCE)
+
+
+def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
+    """The largest one, relative to the largest result (see `self_check.attention`)."""
 
     def run(queries: mx.array, positions: mx.array, buffers: Any, rows: Any) -> mx.array:
-        own = [Row(*row) for row in rows]
+        own = tuple(Row(*row) for row in rows)
         return attend(queries, positions, buffers, plan(own, heads // kv_heads))
 
-    def check() -> float:
-        return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
-
-    return agrees("attention", check, _TOLERANCE)
+    return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
 
 
-def plan(rows: Sequence[Row], group: int) -> Plan:
+@functools.lru_cache(maxsize=64)  # Steps repeat.
+def plan(rows: tuple[Row, ...], group: int) -> Plan:
     """The launches for windows of rows in the order of their tokens; `group` heads share KV."""
     wanted = dict.fromkeys(row.buffer for row in rows)
     buffers = list(wanted)
@@ -312,23 +315,23 @@ def plan(rows: Sequence[Row], group: int) -> Plan:
         own = buffers[begin : begin + _BUFFERS[-1]]
         mine = [row for row in rows if row.buffer in own]
         works.append(_work(mine, own, group))
-        order += [row.first + i for row in mine for i in range(row.count)]
+        order += [row.first + i for row in mine for i in range(row.tokens)]
     in_order = order == list(range(len(order)))
     return Plan(works, None if in_order else mx.array(np.argsort(order).astype(np.int32)))
 
 
 def _work(rows: Sequence[Row], buffers: list[int], group: int) -> Work:
-    most = max(row.count for row in rows) * group
+    most = max(row.tokens for row in rows) * group
     tiles = next((tiles for tiles in _TILES if tiles * _TILE >= most), _TILES[-1])
     items, tokens, blocks = [], [], 0
     for row in rows:
-        each, pieces = -(-row.count * group // (tiles * _TILE)), -(-row.capacity // PIECE)
+        each, pieces = -(-row.tokens * group // (tiles * _TILE)), -(-row.capacity // PIECE)
         what = np.empty((pieces * each, 7), dtype=np.int32)
         what[:, :5] = buffers.index(row.buffer), *row[1:]
         # Those that read the same keys are beside each other.
         what[:, 6], what[:, 5] = np.divmod(np.arange(len(what)), each)
         items.append(what)
-        tokens += [(row.first + i, blocks, each, i) for i in range(row.count)]
+        tokens += [(row.first + i, blocks, each, i) for i in range(row.tokens)]
         blocks += len(what)
     count = next(count for count in _BUFFERS if count >= len(buffers))
     filled = buffers + buffers[:1] * (count - len(buffers))
@@ -343,57 +346,71 @@ def attend(
     plan: Plan,
 ) -> mx.array:
     """Attention of all windows of a pass: [N, heads, D]."""
-    outputs = [_launch(queries, positions, buffers, work) for work in plan.works]
+    heads, kv_heads = queries.shape[1], buffers[0][0].shape[1]
+    outputs = []
+    for work in plan.works:
+        own = [array for number in work.buffers for array in buffers[number]]
+        counts = len(work.buffers), work.tiles, len(work.items), len(work.tokens)
+        pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
+        parts, stats = pieces(queries, positions, work.items, *own)
+        outputs += add(parts, stats, positions, work.tokens)
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return joined if plan.order is None else joined[plan.order]
 
 
-def _launch(
-    queries: mx.array, positions: mx.array, buffers: Sequence[tuple[mx.array, ...]], work: Work
-) -> mx.array:
-    (_, heads, dim), kv_heads = queries.shape, buffers[0][0].shape[1]
-    rows, items, tokens = work.tiles * _TILE, len(work.items), len(work.tokens)
-    sizes = {"T": queries.dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads}
-    warps = dim // 32
-    template = sizes | {"TILES": work.tiles, "WARPS": warps, "PIECE": PIECE, "STRIDE": _STRIDE}
-    template |= dict(zip(("AHEAD", "UNROLL"), _LOADS[work.tiles], strict=True))
-    parts, stats = launcher(
-        _kernel(len(work.buffers), queries.dtype, 4 * rows * _STRIDE),
-        tuple(template.items()),
+@functools.lru_cache(maxsize=1024)
+def _launchers(
+    buffers: int,
+    tiles: int,
+    items: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: mx.Dtype,
+) -> tuple[Callable[..., list[mx.array]], ...]:
+    """What computes the pieces, and what adds them."""
+    rows, warps = tiles * _TILE, dim // 32
+    ahead, unrolled = _LOADS[tiles]
+    sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
+    constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE}
+    constants |= {"AHEAD": ahead, "UNROLL": unrolled}
+    shapes = (items, kv_heads, rows, dim), (items, kv_heads, rows, 2)
+    pieces = launcher(
+        _kernel(buffers, dtype, 4 * rows * max(_STRIDE, dim)),
+        tuple((sizes | constants).items()),
         (32 * items, warps * kv_heads, 1),
         (32, warps, 1),
-        (
-            ((items, kv_heads, rows, dim), mx.float32),
-            ((items, kv_heads, rows, 2), mx.float32),
-        ),
-    )(queries, positions, work.items, *(a for own in work.buffers for a in buffers[own]))
-    template = sizes | {"WARPS": _ADDING_WARPS, "PIECE": PIECE}
-    (y,) = launcher(
-        _kernel(0, queries.dtype, 4 * _ADDING_WARPS * (dim + 1)),
-        tuple(template.items()),
+        tuple((shape, mx.float32) for shape in shapes),
+    )
+    add = launcher(
+        _kernel(0, dtype, 4 * _ADDING_WARPS * (dim + 1)),
+        tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
         (32 * tokens, _ADDING_WARPS * heads, 1),
         (32, _ADDING_WARPS, 1),
-        (((tokens, heads, dim), queries.dtype),),
-    )(parts, stats, positions, work.tokens)
-    return y
+        (((tokens, heads, dim), dtype),),
+    )
+    return pieces, add
 
 
 @functools.cache
 def _kernel(buffers: int, dtype: mx.Dtype, shared: int) -> Any:
     """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
     matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
-    names = [f"{name}{number}" for number in range(buffers) for name in "kv"]
+    names = ["parts", "stats", "positions", "tokens"]
+    if buffers:
+        own = [f"{name}{number}" for number in range(buffers) for name in "kv"]
+        names = ["q", "positions", "items", *own]
     choose = "".join(
         f"if (item[0] == {number}) k = k{number}, v = v{number};\n" for number in range(1, buffers)
     )
     body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
+    header, source = matrix + STREAM, _COMMON + body
     return mx.fast.cuda_kernel(
-        name=f"mlx_mtp_attention_{buffers}",
-        input_names=["q", "positions", "items", *names]
-        if buffers
-        else ["parts", "stats", "positions", "tokens"],
+        name=kernel_name(f"attention_{buffers}", header, source),
+        input_names=names,
         output_names=["parts", "stats"] if buffers else ["y"],
-        header=matrix + STREAM,
-        source=_COMMON + body,
+        header=header,
+        source=source,
         shared_memory=shared,
     )

@@ -101,7 +101,7 @@ _BUFFERS = ((512, (256, 300)), (512, (17,)), (512, (255,)), (256, (40,)), (512, 
 
 
 def attention(
-    run: Launch, heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, longest: int
+    run: Callable[..., mx.array], heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, longest: int
 ) -> float:
     """The largest error of attention over the largest result, for windows up to a length.
 
