@@ -24,8 +24,8 @@ DIMS = (128, 256)
 _TILE = 8  # pairs of token and query head beside each other in a product
 _TILES = (1, 2, 4)
 _BUFFERS = (1, 16)  # of a launch: each number is a kernel of its own
-# How many loads of keys are ahead, and are unrolled, by tiles: then two or three blocks fit an SM.
-_LOADS = {1: (2, 4), 2: (2, 1), 4: (2, 1)}
+# By tiles: how many loads of keys are ahead, and loops over them unrolled, and of values ahead.
+_LOADS = {1: (2, 1, 2), 2: (2, 1, 2), 4: (2, 1, 2)}
 _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
 TOLERANCE = 0.02  # of 16-bit results, relative to the largest
@@ -38,6 +38,11 @@ __device__ __forceinline__ uint4 stream16(const uint4* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
+"""
+# mlx has no way to say how many registers a thread may have; with more, one block fits an SM.
+_BOUNDS = """
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(THREADS, 512 / THREADS)
 """
 # Scores are scaled for powers of two.
 _COMMON = r"""
@@ -154,37 +159,45 @@ _PIECES = r"""
     __syncthreads();
     // A warp has 64 dimensions, a lane 8 of them, and every other group of positions.
     const int part = warp % ACROSS, share = warp / ACROSS;
-    values += (size_t)(16 * share + 4 * t) * (D / 8) + 8 * part + g;
-    uint4 next[4];
+    values += 4 * t * (D / 8) + 8 * part + g;
+    uint4 next[DEEP][4];
     #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (share < groups) next[i] = stream16(values + i * (D / 8));
+    for (int j = 0; j < DEEP; ++j)
+      #pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (share + 2 * j < groups)
+          next[j][i] = stream16(values + (16 * (share + 2 * j) + i) * (D / 8));
     float outs[TILES][4][4] = {};
     #pragma unroll 1
-    for (int at = share; at < groups; at += 2) {
-      unsigned own[4][4];
-      values += 32 * (D / 8);
+    for (int from = share; from < groups; from += 2 * DEEP)
       #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        own[i][0] = next[i].x, own[i][1] = next[i].y, own[i][2] = next[i].z, own[i][3] = next[i].w;
-        if (at + 2 < groups) next[i] = stream16(values + i * (D / 8));
-      }
-      unsigned left[4][4];
-      #pragma unroll
-      for (int e = 0; e < 4; ++e)
+      for (int j = 0; j < DEEP; ++j) {
+        const int at = from + 2 * j;
+        if (at >= groups) break;
+        unsigned own[4][4];
         #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          left[e][2 * i] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x5410);
-          left[e][2 * i + 1] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x7632);
+        for (int i = 0; i < 4; ++i) {
+          own[i][0] = next[j][i].x, own[i][1] = next[j][i].y;
+          own[i][2] = next[j][i].z, own[i][3] = next[j][i].w;
+          if (at + 2 * DEEP < groups)
+            next[j][i] = stream16(values + (16 * (at + 2 * DEEP) + i) * (D / 8));
         }
-      #pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        const T* line = reinterpret_cast<const T*>(scores + (8 * n + g) * STRIDE);
-        const uint2 b = *reinterpret_cast<const uint2*>(line + 16 * at + 4 * t);
+        unsigned left[4][4];
         #pragma unroll
-        for (int e = 0; e < 4; ++e) multiply(outs[n][e], left[e], b.x, b.y);
+        for (int e = 0; e < 4; ++e)
+          #pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            left[e][2 * i] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x5410);
+            left[e][2 * i + 1] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x7632);
+          }
+        #pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const T* line = reinterpret_cast<const T*>(scores + (8 * n + g) * STRIDE);
+          const uint2 b = *reinterpret_cast<const uint2*>(line + 16 * at + 4 * t);
+          #pragma unroll
+          for (int e = 0; e < 4; ++e) multiply(outs[n][e], left[e], b.x, b.y);
+        }
       }
-    }
     __syncthreads();
     // The two shares are added in the scores' place.
     float* const other = scores + part * (TILES * 512) + lane;
@@ -371,20 +384,20 @@ def _launchers(
 ) -> tuple[Callable[..., list[mx.array]], ...]:
     """What computes the pieces, and what adds them."""
     rows, warps = tiles * _TILE, dim // 32
-    ahead, unrolled = _LOADS[tiles]
+    ahead, unrolled, deep = _LOADS[tiles]
     sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
     constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE}
-    constants |= {"AHEAD": ahead, "UNROLL": unrolled}
+    constants |= {"AHEAD": ahead, "UNROLL": unrolled, "DEEP": deep}
     shapes = (items, kv_heads, rows, dim), (items, kv_heads, rows, 2)
     pieces = launcher(
-        _kernel(buffers, dtype, 4 * rows * max(_STRIDE, dim)),
+        _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)),
         tuple((sizes | constants).items()),
         (32 * items, warps * kv_heads, 1),
         (32, warps, 1),
         tuple((shape, mx.float32) for shape in shapes),
     )
     add = launcher(
-        _kernel(0, dtype, 4 * _ADDING_WARPS * (dim + 1)),
+        _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)),
         tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
         (32 * tokens, _ADDING_WARPS * heads, 1),
         (32, _ADDING_WARPS, 1),
@@ -394,7 +407,7 @@ def _launchers(
 
 
 @functools.cache
-def _kernel(buffers: int, dtype: mx.Dtype, shared: int) -> Any:
+def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
     matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
     names = ["parts", "stats", "positions", "tokens"]
@@ -405,7 +418,8 @@ def _kernel(buffers: int, dtype: mx.Dtype, shared: int) -> Any:
         f"if (item[0] == {number}) k = k{number}, v = v{number};\n" for number in range(1, buffers)
     )
     body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
-    header, source = matrix + STREAM, _COMMON + body
+    bounds = _BOUNDS.replace("THREADS", str(dim)) if buffers else ""
+    header, source = matrix + STREAM + bounds, _COMMON + body
     return mx.fast.cuda_kernel(
         name=kernel_name(f"attention_{buffers}", header, source),
         input_names=names,
