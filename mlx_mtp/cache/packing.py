@@ -26,12 +26,12 @@ class Packing:
         self.lengths = np.array(lengths)
         self.num_tokens = int(self.lengths.sum())
         self.longest = int(self.lengths.max())
-        self._first = np.cumsum(self.lengths) - self.lengths
+        self.first = np.cumsum(self.lengths) - self.lengths
         self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # of each token
-        self.step = np.arange(self.num_tokens) - self._first[self.row]  # and its place in the row
+        self.step = np.arange(self.num_tokens) - self.first[self.row]  # and its place in the row
         # The tokens of each row, [B, T]; after its last one that again.
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
-        self.tokens = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
+        self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
         self._rect = _index(self.tokens.reshape(-1))
         self._flat = _index(self.row * self.longest + self.step)
         self._plans: dict[int, attention.Plan] = {}
@@ -74,7 +74,7 @@ class Packing:
             rows = []
             for row in np.flatnonzero(self.lengths).tolist():
                 buffer, slot = self.layout.places[row]
-                tokens = int(self._first[row]), int(self.lengths[row])
+                tokens = int(self.first[row]), int(self.lengths[row])
                 rows.append(attention.Row(number[buffer], slot, buffer.capacity, *tokens))
             self._plans[group] = attention.plan(tuple(rows), group)
         return self._plans[group]
@@ -111,19 +111,25 @@ class Part:
     """The tokens of a pass whose rows share a buffer."""
 
     def __init__(self, packing: Packing, buffer: Buffer, rows: list[int]) -> None:
-        layout = packing.layout
+        layout, lengths = packing.layout, packing.lengths[rows]
         self.buffer = buffer
         self.limit = min(max(layout.limits[row] for row in rows), buffer.capacity)
-        self.length = int(packing.lengths[rows].max())
-        slots = {layout.places[row][1]: row for row in rows}
-        self.used = max(slots) + 1
-        self.own = np.flatnonzero(np.isin(packing.row, rows))
-        self.slot = np.array([layout.places[row][1] for row in packing.row[self.own]])
-        # Queries for a slot that is empty are those of another: their result isn't used.
-        table = [slots.get(slot, rows[0]) for slot in range(self.used)]
+        self.length = int(lengths.max())
+        self._slots = {layout.places[row][1]: row for row in rows}
+        self.used = max(self._slots) + 1
+        pairs = zip(packing.first[rows].tolist(), lengths.tolist(), strict=True)
+        # The tokens that are its own, and the slot of each.
+        self.own = np.concatenate([np.arange(first, first + count) for first, count in pairs])
+        self.slot = np.repeat([layout.places[row][1] for row in rows], lengths)
         # Not the packing: masks are large, and must not wait for Python to collect a cycle.
-        self._every_position = packing.positions
-        self._rect = _index(packing.tokens[table, : self.length].reshape(-1))
+        self._every_position, self._tokens = packing.positions, packing.tokens
+
+    @cached_property
+    def _rect(self) -> Index:
+        # Queries for a slot that is empty are those of another: their result isn't used.
+        another = next(iter(self._slots.values()))
+        table = [self._slots.get(slot, another) for slot in range(self.used)]
+        return _index(self._tokens[table, : self.length].reshape(-1))
 
     def rect(self, x: mx.array) -> mx.array:
         """[N, ..] to [slots, T, ..]."""
