@@ -127,6 +127,17 @@ _PIECES = r"""
               scores[row * STRIDE + position + 8 * (c >> 1)] = sums[i][n][c];
             }
     }
+    // Of the values a warp has 64 dimensions, a lane 8 of them, and every other group of positions;
+    // the first are loaded while the scores become weights.
+    const int part = warp % ACROSS, share = warp / ACROSS;
+    values += 4 * t * (D / 8) + 8 * part + g;
+    uint4 next[DEEP][4];
+    #pragma unroll
+    for (int j = 0; j < DEEP; ++j)
+      #pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (share + 2 * j < groups)
+          next[j][i] = stream16(values + (16 * (share + 2 * j) + i) * (D / 8));
     __syncthreads();
     // A warp has a pair at a time; the weights, in T, take the place of the scores.
     for (int row = warp; row < ROWS; row += WARPS) {
@@ -157,16 +168,6 @@ _PIECES = r"""
       }
     }
     __syncthreads();
-    // A warp has 64 dimensions, a lane 8 of them, and every other group of positions.
-    const int part = warp % ACROSS, share = warp / ACROSS;
-    values += 4 * t * (D / 8) + 8 * part + g;
-    uint4 next[DEEP][4];
-    #pragma unroll
-    for (int j = 0; j < DEEP; ++j)
-      #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (share + 2 * j < groups)
-          next[j][i] = stream16(values + (16 * (share + 2 * j) + i) * (D / 8));
     float outs[TILES][4][4] = {};
     #pragma unroll 1
     for (int from = share; from < groups; from += 2 * DEEP)
