@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.layout import Buffer, Layout
-from mlx_mtp.kernels import attention
+from mlx_mtp.kernels.attention_plan import Plan, Row, plan
 
 Index = slice | mx.array
 
@@ -34,7 +34,7 @@ class Packing:
         self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
         self._rect = _index(self.tokens.reshape(-1))
         self._flat = _index(self.row * self.longest + self.step)
-        self._plans: dict[int, attention.Plan] = {}
+        self._plans: dict[int, Plan] = {}
         self.positions = start  # of each token, int32
         if self.longest > 1 or self.num_tokens < len(self.lengths):
             where, more = (mx.array(a.astype(np.int32)) for a in (self.row, self.step))
@@ -67,7 +67,7 @@ class Packing:
             rows[self.layout.places[row][0]].append(row)
         return [Part(self, buffer, own) for buffer, own in rows.items()]
 
-    def plan(self, group: int) -> attention.Plan:
+    def plan(self, group: int) -> Plan:
         """The launches of the attention kernel, if so many query heads share a KV head."""
         if group not in self._plans:
             number = {part.buffer: i for i, part in enumerate(self.parts)}
@@ -75,8 +75,8 @@ class Packing:
             for row in np.flatnonzero(self.lengths).tolist():
                 buffer, slot = self.layout.places[row]
                 tokens = int(self.first[row]), int(self.lengths[row])
-                rows.append(attention.Row(number[buffer], slot, buffer.capacity, *tokens))
-            self._plans[group] = attention.plan(tuple(rows), group)
+                rows.append(Row(number[buffer], slot, buffer.capacity, *tokens))
+            self._plans[group] = plan(tuple(rows), group)
         return self._plans[group]
 
     @cached_property

@@ -9,23 +9,18 @@ large the buffers: a position's result has the same bits.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_mtp.kernels import self_check
+from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan, Row, plan
 from mlx_mtp.kernels.few_rows import CUDA
 from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher
 
 LONGEST = 17  # window
-PIECE = 256  # positions; capacities of buffers are multiples of it
 DIMS = (128, 256)
-_TILE = 8  # pairs of token and query head beside each other in a product
-_TILES = (1, 2, 4)
-_BUFFERS = (1, 16)  # of a launch: each number is a kernel of its own
-# By tiles: how many loads of keys are ahead, and loops over them unrolled, and of values ahead.
-_LOADS = {1: (2, 1, 2), 2: (2, 1, 2), 4: (2, 1, 2)}
+_AHEAD = 2  # loads of keys, and of values
 _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
 TOLERANCE = 0.02  # of 16-bit results, relative to the largest
@@ -93,7 +88,7 @@ _PIECES = r"""
         for (int i = 0; i < 4; ++i)
           ahead[j][i / 2][i % 2] = stream16(from[i / 2] + i % 2 * D + 4 * j);
       float sums[2][TILES][4] = {};
-      #pragma unroll UNROLL
+      #pragma unroll 1
       for (int chunk = 0; chunk < CHUNKS; chunk += AHEAD)
         #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
@@ -131,9 +126,9 @@ _PIECES = r"""
     // the first are loaded while the scores become weights.
     const int part = warp % ACROSS, share = warp / ACROSS;
     values += 4 * t * (D / 8) + 8 * part + g;
-    uint4 next[DEEP][4];
+    uint4 next[AHEAD][4];
     #pragma unroll
-    for (int j = 0; j < DEEP; ++j)
+    for (int j = 0; j < AHEAD; ++j)
       #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (share + 2 * j < groups)
@@ -170,9 +165,9 @@ _PIECES = r"""
     __syncthreads();
     float outs[TILES][4][4] = {};
     #pragma unroll 1
-    for (int from = share; from < groups; from += 2 * DEEP)
+    for (int from = share; from < groups; from += 2 * AHEAD)
       #pragma unroll
-      for (int j = 0; j < DEEP; ++j) {
+      for (int j = 0; j < AHEAD; ++j) {
         const int at = from + 2 * j;
         if (at >= groups) break;
         unsigned own[4][4];
@@ -180,8 +175,8 @@ _PIECES = r"""
         for (int i = 0; i < 4; ++i) {
           own[i][0] = next[j][i].x, own[i][1] = next[j][i].y;
           own[i][2] = next[j][i].z, own[i][3] = next[j][i].w;
-          if (at + 2 * DEEP < groups)
-            next[j][i] = stream16(values + (16 * (at + 2 * DEEP) + i) * (D / 8));
+          if (at + 2 * AHEAD < groups)
+            next[j][i] = stream16(values + (16 * (at + 2 * AHEAD) + i) * (D / 8));
         }
         unsigned left[4][4];
         #pragma unroll
@@ -266,34 +261,6 @@ _ADD = r"""
 """
 
 
-class Row(NamedTuple):
-    """A row's window, and where its keys and values are."""
-
-    buffer: int
-    slot: int
-    capacity: int  # of the buffer's slots
-    first: int  # token
-    tokens: int
-
-
-class Work(NamedTuple):
-    """A launch: rows of some buffers."""
-
-    buffers: list[int]
-    tiles: int  # of pairs, that a block has
-    # Of each block the place in `buffers`, slot, capacity, first token, tokens, which pairs, piece.
-    items: mx.array  # int32 [I, 7]
-    # Of each token that, the row's first block, the blocks of a piece, and its place in the row.
-    tokens: mx.array  # int32 [N, 4]
-
-
-class Plan(NamedTuple):
-    """The launches of a pass."""
-
-    works: list[Work]
-    order: mx.array | None  # where each token is among their outputs, if elsewhere
-
-
 def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
     """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
     _, heads, dim = queries.shape
@@ -319,57 +286,23 @@ def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
     return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
 
 
-@functools.lru_cache(maxsize=64)  # Steps repeat.
-def plan(rows: tuple[Row, ...], group: int) -> Plan:
-    """The launches for windows of rows in the order of their tokens; `group` heads share KV."""
-    wanted = dict.fromkeys(row.buffer for row in rows)
-    buffers = list(wanted)
-    works, order = [], []
-    for begin in range(0, len(buffers), _BUFFERS[-1]):
-        own = buffers[begin : begin + _BUFFERS[-1]]
-        mine = [row for row in rows if row.buffer in own]
-        works.append(_work(mine, own, group))
-        order += [row.first + i for row in mine for i in range(row.tokens)]
-    in_order = order == list(range(len(order)))
-    return Plan(works, None if in_order else mx.array(np.argsort(order).astype(np.int32)))
-
-
-def _work(rows: Sequence[Row], buffers: list[int], group: int) -> Work:
-    most = max(row.tokens for row in rows) * group
-    tiles = next((tiles for tiles in _TILES if tiles * _TILE >= most), _TILES[-1])
-    items, tokens, blocks = [], [], 0
-    for row in rows:
-        each, pieces = -(-row.tokens * group // (tiles * _TILE)), -(-row.capacity // PIECE)
-        what = np.empty((pieces * each, 7), dtype=np.int32)
-        what[:, :5] = buffers.index(row.buffer), *row[1:]
-        # Those that read the same keys are beside each other.
-        what[:, 6], what[:, 5] = np.divmod(np.arange(len(what)), each)
-        items.append(what)
-        tokens += [(row.first + i, blocks, each, i) for i in range(row.tokens)]
-        blocks += len(what)
-    count = next(count for count in _BUFFERS if count >= len(buffers))
-    filled = buffers + buffers[:1] * (count - len(buffers))
-    both = mx.array(np.concatenate(items)), mx.array(np.array(tokens, dtype=np.int32))
-    return Work(filled, tiles, *both)
-
-
 def attend(
     queries: mx.array,  # [N, heads, D]
     positions: mx.array,  # of each, int32 [N]: it attends up to its own
     buffers: Sequence[tuple[mx.array, ...]],  # keys and values, each [slots, KV heads, capacity, D]
-    plan: Plan,
+    launches: Plan,
 ) -> mx.array:
     """Attention of all windows of a pass: [N, heads, D]."""
     heads, kv_heads = queries.shape[1], buffers[0][0].shape[1]
     outputs = []
-    for work in plan.works:
+    for work in launches.works:
         own = [array for number in work.buffers for array in buffers[number]]
         counts = len(work.buffers), work.tiles, len(work.items), len(work.tokens)
         pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
         parts, stats = pieces(queries, positions, work.items, *own)
         outputs += add(parts, stats, positions, work.tokens)
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return joined if plan.order is None else joined[plan.order]
+    return joined if launches.order is None else joined[launches.order]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -384,11 +317,9 @@ def _launchers(
     dtype: mx.Dtype,
 ) -> tuple[Callable[..., list[mx.array]], ...]:
     """What computes the pieces, and what adds them."""
-    rows, warps = tiles * _TILE, dim // 32
-    ahead, unrolled, deep = _LOADS[tiles]
+    rows, warps = tiles * TILE, dim // 32
     sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
-    constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE}
-    constants |= {"AHEAD": ahead, "UNROLL": unrolled, "DEEP": deep}
+    constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE, "AHEAD": _AHEAD}
     shapes = (items, kv_heads, rows, dim), (items, kv_heads, rows, 2)
     pieces = launcher(
         _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)),

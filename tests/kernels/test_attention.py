@@ -7,7 +7,7 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention, gpu
+from mlx_mtp.kernels import attention, attention_plan, gpu
 from mlx_mtp.selftest.kernels import check_attention
 from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT
 
@@ -73,7 +73,7 @@ def test_the_self_test_shows_it(monkeypatch):
 def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     """Through the cache, beside mlx's own: a row that keeps nothing, and one that is far longer."""
     monkeypatch.setattr(attention, "_works", lambda *_: True)
-    monkeypatch.setattr(attention, "_BUFFERS", (1, 2))
+    monkeypatch.setattr(attention_plan, "BUFFERS", (1, 2))
     lengths = [2, 0, 1, 17, 1, 1, 3]
     starts = [254, 3, 700, 239, 0, 1100, 511]
     layout = Layout(len(starts))
