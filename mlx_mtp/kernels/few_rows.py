@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gpu import backend, launcher
+from mlx_mtp.kernels.gpu import backend, kernel_name, launcher
 
 MOST_ROWS = 64  # of a product; more are a prompt's, which mlx's own operation serves well
 _BITS, _GROUP_SIZE = (4, 8), 64
@@ -318,11 +318,12 @@ def _kernel(count: int, parts: int, of_experts: bool, shared: int) -> Any:
     start = _START.replace("AXIS", "01"[of_experts]) + (
         _GATE_AND_UP if parts == 2 else "".join(more)
     )
+    header, source = CUDA + _HEADER, start + (_PAIRS if of_experts else _ROWS) + _BODY
     return mx.fast.cuda_kernel(
-        name=f"mlx_mtp_few_rows_{count}_{parts}_{int(of_experts)}",
+        name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
         input_names=["x", *names, *(["experts", "sources", "targets"] if of_experts else [])],
         output_names=[f"y{number}" for number in range(count // parts)],
-        header=CUDA + _HEADER,
-        source=start + (_PAIRS if of_experts else _ROWS) + _BODY,
+        header=header,
+        source=source,
         shared_memory=shared,
     )

@@ -1,6 +1,7 @@
 """What the GPU kernels share: the backend, its shuffle, and the check before first use."""
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,26 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
-@functools.cache
+def kernel_name(name: str, *source: str) -> str:
+    """A name for mlx, which keeps compiled CUDA kernels on disk by their names alone."""
+    return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
+
+
+def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE) -> bool:
+    """Whether a kernel runs here and differs from what is right by less; a warning says why not."""
+    try:
+        error = check()
+        fault = "" if error < tolerance else f"it is off by {error:.1e}"
+    except Exception as problem:
+        fault = f"{type(problem).__name__}: {problem}"
+    if fault:
+        told = "The %s kernel is not used on %s, slower code is used: %s"
+        logger.warning(told, name.replace("_", " "), backend(), fault)
+    return not fault
+
+
+# Launches of attention differ by the sizes of all buffers, so that old ones must go.
+@functools.lru_cache(maxsize=4096)
 def launcher(
     kernel: Any,  # what mlx made of a source
     template: tuple[tuple[str, Any], ...],
@@ -107,12 +127,13 @@ class Kernel:
         assert where is not None
         if where not in self._built:
             make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
+            header, source = _HEADERS[where], _PROLOGUES[where] + self.body
             self._built[where] = make(
-                name=f"mlx_mtp_{self.name}",
+                name=kernel_name(self.name, header, source),
                 input_names=self.inputs,
                 output_names=self.outputs,
-                header=_HEADERS[where],
-                source=_PROLOGUES[where] + self.body,
+                header=header,
+                source=source,
                 ensure_row_contiguous=False,
             )
         x, y, z = grid
@@ -129,17 +150,7 @@ class Kernel:
             return False
         known = (where, shape, dtype)
         if known not in self._works:
-            fault = self._fault(launch, shape, dtype)
-            self._works[known] = not fault
-            if fault:
-                told = "The %s kernel is not used on %s, slower code is used: %s"
-                logger.warning(told, self.name.replace("_", " "), where, fault)
+            check = self.check
+            assert check is not None
+            self._works[known] = agrees(self.name, lambda: check(launch, shape, dtype))
         return self._works[known]
-
-    def _fault(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> str:
-        assert self.check is not None
-        try:
-            error = self.check(launch, shape, dtype)
-        except Exception as problem:
-            return f"{type(problem).__name__}: {problem}"
-        return "" if error < _TOLERANCE else f"it is off by {error:.1e}"
