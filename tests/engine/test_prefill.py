@@ -270,6 +270,13 @@ def test_prompts_that_are_computed_together_share_the_pause():
     assert [length for _, _, length in chunk] == [43 // 3] * 3
 
 
+def test_no_chunk_of_few_tokens_is_left_before_a_cut():
+    world = known(MACHINES["a CPU"], running=True)
+    world.seconds("long", 4 * 512 + 300)
+    lengths = [tokens for tokens, _, _ in world.chunks]
+    assert all(2 * after >= before for before, after in itertools.pairwise(lengths))
+
+
 def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
     run = driver(tiny_models["qwen3_5"])
     prompt = words(1, 70)
