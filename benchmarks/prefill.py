@@ -1,11 +1,13 @@
-"""Prompts of full-shape random-weight models on a GPU: speed, and what it is spent on.
+"""Seconds from a prompt to its first token, alone: full-shape models on a GPU, and on a CPU.
 
-    python -m benchmarks.prefill --shape Qwen3-Next-80B-A3B-Instruct --layers 8
+    python -m benchmarks.prefill --shape Qwen3-Next-80B-A3B-Instruct --layers 8    # on a GPU
+    python -m benchmarks.prefill --prompts 2000,20000                              # on a CPU
 
-One prompt alone, in chunks of each length. Few layers are enough, of both kinds in the model's
+On a GPU: random weights, chunks of each length. Few layers are enough, of both kinds in the model's
 proportion: a layer's time is what counts. "products" is the time that the layers' matrix products
 take by themselves for as many tokens, and what else there is shows in the ratio to it. With torch
-installed, `--profile` adds up the GPU's time by kernel.
+installed, `--profile` adds up the GPU's time by kernel. On a CPU: the bundled model beside mlx-lm's
+loop on the same weights, both in chunks of 512; ours shorter where that is faster.
 """
 
 import argparse
@@ -17,8 +19,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from mlx_mtp import backend
+
+BACKEND = backend.prepare()
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.generate import generate_step
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from benchmarks.shapes import build, integers
@@ -30,10 +39,14 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.few_rows import use_few_rows
+from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
+
+_MLX_LM_STEP = 512
 
 # The parts of a prompt by the names of kernels; the first that fits.
 _PARTS = (
@@ -52,20 +65,31 @@ def shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
     return config | {"num_hidden_layers": layers}
 
 
-def prompt_seconds(model: LoadedModel, tokens: int, step: int) -> float:
-    """From adding a prompt to its first token, no head."""
-    core = EngineCore(
-        Scheduler(EngineConfig(prefill_step_size=step), FixedDepth(0)),
-        ModelRunner(model, None, model.vocab_size),
-        overlap=True,
+def engine_core(model: LoadedModel, step: int, pause: float = 0.0) -> EngineCore:
+    """An engine without a head."""
+    scheduler = Scheduler(
+        EngineConfig(prefill_step_size=step, max_decode_pause=pause), FixedDepth(0)
     )
-    ids = mx.random.randint(10, model.vocab_size, (tokens,), key=mx.random.key(tokens)).tolist()
+    return EngineCore(scheduler, ModelRunner(model, None, model.vocab_size), overlap=True)
+
+
+def prompt_seconds(core: EngineCore, ids: list[int]) -> float:
+    """From adding a prompt to its first token."""
     request = Request("prompt", tuple(ids), SamplingParams(max_tokens=1, temperature=0.0))
     began = time.perf_counter()
     core.add(Sequence(request, (), 1))
     while not any(output.token_ids for output in core.step()):
         pass
-    return time.perf_counter() - began
+    found = time.perf_counter() - began
+    while not core.idle:
+        core.step()
+    return found
+
+
+def prompt(model: LoadedModel, tokens: int) -> list[int]:
+    """Random token ids."""
+    ids = mx.random.randint(10, model.vocab_size, (tokens,), key=mx.random.key(tokens))
+    return np.array(ids).tolist()
 
 
 def products_seconds(model: LoadedModel, tokens: int) -> float:
@@ -145,15 +169,17 @@ def measure(model: LoadedModel, prompts: list[int], steps: list[int], *, profile
     rows = []
     heads = ["prompt", "chunk", "tokens/s", "ms", "products", "ratio"]
     for step in steps:
-        prompt_seconds(model, 2 * step, step)
+        core = engine_core(model, step)
+        prompt_seconds(core, prompt(model, 2 * step))
         alone = products_seconds(model, step) / step
         for tokens in prompts:
-            seconds = min(prompt_seconds(model, tokens, step) for _ in range(2))
+            ids = prompt(model, tokens)
+            seconds = min(prompt_seconds(core, ids) for _ in range(2))
             figures = [f"{1e3 * seconds:.0f}", f"{1e3 * alone * tokens:.0f}"]
             row = [f"{tokens:,}", f"{step:,}", f"{tokens / seconds:.0f}", *figures]
             rows.append([*row, f"{seconds / alone / tokens:.2f}"])
             if profile and tokens == max(prompts):
-                parts, kernels = profiled(lambda: prompt_seconds(model, tokens, step))  # noqa: B023
+                parts, kernels = profiled(lambda: prompt_seconds(core, ids))  # noqa: B023
                 print(
                     f"{tokens} in chunks of {step}:", {n: round(ms, 1) for n, ms in parts.items()}
                 )
@@ -164,18 +190,39 @@ def measure(model: LoadedModel, prompts: list[int], steps: list[int], *, profile
     return render(heads, rows)
 
 
+def beside_mlx_lm(prompts: list[int]) -> str:
+    """A table of the bundled model and mlx-lm's own, which computes all of a prompt in a loop."""
+    model = load_model(BUNDLED_MODEL, enable_mtp=False)
+    plain, _ = mlx_lm_utils.load_model(BUNDLED_MODEL)
+    plain.set_dtype(mx.float32)  # On a CPU mlx runs experts in no other type.
+    core = engine_core(model, _MLX_LM_STEP, pause=100.0)
+    rows = []
+    for tokens in (1100, *prompts):  # The first compiles.
+        ids = prompt(model, tokens)
+        seconds = prompt_seconds(core, ids)
+        began = time.perf_counter()
+        step = generate_step(mx.array(ids), plain, max_tokens=1, prefill_step_size=_MLX_LM_STEP)
+        next(step)
+        theirs = time.perf_counter() - began
+        figures = f"{seconds:.2f}", f"{tokens / seconds:.0f}", f"{theirs:.2f}"
+        rows.append([f"{tokens:,}", *figures, f"{theirs / seconds:.1f}"])
+        print(" ".join(rows[-1]), file=sys.stderr, flush=True)
+    return render(["prompt", "s", "tokens/s", "mlx-lm, s", "ratio"], rows[1:])
+
+
 def main() -> None:
     """Parse the command line, measure, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=[*SHAPES], default="Qwen3-Next-80B-A3B-Instruct")
     parser.add_argument("--layers", type=int, default=8, help="of the model; a multiple of 4")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--prompts", type=integers, default=[1024, 8192])
+    parser.add_argument("--prompts", type=integers, default=[1024, 8192], help="tokens")
     parser.add_argument("--steps", type=integers, default=[512, 1024, 2048])
     parser.add_argument("--profile", action="store_true", help="the GPU's time by kernel")
     options = parser.parse_args()
     if mx.default_device() != mx.gpu:
-        sys.exit("This needs a GPU.")
+        print(beside_mlx_lm(options.prompts))
+        return
     model, _ = build(shortened(dict(SHAPES[options.shape]), options.layers), options.bits)
     use_few_rows(model.model, model.dtype)
     print(f"{options.shape}, {options.bits} bit, {options.layers} layers, no head")
