@@ -61,9 +61,14 @@ def serve(
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options), lazy=True)
         # What can't fit, or a directory that can't be used, is an error before weights are read.
-        limits = from_options(EngineConfig, options, prefix_cache_size=0)
+        limits = from_options(EngineConfig, options)
         memory = plan_memory(loaded, options, limits)
-        limits = replace(limits, prefix_cache_size=memory.prefix_cache)
+
+        limits = replace(
+            limits,
+            prefix_cache_size=memory.prefix_cache,
+            prefill_step_size=memory.prefill_step_size,
+        )
         store, kept = None, prefixes_text(limits)
         if options.prefix_cache_dir is not None:
             from mlx_mtp.engine.build import prefix_store
@@ -112,7 +117,9 @@ def plan_memory(
 
     limit, vocab = memory_limit(options.memory_limit), options.mtp_draft_vocab
     num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
-    plan = plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
+    longer_steps = options.prefill_step_size is None
+    cache = options.prefix_cache_size
+    plan = plan_for(model, config, limit, num_draft_ids, cache, longer_steps)
     wire_memory(limit)
     return plan
 

@@ -32,10 +32,11 @@ _BODY = """
     constexpr int N = Dk / L;
     const float scale = 1.0f / sqrt(static_cast<float>(Dk));
 
+    const int own = (n * Dv + first) * Dk + part;  // in the state
     float s[R][N];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < N; ++i) {
-        s[r][i] = state[(n * Dv + first + r) * Dk + L * i + part];
+        s[r][i] = state[own + r * Dk + L * i];
       }
     }
 
@@ -44,10 +45,10 @@ _BODY = """
       const int at = b * num_previous + t;
       const float decay = static_cast<float>(previous_g[at * Hv + hv]);
       const auto keys = previous_k + b * previous_k_strides[0] + t * previous_k_strides[1]
-          + hk * previous_k_strides[2];
+          + hk * previous_k_strides[2] + part;
       float key[N];
       for (int i = 0; i < N; ++i) {
-        key[i] = static_cast<float>(keys[L * i + part]);
+        key[i] = static_cast<float>(keys[L * i]);
       }
       for (int r = 0; r < R; ++r) {
         const float d = static_cast<float>(previous_delta[(at * Hv + hv) * Dv + first + r]);
@@ -59,7 +60,7 @@ _BODY = """
     if (!ADVANCE) {
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < N; ++i) {
-          state_out[(n * Dv + first + r) * Dk + L * i + part] = s[r][i];
+          state_out[own + r * Dk + L * i] = s[r][i];
         }
       }
     }
@@ -67,6 +68,9 @@ _BODY = """
     // What a position needs is read while the one before is computed. The first turn, before them
     // all, leaves the state as it is.
     const int valid = ADVANCE ? lengths[b] : length;
+    const auto all_keys = k + b * k_strides[0] + hk * k_strides[2] + part;
+    const auto all_queries = q + b * q_strides[0] + hk * q_strides[2] + part;
+    const auto all_values = v + b * v_strides[0] + hv * v_strides[2] + first;
     InT next_key[N];
     InT next_query[N];
     float next_value[R];
@@ -92,52 +96,52 @@ _BODY = """
         value[r] = next_value[r];
       }
       const int coming = t + 1 < valid ? t + 1 : t;
-      const auto keys = k + b * k_strides[0] + coming * k_strides[1] + hk * k_strides[2];
-      const auto queries = q + b * q_strides[0] + coming * q_strides[1] + hk * q_strides[2];
-      const auto values = v + b * v_strides[0] + coming * v_strides[1] + hv * v_strides[2];
+      const auto keys = all_keys + coming * k_strides[1];
+      const auto queries = all_queries + coming * q_strides[1];
+      const auto values = all_values + coming * v_strides[1];
       for (int i = 0; i < N; ++i) {
-        next_key[i] = keys[L * i + part];
-        next_query[i] = queries[L * i + part];
+        next_key[i] = keys[L * i];
+        next_query[i] = queries[L * i];
       }
       for (int r = 0; r < R; ++r) {
-        next_value[r] = static_cast<float>(values[first + r]);
+        next_value[r] = static_cast<float>(values[r]);
       }
       next_decay = static_cast<float>(g[(b * length + coming) * Hv + hv]);
       next_strength = static_cast<float>(beta[(b * length + coming) * Hv + hv]);
 
+      // Of the state before the position, so that all sums go through the lanes together:
+      // y = S' q = decay S q + d (k q) with S' = decay S + d k, d = strength (v - decay S k).
+      float alike = 0.0f;
       float memory[R];
+      float result[R];
+      for (int i = 0; i < N; ++i) {
+        alike = fma(key[i], query[i], alike);
+      }
       for (int r = 0; r < R; ++r) {
-        memory[r] = 0.0f;
+        memory[r] = result[r] = 0.0f;
         for (int i = 0; i < N; ++i) {
           memory[r] = fma(s[r][i], key[i], memory[r]);
-        }
-      }
-      for (int other = L / 2; other > 0; other /= 2) {
-        for (int r = 0; r < R; ++r) {
-          memory[r] += SHUFFLE_XOR(memory[r], other);
-        }
-      }
-      const int out = ((b * length + t) * Hv + hv) * Dv + first;
-      float result[R];
-      for (int r = 0; r < R; ++r) {
-        const float d = (value[r] - decay * memory[r]) * strength;
-        result[r] = 0.0f;
-        for (int i = 0; i < N; ++i) {
-          s[r][i] = fma(key[i], d, s[r][i] * decay);
           result[r] = fma(s[r][i], query[i], result[r]);
         }
-        if (!ADVANCE && part == 0 && t >= 0) {
-          delta[out + r] = d;
-        }
       }
       for (int other = L / 2; other > 0; other /= 2) {
+        alike += SHUFFLE_XOR(alike, other);
         for (int r = 0; r < R; ++r) {
+          memory[r] += SHUFFLE_XOR(memory[r], other);
           result[r] += SHUFFLE_XOR(result[r], other);
         }
       }
-      if (part == 0 && t >= 0) {
-        for (int r = 0; r < R; ++r) {
-          y[out + r] = static_cast<InT>(result[r] * scale);
+      const int out = ((b * length + t) * Hv + hv) * Dv + first;
+      for (int r = 0; r < R; ++r) {
+        const float d = (value[r] - decay * memory[r]) * strength;
+        for (int i = 0; i < N; ++i) {
+          s[r][i] = fma(key[i], d, s[r][i] * decay);
+        }
+        if (part == 0 && t >= 0) {
+          y[out + r] = static_cast<InT>(fma(d, alike, decay * result[r]) * scale);
+          if (!ADVANCE) {
+            delta[out + r] = d;
+          }
         }
       }
     }
@@ -150,7 +154,7 @@ _BODY = """
     if (ADVANCE) {
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < N; ++i) {
-          state_out[(n * Dv + first + r) * Dk + L * i + part] = s[r][i];
+          state_out[own + r * Dk + L * i] = s[r][i];
         }
       }
     }
