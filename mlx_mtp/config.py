@@ -40,7 +40,10 @@ def flags_of(settings: type) -> list[Flag]:
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
-    """Settings from a resolved command line, which may lack some flags, and from `given`."""
+    """Settings from a resolved command line, which may lack some flags, and from `given`.
+
+    A flag that is None there, to be resolved later, leaves the program's default.
+    """
     values = {
         each.name: value
         for each in fields(settings)  # type: ignore[arg-type]

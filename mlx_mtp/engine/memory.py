@@ -59,14 +59,10 @@ class Footprint:
         numbers += max(layer.mlp.activations() for layer in layers)
         computed = step * numbers * max(self.caches.itemsize, 4)
         if backend() == "cuda":
-            computed += (
-                _EXPANDED
-                * max(
-                    layer.mlp.hidden_size * max(layer.activations() // 2, layer.mlp.inner_size)
-                    for layer in layers
-                )
-                * self.caches.itemsize
-            )
+            # A layer's widest product has half as many outputs as the layer has activations.
+            widest = (max(each.activations() // 2, each.mlp.inner_size) for each in layers)
+            weights = layers[0].mlp.hidden_size * max(widest) * self.caches.itemsize
+            computed += _EXPANDED * weights
         # Logprobs of the prompt are computed when the layers are done.
         prompt = min(step, PROMPT_POSITIONS) * self.vocab_size * 4 * _PROMPT_LOGITS
         return max(scores + int(_MARGIN * computed), prompt) + self.vocab_size * 4 * _LOGITS
