@@ -15,7 +15,7 @@ from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.window import Pending, Shape, Window
 
 # Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
-LAYOUTS = ((8, 1), (16, 1), (32, 1))
+LAYOUTS = ((16, 2), (16, 1), (32, 1))
 
 _BODY = """
     const int part = lane % L;
