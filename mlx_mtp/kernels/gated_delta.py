@@ -4,9 +4,9 @@ The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one ran
 position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
 next call folds the accepted prefix in before it runs its own window.
 
-On a GPU one kernel runs all of it. A warp holds R rows of one head's state, its lanes splitting
-Dk, so that the two dot products of a position are a five-step shuffle. The state is read once and
-written once. Elsewhere it is matrix products (`portable.py`).
+On a GPU one kernel runs all of it, prompts too. L lanes share R rows of one head's state, so that
+the dot products of a position are a few shuffles. The state is read once and written once, and a
+position's inputs while the one before is computed. Elsewhere it is matrix products (`portable.py`).
 """
 
 import mlx.core as mx
