@@ -40,11 +40,15 @@ def flags_of(settings: type) -> list[Flag]:
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
-    """Settings from a resolved command line, which may lack some flags, and from `given`."""
+    """Settings from a resolved command line, which may lack some flags, and from `given`.
+
+    A flag that is None there, to be resolved later, leaves the program's default.
+    """
     values = {
-        each.name: getattr(options, flag.key)
+        each.name: value
         for each in fields(settings)  # type: ignore[arg-type]
-        if (flag := each.metadata.get("flag")) and hasattr(options, flag.key)
+        if (flag := each.metadata.get("flag"))
+        and (value := getattr(options, flag.key, None)) is not None
     }
     return settings(**values | given)
 
@@ -88,7 +92,8 @@ class EngineConfig:
         "memory and prefix cache: --prefill-step-size N",
         "most prompt tokens computed in one step",
         whole(1, 1 << 20),
-        default=512,
+        default_text="512; on a GPU 2048 or 1024 where memory allows",
+        program_default=512,
     )
     max_decode_pause: float = setting(
         "limits: --max-decode-pause MS",
@@ -114,7 +119,7 @@ class EngineConfig:
         DRAFTS,
         default="mtp,copy",
     )
-    # Bytes. The flag's None, a share of what the weights leave, is resolved by the memory plan.
+    # Bytes. What its flag and that of the step size are by default is resolved by the memory plan.
     prefix_cache_size: int = setting(
         "memory and prefix cache: --prefix-cache-size SIZE",
         "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",

@@ -66,10 +66,14 @@ def serve(
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = load()
         # What can't fit, or a directory that can't be used, is an error before weights are read.
-        limits = from_options(EngineConfig, options, prefix_cache_size=0)
+        limits = from_options(EngineConfig, options)
         links = lead(options, loaded)
         memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
-        limits = replace(limits, prefix_cache_size=memory.prefix_cache)
+        limits = replace(
+            limits,
+            prefix_cache_size=memory.prefix_cache,
+            prefill_step_size=memory.prefill_step_size,
+        )
         store, kept = None, prefixes_text(limits)
         if options.prefix_cache_dir is not None:
             from mlx_mtp.engine.build import prefix_store
@@ -124,7 +128,8 @@ def plan_memory(
 
     vocab, limit = options.mtp_draft_vocab, use_memory(options.memory_limit, least)
     num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
-    return plan_for(model, config, limit, num_draft_ids, options.prefix_cache_size)
+    longer_steps, cache = options.prefill_step_size is None, options.prefix_cache_size
+    return plan_for(model, config, limit, num_draft_ids, cache, longer_steps)
 
 
 def model_name(model: str | None) -> str:

@@ -138,7 +138,8 @@ def prefix_store(
         draft_source=config.draft_source,
         kv_bits=config.kv_cache_quantization,
         dtype=dtype,
-        prefill_step_size=config.prefill_step_size,
+        # With a bound of pauses the lengths follow time in any case; and memory, on a GPU.
+        prefill_step_size=None if config.max_decode_pause else config.prefill_step_size,
         device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
         platform=[platform.system(), platform.machine()],
         mlx=metadata.version("mlx"),
@@ -153,6 +154,7 @@ def plan_for(
     limit: MemoryLimit,
     num_draft_ids: int | None = None,
     prefix_cache: int | None = 0,
+    longer_steps: bool = False,
 ) -> MemoryPlan:
     """Share out the memory for a model (see `plan_memory`); no weight is read."""
     wanted, depth = config.num_draft_tokens, 0
@@ -166,6 +168,7 @@ def plan_for(
         allowed=_max_model_len(config, model),
         wanted=config.max_model_len,
         prefill_step_size=config.prefill_step_size,
+        longer_steps=longer_steps,
         prefix_cache=prefix_cache,
     )
 

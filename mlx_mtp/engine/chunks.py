@@ -13,6 +13,7 @@ _STALE = 64  # chunks after which a cost is no longer held against a length
 _MARGIN = 0.9  # of a pause that is planned: chunks of one length differ
 _BETTER = 0.95  # of the time per token: what a shorter chunk has to reach to be preferred
 _LEAST_RISE = 0.5  # of the time per token: what one more token takes at least
+_FIRST = 512  # tokens: longer ones are tried from here on, and shorter ones
 _LEAST_SPEED = 0.5  # of the most tokens per second: less is not accepted for a short pause
 
 
@@ -66,15 +67,19 @@ class ChunkCosts:
     def fastest(self, left: int) -> int:
         """The length of the most tokens per second, for a prompt that has so many tokens left.
 
-        Halves of the longest are tried, while that helps, in prompts of several chunks.
+        Twice as long ones are tried, while that helps, in prompts of several chunks; if the first
+        of them doesn't, half as long ones.
         """
-        units, best = self._by_length(), self._halves[0]
-        for length in self._halves:
-            if self._counts[length] < _FEWEST:
-                return length if left >= 2 * self._halves[0] else best
-            if length != best and units[length] > _BETTER * units[best]:
-                break
-            best = length
+        units = self._by_length()
+        first = best = max(n for n in self._halves if n <= _FIRST)
+        longer = [n for n in reversed(self._halves) if n > first]
+        for tried in ([first, *longer], [n for n in self._halves if n < first]):
+            for length in tried if best == first else ():
+                if self._counts[length] < _FEWEST:
+                    return length if left >= 2 * max(length, first) else best
+                if length != best and units[length] > _BETTER * units[best]:
+                    break
+                best = length
         return best
 
     def longest_within(self, seconds: float, context: float) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlx_mtp.cache.layout import STRIDE
 from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.errors import UsageError
+from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, text_bytes
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.units import size_text
@@ -16,6 +17,9 @@ _WINDOWS = 3  # launched and not read, or run beside them or by the head's recur
 _LOGITS = 6  # logits, their processed form, noise, and what sorting them takes (float32)
 PROMPT_POSITIONS = 32  # of a prompt whose logprobs are asked for: so many have logits at once
 _PROMPT_LOGITS = 8  # measured: logits, their logarithms, and what finds the largest
+_LONGER_STEPS = (2048, 1024)  # of prompts, that a GPU may compute faster than the default's
+_LONGER_SHARE = 8  # such a step takes at most one part in so many of what is left for rows
+_EXPANDED = 4  # weights of a layer's largest product, expanded on CUDA, at once
 _MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of each kind
 
 MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
@@ -54,6 +58,11 @@ class Footprint:
         numbers = sum(layer.activations() for layer in set(layers))
         numbers += max(layer.mlp.activations() for layer in layers)
         computed = step * numbers * max(self.caches.itemsize, 4)
+        if backend() == "cuda":
+            # A layer's widest product has half as many outputs as the layer has activations.
+            widest = (max(each.activations() // 2, each.mlp.inner_size) for each in layers)
+            weights = layers[0].mlp.hidden_size * max(widest) * self.caches.itemsize
+            computed += _EXPANDED * weights
         # Logprobs of the prompt are computed when the layers are done.
         prompt = min(step, PROMPT_POSITIONS) * self.vocab_size * 4 * _PROMPT_LOGITS
         return max(scores + int(_MARGIN * computed), prompt) + self.vocab_size * 4 * _LOGITS
@@ -80,6 +89,7 @@ class MemoryPlan:
     footprint: Footprint
     prefix_cache: int  # most that the prefix cache takes
     chunk: int  # most that a prefill chunk takes beside the caches
+    prefill_step_size: int  # most tokens of such a chunk
     rows: int  # what is left for rows
     max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
     reduced: bool  # memory made that less than what the model allows
@@ -132,6 +142,7 @@ def plan_memory(
     allowed: int,  # most tokens that the model allows
     wanted: int | None,  # --max-model-len, if it was given; not above `allowed`
     prefill_step_size: int,
+    longer_steps: bool = False,  # may be planned instead, on a GPU
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
     """Share the memory out; UsageError, with the numbers and flags that would do, if it can't fit.
@@ -179,11 +190,17 @@ def plan_memory(
             f"{told}. What would do: {', or '.join(advice)}."
         )
     chunk = footprint.chunk(prefill_step_size, found)
+    most = min(chunk + (room - chunk) // _LONGER_SHARE, room - footprint.row(found))
+    for step in _LONGER_STEPS if longer_steps and backend() else ():
+        if (longer := footprint.chunk(step, found)) <= most:
+            prefill_step_size, chunk = step, longer
+            break
     return MemoryPlan(
         limit=limit,
         footprint=footprint,
         prefix_cache=prefix_cache,
         chunk=chunk,
+        prefill_step_size=prefill_step_size,
         rows=room - chunk,
         max_model_len=found,
         reduced=found < tokens,

@@ -84,8 +84,12 @@ class Prefills:
         _, context = _size([(s, s.num_computed, 1) for s in rows])
         most = self.most_tokens(context, _num_left(group), beside=beside)
         most = max(most // len(rows), 1)
-        cuts = [min(s.next_cut(self._step), s.num_computed + most) for s in rows]
-        return tuple((s, s.num_computed, cut - s.num_computed) for s, cut in zip(rows, cuts))
+        return tuple((s, s.num_computed, self._length(s, most)) for s in rows)
+
+    def _length(self, sequence: Sequence, most: int) -> int:
+        """Up to the next cut, but for a rest of few tokens, which would take a chunk of its own."""
+        left = sequence.next_cut(self._step) - sequence.num_computed
+        return -(-left // 2) if most < left < 2 * most else min(left, most)
 
     def _seconds(self, chunk: PrefillChunk) -> float:
         return self._costs.seconds(*_size(chunk))

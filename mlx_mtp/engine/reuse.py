@@ -8,6 +8,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import PrefixCacheStats
 
 MIN_GAIN = 64  # A prefill is not cut, and a request does not wait, to save fewer tokens.
+MOST_STEP = 512  # Save points are its multiples, however long the chunks of prompts may be.
 NUM_TURNS = 2  # So many turn ends are saved, counted from the last.
 
 
@@ -26,7 +27,7 @@ class PrefixReuse:
         self.num_queries = 0  # prompt tokens of the requests that were looked up
         self.num_hits = 0  # how many of them were found
         self._turn_ends = turn_ends
-        self._step = step
+        self._step = min(step, MOST_STEP)
         self._min_gain = min_gain
         self._num_seen = 0
         # Those that wait for the disk, and the one that it reads for.

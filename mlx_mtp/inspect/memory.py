@@ -90,6 +90,7 @@ def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
     given: dict[str, Any] = {
         "prefill_step_size": EngineConfig().prefill_step_size,
         "prefix_cache": None,
+        "longer_steps": True,
     }
     return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, wanted=None, **given)
 

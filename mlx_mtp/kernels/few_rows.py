@@ -14,13 +14,14 @@ import mlx.core as mx
 
 from mlx_mtp.kernels.gpu import backend, kernel_name, launcher
 
-MOST_ROWS = 64  # of a product; more are a prompt's, which mlx's own operation serves well
+MOST_ROWS = 64  # of a product; more are a prompt's (`models.many_rows`)
 _BITS, _GROUP_SIZE = (4, 8), 64
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block, and rows of the left operand
 _TILE = 8  # rows of x beside each other in a product
 _MOST_TILES = 2
 _MOST_WARPS = 16
+_LONG = 1024  # pairs of token and expert: more are a prompt's
 _STAGES = 2  # chunks in flight
 
 # What the body needs of the hardware; the tests have it in C++.
@@ -65,11 +66,13 @@ _ROWS = r"""
 # first of up to 8 pairs of an expert computes them all.
 _PAIRS = r"""
     const int first = blockIdx.y, expert = experts[first];
+    // Of a prompt an expert has many pairs: they are also cut at multiples of 8, not to be counted.
+    const int reach = LONG ? first % 8 : first;
     int before = 0;
-    while (before < first && experts[first - before - 1] == expert) ++before;
+    while (before < reach && experts[first - before - 1] == expert) ++before;
     if (before % 8) return;
     int count = 1;
-    const int most = min(8, experts_shape[0] - first);
+    const int most = min(LONG ? 8 - reach : 8, experts_shape[0] - first);
     while (count < most && experts[first + count] == expert) ++count;
     const size_t base = (size_t)expert * N + f0;
     #define SOURCE(r) sources[first + (r)]
@@ -299,6 +302,7 @@ def _launch(
     ring = _STAGES * parts * _FEATURES * (_CHUNK * bits // 8 + 2 * 2 * _CHUNK // _GROUP_SIZE)
     template = {"T": x.dtype, "K": inner, "BITS": bits, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
+    template |= {"LONG": across > _LONG} if pairs else {}
     rows = pairs[0].size if pairs else len(x)
     outputs = [each.shape[-2] for each, _, _ in weights[::parts]]
     launch = launcher(

@@ -4,9 +4,9 @@ The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one ran
 position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
 next call folds the accepted prefix in before it runs its own window.
 
-On a GPU one kernel runs all of it. A warp holds R rows of one head's state, its lanes splitting
-Dk, so that the two dot products of a position are a five-step shuffle. The state is read once and
-written once. Elsewhere it is matrix products (`portable.py`).
+On a GPU one kernel runs all of it, prompts too. L lanes share R rows of one head's state, so that
+the dot products of a position are a few shuffles. The state is read once and written once, and a
+position's inputs while the one before is computed. Elsewhere it is matrix products (`portable.py`).
 """
 
 import mlx.core as mx
@@ -14,8 +14,12 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.window import Pending, Shape, Window
 
+# Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
+LAYOUTS = ((16, 2), (16, 1), (32, 1))
+
 _BODY = """
-    const int first = grid_y * R;
+    const int part = lane % L;
+    const int first = (grid_y * (32 / L) + lane / L) * R;
     const int n = grid_z;
     if (first >= Dv) {
       return;
@@ -25,13 +29,14 @@ _BODY = """
     const int hk = hv / (Hv / Hk);
     const int num_previous = previous_k_shape[1];
     const int length = k_shape[1];
-    constexpr int N = Dk / 32;
+    constexpr int N = Dk / L;
     const float scale = 1.0f / sqrt(static_cast<float>(Dk));
 
+    const int own = (n * Dv + first) * Dk + part;  // in the state
     float s[R][N];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < N; ++i) {
-        s[r][i] = state[(n * Dv + first + r) * Dk + N * lane + i];
+        s[r][i] = state[own + r * Dk + L * i];
       }
     }
 
@@ -40,10 +45,10 @@ _BODY = """
       const int at = b * num_previous + t;
       const float decay = static_cast<float>(previous_g[at * Hv + hv]);
       const auto keys = previous_k + b * previous_k_strides[0] + t * previous_k_strides[1]
-          + hk * previous_k_strides[2];
+          + hk * previous_k_strides[2] + part;
       float key[N];
       for (int i = 0; i < N; ++i) {
-        key[i] = static_cast<float>(keys[N * lane + i]);
+        key[i] = static_cast<float>(keys[L * i]);
       }
       for (int r = 0; r < R; ++r) {
         const float d = static_cast<float>(previous_delta[(at * Hv + hv) * Dv + first + r]);
@@ -55,73 +60,101 @@ _BODY = """
     if (!ADVANCE) {
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < N; ++i) {
-          state_out[(n * Dv + first + r) * Dk + N * lane + i] = s[r][i];
+          state_out[own + r * Dk + L * i] = s[r][i];
         }
       }
     }
 
+    // What a position needs is read while the one before is computed. The first turn, before them
+    // all, leaves the state as it is.
     const int valid = ADVANCE ? lengths[b] : length;
-    for (int t = 0; t < length; ++t) {
-      const int at = b * length + t;
-      const int out = (at * Hv + hv) * Dv + first;
-      if (t >= valid) {
-        // Not left as it was: a NaN there would reach other rows through masked attention.
-        for (int r = lane; r < R; r += 32) {
-          y[out + r] = static_cast<InT>(0.0f);
-        }
-        continue;
-      }
-      const float decay = static_cast<float>(g[at * Hv + hv]);
-      const float strength = static_cast<float>(beta[at * Hv + hv]);
-      const auto keys = k + b * k_strides[0] + t * k_strides[1] + hk * k_strides[2];
-      const auto queries = q + b * q_strides[0] + t * q_strides[1] + hk * q_strides[2];
-      const auto values = v + b * v_strides[0] + t * v_strides[1] + hv * v_strides[2];
+    const auto all_keys = k + b * k_strides[0] + hk * k_strides[2] + part;
+    const auto all_queries = q + b * q_strides[0] + hk * q_strides[2] + part;
+    const auto all_values = v + b * v_strides[0] + hv * v_strides[2] + first;
+    InT next_key[N];
+    InT next_query[N];
+    float next_value[R];
+    float next_strength = 0.0f;
+    float next_decay = 1.0f;
+    for (int i = 0; i < N; ++i) {
+      next_key[i] = next_query[i] = static_cast<InT>(0.0f);
+    }
+    for (int r = 0; r < R; ++r) {
+      next_value[r] = 0.0f;
+    }
+    for (int t = valid > 0 ? -1 : 0; t < valid; ++t) {
       float key[N];
       float query[N];
+      float value[R];
+      const float decay = next_decay;
+      const float strength = next_strength;
       for (int i = 0; i < N; ++i) {
-        key[i] = static_cast<float>(keys[N * lane + i]);
-        query[i] = static_cast<float>(queries[N * lane + i]);
+        key[i] = static_cast<float>(next_key[i]);
+        query[i] = static_cast<float>(next_query[i]);
       }
+      for (int r = 0; r < R; ++r) {
+        value[r] = next_value[r];
+      }
+      const int coming = t + 1 < valid ? t + 1 : t;
+      const auto keys = all_keys + coming * k_strides[1];
+      const auto queries = all_queries + coming * q_strides[1];
+      const auto values = all_values + coming * v_strides[1];
+      for (int i = 0; i < N; ++i) {
+        next_key[i] = keys[L * i];
+        next_query[i] = queries[L * i];
+      }
+      for (int r = 0; r < R; ++r) {
+        next_value[r] = static_cast<float>(values[r]);
+      }
+      next_decay = static_cast<float>(g[(b * length + coming) * Hv + hv]);
+      next_strength = static_cast<float>(beta[(b * length + coming) * Hv + hv]);
+
+      // Of the state before the position, so that all sums go through the lanes together:
+      // y = S' q = decay S q + d (k q) with S' = decay S + d k, d = strength (v - decay S k).
+      float alike = 0.0f;
       float memory[R];
-      for (int r = 0; r < R; ++r) {
-        memory[r] = 0.0f;
-        for (int i = 0; i < N; ++i) {
-          s[r][i] = s[r][i] * decay;
-          memory[r] = fma(s[r][i], key[i], memory[r]);
-        }
-      }
-      for (int other = 16; other > 0; other /= 2) {
-        for (int r = 0; r < R; ++r) {
-          memory[r] += SHUFFLE_XOR(memory[r], other);
-        }
-      }
       float result[R];
+      for (int i = 0; i < N; ++i) {
+        alike = fma(key[i], query[i], alike);
+      }
       for (int r = 0; r < R; ++r) {
-        const float d = (static_cast<float>(values[first + r]) - memory[r]) * strength;
-        result[r] = 0.0f;
+        memory[r] = result[r] = 0.0f;
         for (int i = 0; i < N; ++i) {
-          s[r][i] = fma(key[i], d, s[r][i]);
+          memory[r] = fma(s[r][i], key[i], memory[r]);
           result[r] = fma(s[r][i], query[i], result[r]);
         }
-        if (!ADVANCE && lane == 0) {
-          delta[out + r] = d;
-        }
       }
-      for (int other = 16; other > 0; other /= 2) {
+      for (int other = L / 2; other > 0; other /= 2) {
+        alike += SHUFFLE_XOR(alike, other);
         for (int r = 0; r < R; ++r) {
+          memory[r] += SHUFFLE_XOR(memory[r], other);
           result[r] += SHUFFLE_XOR(result[r], other);
         }
       }
-      if (lane == 0) {
-        for (int r = 0; r < R; ++r) {
-          y[out + r] = static_cast<InT>(result[r] * scale);
+      const int out = ((b * length + t) * Hv + hv) * Dv + first;
+      for (int r = 0; r < R; ++r) {
+        const float d = (value[r] - decay * memory[r]) * strength;
+        for (int i = 0; i < N; ++i) {
+          s[r][i] = fma(key[i], d, s[r][i] * decay);
         }
+        if (part == 0 && t >= 0) {
+          y[out + r] = static_cast<InT>(fma(d, alike, decay * result[r]) * scale);
+          if (!ADVANCE) {
+            delta[out + r] = d;
+          }
+        }
+      }
+    }
+    // Not left as it was: a NaN there would reach other rows through masked attention.
+    for (int t = valid; t < length; ++t) {
+      for (int r = part; r < R; r += L) {
+        y[((b * length + t) * Hv + hv) * Dv + first + r] = static_cast<InT>(0.0f);
       }
     }
     if (ADVANCE) {
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < N; ++i) {
-          state_out[(n * Dv + first + r) * Dk + N * lane + i] = s[r][i];
+          state_out[own + r * Dk + L * i] = s[r][i];
         }
       }
     }
@@ -184,13 +217,18 @@ def launch(
     batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
         previous, num_kept = Pending(*window[:3]), mx.zeros(batch, dtype=mx.int32)
-    # More rows a warp hide the shuffles' latency; fewer fill the GPU.
-    rows = next(rows for rows in (4, 2, 1) if value_dim % rows == 0)
+    lanes, rows = next((n, r) for n, r in LAYOUTS if value_dim % (gpu.LANES // n * r) == 0)
     advance = lengths is not None
     outputs, after, delta = _KERNEL(
         [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
-        [("InT", q.dtype), ("ADVANCE", advance), *_shape(window).sizes(), ("R", rows)],
-        (1, value_dim // rows, batch * heads),
+        [
+            ("InT", q.dtype),
+            ("ADVANCE", advance),
+            *_shape(window).sizes(),
+            ("L", lanes),
+            ("R", rows),
+        ],
+        (1, value_dim * lanes // (gpu.LANES * rows), batch * heads),
         [
             (window.v.shape, q.dtype),
             (state.shape, mx.float32),

@@ -13,17 +13,18 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from mlx_mtp.kernels import shared_reads
 from mlx_mtp.kernels.few_rows import MOST_ROWS, Quantized, experts, fits, gate_and_up, products
+from mlx_mtp.models.many_rows import ExpandedLinear, use_expanded
 
 logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_MOST_PAIRS = 2048  # of token and expert; more are a prompt's
+_MOST_PAIRS = 1 << 15  # of token and expert: each is a part of the launch's grid
 _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 
-class FewRowsLinear(nn.QuantizedLinear):
+class FewRowsLinear(ExpandedLinear):
     """A product that gives a row the same bits whatever the other rows are, up to MOST_ROWS."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -104,6 +105,7 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
         used = True
         for module in modules:
             module.__class__ = ours
+    use_expanded(model, dtype)
     return used
 
 
@@ -153,7 +155,7 @@ def few(x: mx.array) -> bool:
     return 0 < x.size // x.shape[-1] <= MOST_ROWS
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _numbers(count: int, each: int = 1) -> mx.array:
     """0, 1, .., every number so many times: int32 [count]."""
     numbers = mx.arange(count, dtype=mx.int32) // each

@@ -117,6 +117,8 @@ const WAITING = {
   queued: `${MOST_ANSWERS} answers are running in this browser; this one waits for one of them to end.`,
   sent: "Sent. The server computes the prompt, or other requests are before this one.",
 };
+const waiting = ({ state, progress }) =>
+  progress ? `${number(progress.processed)} of ${number(progress.total)} tokens of the prompt are computed.` : WAITING[state];
 
 function Branches({ chat, node }) {
   const all = store.siblings(chat, node);
@@ -158,7 +160,7 @@ function Answer({ chat, node, isLast, onSettings }) {
   const traced = node.steps?.length > 0;
   return html`<article class="message assistant" aria-busy=${live}>
     <h3>${state.models?.[0] ?? "The model"}</h3>
-    ${live && WAITING[node.state] && html`<p class="hint waiting">${WAITING[node.state]}</p>`}
+    ${live && waiting(node) && html`<p class="hint waiting">${waiting(node)}</p>`}
     ${view.drafts && traced
       ? html`<${Drafts} steps=${node.steps} />`
       : html`${node.reasoning && html`<details class="reasoning" open=${live && !node.content}>

@@ -69,7 +69,7 @@ function requestBody(chat, before) {
   const given = chat.settings;
   // An answer that failed or was stopped before its first word is none.
   const said = before.filter((node) => node.role !== "assistant" || node.content || node.calls.length);
-  const body = { messages: said.map(message), stream: true, stream_options: { include_usage: true } };
+  const body = { messages: said.map(message), stream: true, stream_options: { include_usage: true, include_progress: true } };
   if (given.system?.trim()) body.messages.unshift({ role: "system", content: given.system });
   body.mtp = { trace: true };
   for (const setting of SETTINGS) {
@@ -278,7 +278,8 @@ async function stream(node, body, signal) {
     node.seed = chunk.seed;
     node.timings = chunk.timings ?? node.timings;
     const [choice] = chunk.choices;
-    if (choice) grow(node, choice);
+    if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
+    else if (choice) grow(node, choice);
     if (node.steps.length && !node.first) node.first = (performance.now() - began) / 1000;
     drawSoon(node.content.length);
   }
@@ -287,6 +288,7 @@ async function stream(node, body, signal) {
 
 function grow(node, { delta, finish_reason: finish, mtp }) {
   if (node.state === "sent") node.state = "streaming";
+  delete node.progress;
   node.content += delta.content ?? "";
   node.reasoning += delta.reasoning_content ?? "";
   for (const { index, id, function: called } of delta.tool_calls ?? []) {

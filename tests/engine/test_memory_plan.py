@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from benchmarks import prefill_memory
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, GatedDeltaSpec, MLPSpec
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import memory
 from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.request import Request
@@ -40,6 +41,20 @@ LARGE = Footprint(
 def plan(nbytes: int, shape: Footprint = LARGE, **more: int | None) -> MemoryPlan:
     given = {"allowed": 262_144, "wanted": None, "prefill_step_size": 512} | more
     return plan_memory(shape, MemoryLimit(nbytes, "a test"), **given)
+
+
+def test_on_a_gpu_with_room_chunks_of_prompts_may_be_longer(monkeypatch):
+    assert plan(500 * GB, longer_steps=True).prefill_step_size == 512
+    monkeypatch.setattr(memory, "backend", lambda: "metal")
+    steps = []
+    for nbytes in (54 * GB, 100 * GB, 500 * GB):
+        found, usual = (plan(nbytes, longer_steps=longer) for longer in (True, False))
+        assert found.max_model_len == usual.max_model_len
+        assert found.chunk == found.footprint.chunk(found.prefill_step_size, found.max_model_len)
+        assert found.rows >= max(usual.rows * 7 // 8, found.footprint.row(found.max_model_len))
+        assert usual.prefill_step_size == 512
+        steps.append(found.prefill_step_size)
+    assert steps == [512, 1024, 2048]
 
 
 def test_a_large_model_on_large_machines():

@@ -234,6 +234,18 @@ def test_the_fastest_length_is_found_in_long_prompts_and_a_short_one_is_computed
     assert costs.fastest(left=600) == 128
 
 
+@pytest.mark.parametrize(("fixed", "best"), [(0.2, 2048), (0.06, 1024), (0.0, 512)])
+def test_longer_chunks_are_tried_where_they_may_be_planned(fixed, best):
+    """From 512 tokens on, while they gain 5%, in prompts that have room for two of them."""
+    cost, costs, found = machine(fixed, 1e-3, 0.0), ChunkCosts(2048), []
+    for _ in range(20):
+        assert costs.fastest(left=3 * 512) <= max(found, default=512)
+        found.append(costs.fastest(left=60_000))
+        used(costs, cost, found[-1], 1)
+    assert found[:4] == [512] * 4 and found[-1] == best
+    assert costs.fastest(left=0) == best
+
+
 def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_hardly():
     cost = machine(0.0, 1e-3, 0.0)
     costs = ChunkCosts(512)
@@ -268,6 +280,13 @@ def test_prompts_that_are_computed_together_share_the_pause():
     prefills.add(group)
     chunk = prefills.next_chunk(beside=True)
     assert [length for _, _, length in chunk] == [43 // 3] * 3
+
+
+def test_no_chunk_of_few_tokens_is_left_before_a_cut():
+    world = known(MACHINES["a CPU"], running=True)
+    world.seconds("long", 4 * 512 + 300)
+    lengths = [tokens for tokens, _, _ in world.chunks]
+    assert all(2 * after >= before for before, after in itertools.pairwise(lengths))
 
 
 def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):

@@ -110,7 +110,7 @@ _BROKEN = [
     (inputs, "+ num_kept[b]) * C", ") * C"),
     (gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
     (gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-    (gated_delta, "if (t >= valid) {", "if (false) {"),
+    (gated_delta, "ADVANCE ? lengths[b] : length", "length"),
     (inputs, "is_value ? own % (Hv / Hk) : 0;", "0;"),
 ]
 

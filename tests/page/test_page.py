@@ -5,13 +5,14 @@ import gzip
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Progress, Request
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.page import FOLDER
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -165,6 +166,20 @@ def test_a_tool_call_is_answered(serve: Serve, tokenizer: Tokenizer, opened: Ope
         tab.get_by_text("Result of get_weather").wait_for()
         tab.locator(".figures").nth(1).wait_for()
         assert "It rains." in tokenizer.text_of(engine.submitted[-1].prompt_token_ids)
+
+
+@browsed
+def test_a_long_prompt_shows_how_much_of_it_is_computed(serve: Serve, opened: Open) -> None:
+    def script(_: Request) -> Iterator[Output]:
+        yield out(progress=Progress(9000, 1000, 4000, time.perf_counter()))
+        while True:
+            yield None
+
+    with serve(FakeEngine(script)) as client, opened(address(client)) as tab:
+        say(tab)
+        tab.get_by_text("4,000 of 9,000 tokens of the prompt are computed.").wait_for()
+        tab.get_by_role("button", name="Stop").first.click()
+        tab.get_by_text("Stopped.").wait_for()
 
 
 @browsed

@@ -1,0 +1,69 @@
+"""Products of many rows that expand their weights: where that is faster, and right."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_mtp.models import many_rows
+from mlx_mtp.models.few_rows import FewRowsLinear
+from mlx_mtp.models.many_rows import ExpandedLinear, use_expanded
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        quantized = {"bits": 4, "group_size": 64}
+        self.layers = [nn.QuantizedLinear(128, 48, bias=bias, **quantized) for bias in (0, 1)]
+        self.few = nn.QuantizedLinear(256, 32, bias=False, bits=8, group_size=64)
+        self.few.__class__ = FewRowsLinear
+        self.lm_head = nn.QuantizedLinear(64, many_rows._MOST_OUTPUTS + 8, bias=False, **quantized)
+        self.plain = nn.Linear(128, 48)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Expanding 48 outputs is faster from 512 rows on, 32 never; each length that was tried."""
+    tried = []
+
+    def timed(call):
+        result = call()
+        _, rows, outputs = result.shape
+        layer = call.__closure__[0].cell_contents
+        expands = layer.least_rows <= rows
+        tried.append((outputs, rows, expands))
+        return result, 1.0 if not expands else 0.9 if outputs == 48 and rows >= 512 else 1.0
+
+    monkeypatch.setattr(many_rows, "backend", lambda: "cuda")
+    monkeypatch.setattr(many_rows, "_timed", timed)
+    return tried
+
+
+def test_each_shape_expands_from_where_that_is_faster(measured):
+    model = Model()
+    x = mx.random.normal((1, 600, 128), key=mx.random.key(0))
+    before = [layer(x) for layer in model.layers]
+    use_expanded(model, mx.float32)
+    assert [layer.least_rows for layer in model.layers] == [512, 512]
+    assert model.few.least_rows == model.lm_head.least_rows == float("inf")
+    assert type(model.few) is FewRowsLinear and type(model.plain) is nn.Linear
+    # A shape is measured once, and no fewer rows than those that were not faster.
+    tried = [rows for outputs, rows, expands in measured if outputs == 48 and expands]
+    assert tried == [2048, 1024, 512, 256]
+    for layer, true in zip(model.layers, before):
+        assert type(layer) is ExpandedLinear
+        np.testing.assert_allclose(layer(x), true, rtol=1e-4, atol=1e-4)
+
+
+def test_what_computes_something_else_is_not_used(measured, monkeypatch):
+    real = mx.dequantize
+    monkeypatch.setattr(mx, "dequantize", lambda *given, **more: real(*given, **more) * mx.nan)
+    model = Model()
+    use_expanded(model, mx.float32)
+    assert all(layer.least_rows == float("inf") for layer in model.layers)
+
+
+def test_elsewhere_mlx_own_products_run():
+    model = Model()
+    use_expanded(model, mx.float32)
+    assert all(type(layer) is nn.QuantizedLinear for layer in model.layers)
