@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_MOST_PAIRS = 1 << 15  # of token and expert: each is a part of the launch's grid
+_MOST_PAIRS = 2048  # of token and expert; more are a prompt's
 _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 

@@ -17,7 +17,7 @@ from mlx_mtp.speculative.rates import HeadRates
 
 _MARGIN = 1.02  # gain at which a choice replaces the one in use
 _RAGGED_MARGIN = 1.03  # and at which rows get different numbers, or copy
-_ANSWER, _ANSWER_GAIN = 1024.0, 0.1  # tokens before any was seen, and what the next one adds
+_ANSWER, _ANSWER_GAIN = 256.0, 0.2  # tokens before any was seen, and what the next one adds
 _STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, and one may be a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
@@ -155,7 +155,7 @@ class DraftsByWorth:
         self._costs = costs
         self._most = most  # drafts of the head for a row; 0: there is none
         self._pool = HeadRates(most, 0.98)
-        self._answer = _ANSWER  # mean tokens of the latest answers
+        self._answer = _ANSWER  # geometric mean of the tokens of the latest answers
         self.choices: dict[int, float] = {}
         self.reason: DraftChoice | None = None
         self._choice = Choice((), ())
@@ -190,7 +190,7 @@ class DraftsByWorth:
             row.rates.fade()
             row.num_tokens += num_kept
             if ended:
-                self._answer += (row.num_tokens - self._answer) * _ANSWER_GAIN
+                self._answer *= (row.num_tokens / self._answer) ** _ANSWER_GAIN
         self._pool.fade()
         self._costs.observe(step.shape, step.seconds)
 

@@ -272,7 +272,7 @@ def test_answers_of_few_tokens(table):
     def speed(policy: DraftPolicy) -> float:
         machine = Machine(cost_of(table), lambda: [1.0] * K, answers=range(4, 17))
         for number in range(300):
-            if number == 100:
+            if number == 15:
                 machine.seconds = machine.tokens = 0.0
             row = DraftRow()
             while machine.left.get(row, 1) > 0:
