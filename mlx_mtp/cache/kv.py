@@ -126,8 +126,8 @@ def _write(
     return pairs
 
 
-# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. Shapes
-# are part of the key because a compiled function keeps an entry for every shape as long as it lives.
+# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
+# shapes are part of the key because a compiled function keeps an entry for each as long as it lives.
 @functools.lru_cache(maxsize=1024)
 def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
     return mx.compile(partial(_write, counts))
