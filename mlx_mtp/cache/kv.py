@@ -23,9 +23,6 @@ class RaggedKVCache:
         # Keys and values, each [slots, heads, capacity, dim], made at the first write to a buffer.
         self.buffers: dict[Buffer, tuple[mx.array, ...]] = {}
 
-    def make_mask(self, length: int, return_array: bool = False, window_size: int = 0) -> None:
-        return  # mlx-lm asks for one of all rows; each buffer has its own (`Part.mask`).
-
     def write(self, packing: Packing, keys: mx.array, values: mx.array) -> None:
         """Write the entries of a pass, each [N, heads, dim]."""
         _, heads, dim = keys.shape

@@ -1,7 +1,6 @@
 """Layers whose quantized products are those of `kernels.few_rows`, where that serves them."""
 
 import copy
-import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -55,16 +54,15 @@ class FewRowsExperts(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         if not 0 < indices.size <= _MOST_PAIRS:
             return super().__call__(x, indices)
-        chosen = indices.reshape(-1).astype(mx.int32)
-        pairs, sources = _numbers(chosen.size), _numbers(chosen.size, indices.shape[-1])
-        order = pairs
-        if chosen.size > indices.shape[-1]:  # The experts of one token differ.
-            order = mx.argsort(chosen).astype(mx.int32)
-            chosen, sources = chosen[order], sources[order]
+        pairs = indices.reshape(-1).astype(mx.int32)
+        order = mx.argsort(pairs).astype(mx.int32)
+        return self.ordered(x, pairs[order], order).reshape(*indices.shape, -1)
+
+    def ordered(self, x: mx.array, chosen: mx.array, order: mx.array) -> mx.array:
+        """[P, H] of P pairs, whose experts are in this order (see `kernels.router.Routes`)."""
         both = [_weights(self.gate_proj), _weights(self.up_proj)]
-        inner = experts(_rows(x), both, chosen, sources, pairs)
-        result = experts(inner, [_weights(self.down_proj)], chosen, pairs, order)
-        return result.reshape(*indices.shape, -1)
+        inner = experts(_rows(x), both, chosen, order)
+        return experts(inner, [_weights(self.down_proj)], chosen, order)
 
 
 # What each takes the place of.
@@ -130,8 +128,8 @@ def _quantized(module: nn.Module) -> list[nn.Module]:
 
 
 def _fits(layer: nn.Module, dtype: mx.Dtype) -> bool:
-    sizes = layer.weight.shape[-2], layer.bits, layer.group_size
-    return _is_plain(layer, dtype) and fits(_inputs(layer), *sizes, dtype)
+    sizes = _inputs(layer), layer.bits, layer.group_size
+    return _is_plain(layer, dtype) and fits(*sizes, dtype)
 
 
 def _fits_shared(layer: nn.Module, dtype: mx.Dtype) -> bool:
@@ -151,14 +149,6 @@ def _inputs(layer: nn.Module) -> int:
 def few(x: mx.array) -> bool:
     """Whether these tokens [.., H] are a decode step's, not a prompt's."""
     return 0 < x.size // x.shape[-1] <= MOST_ROWS
-
-
-@functools.cache
-def _numbers(count: int, each: int = 1) -> mx.array:
-    """0, 1, .., every number so many times: int32 [count]."""
-    numbers = mx.arange(count, dtype=mx.int32) // each
-    mx.eval(numbers)
-    return numbers
 
 
 def _rows(x: mx.array) -> mx.array:

@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(bits, inputs):
     layer = linear(inputs, 32, bits, seed=inputs + bits)
     weights = layer.weight, layer.scales, layer.biases
     x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(BF16)
-    other = linear(inputs, 16, bits, seed=9)
+    other = linear(inputs, 17, bits, seed=9)  # One more than a block has.
     both = [weights, (other.weight, other.scales, other.biases), weights]
     most = few_rows.products(x, both)
     for found, each in zip(most, both, strict=True):
@@ -102,8 +102,8 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.ours = [linear(256, 32, 4, 0), linear(256, 32, 4, 1), linear(512, 16, 8, 2)]
-            self.narrow, self.odd = linear(128, 16, 4, 3), linear(256, 8, 4, 4)
+            self.ours = [linear(256, 32, 4, 0), linear(256, 1, 4, 1), linear(512, 16, 8, 2)]
+            self.narrow = linear(128, 16, 4, 3)
             self.coarse = nn.QuantizedLinear(256, 32, bias=False, group_size=128)
             self.biased = nn.QuantizedLinear(256, 32, bias=True)
             self.mlp = Qwen3NextMLP(256, 256)
@@ -115,7 +115,7 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     assert [type(layer) for layer in model.ours] == [layers.FewRowsLinear] * 3
     assert type(model.mlp) is layers.FewRowsMLP
     assert "WARNING" not in caplog.text
-    others = (model.narrow, model.odd, model.coarse, model.biased)
+    others = (model.narrow, model.coarse, model.biased)
     assert all(type(layer) is nn.QuantizedLinear for layer in others)
     for layer in model.ours[:2]:
         ones = mx.ones((1, 256), dtype=BF16)

@@ -1,0 +1,159 @@
+"""A mixture's router in one launch: the best experts of each token, their weights, and their order.
+
+mlx-lm's takes a softmax, a sort, and four more operations; a sort of the pairs of token and expert
+comes with it, as the experts' own kernel wants them (`kernels.few_rows`).
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.kernels import gpu, self_check
+
+MOST_ROWS = 64
+_MOST_CHOSEN = 32  # a lane has one
+_MOST_WARPS = 16  # more would have too few registers
+
+# A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
+_BODY = """
+    constexpr int N = E / 32;
+    const int rows = logits_shape[0];
+    const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
+    THREADGROUP(int, pairs, MOST_ROWS * K);
+    for (int row = warp; row < rows; row += warps) {
+      float value[N];
+      for (int i = 0; i < N; ++i) {
+        value[i] = static_cast<float>(logits[row * E + 32 * i + lane]);
+      }
+      float largest = 0.0f;
+      float total = 0.0f;
+      float mine = 0.0f;
+      int chosen = 0;
+      for (int j = 0; j < K; ++j) {
+        float best = value[0];
+        float at = lane;
+        for (int i = 1; i < N; ++i) {
+          if (value[i] > best) {
+            best = value[i];
+            at = 32 * i + lane;
+          }
+        }
+        for (int other = 16; other > 0; other /= 2) {
+          const float their = SHUFFLE_XOR(best, other);
+          const float their_at = SHUFFLE_XOR(at, other);
+          if (their > best || (their == best && their_at < at)) {
+            best = their;
+            at = their_at;
+          }
+        }
+        if (j == 0) {
+          largest = best;
+          for (int i = 0; !NORMALIZE && i < N; ++i) {
+            total += exp(value[i] - largest);
+          }
+        }
+        if (lane == j) {
+          mine = exp(best - largest);
+          chosen = at;
+        }
+        for (int i = 0; i < N; ++i) {
+          if (at == 32 * i + lane) {
+            value[i] = -3.4e38f;
+          }
+        }
+      }
+      total = NORMALIZE ? mine : total;
+      for (int other = 16; other > 0; other /= 2) {
+        total += SHUFFLE_XOR(total, other);
+      }
+      if (lane < K) {
+        experts[row * K + lane] = chosen;
+        weights[row * K + lane] = mine / total;
+        pairs[row * K + lane] = chosen * rows * K + row * K + lane;
+      }
+    }
+    BARRIER;
+    for (int i = 32 * warp + lane; i < rows * K; i += 32 * warps) {
+      int before = 0;
+      for (int j = 0; j < rows * K; ++j) {
+        before += pairs[j] < pairs[i];
+      }
+      sorted[before] = pairs[i] / (rows * K);
+      order[before] = i;
+    }
+"""
+
+
+class Router(NamedTuple):
+    """What a kernel is made for."""
+
+    experts: int
+    chosen: int  # of each token
+    normalize: bool  # Weights of those chosen add up to 1; else they are shares among all.
+
+
+class Routes(NamedTuple):
+    """Which experts N tokens go to, P pairs in all."""
+
+    experts: mx.array  # int32 [N, K]
+    weights: mx.array  # float32 [N, K]
+    sorted: mx.array  # int32 [P], the experts of all pairs, ascending
+    order: mx.array  # int32 [P], the number of each of these pairs among `experts`
+
+
+def launch(logits: mx.array, router: Router) -> Routes:
+    """Routes of up to MOST_ROWS tokens by their logits [N, E]."""
+    rows, (experts, chosen, normalize) = len(logits), router
+    constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
+    constants |= {"MOST_ROWS": MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
+    warps = min(rows, _MOST_WARPS)
+    shape = (rows, chosen)
+    routes = _KERNEL(
+        [logits],
+        list(constants.items()),
+        (1, warps, 1),
+        [
+            *((shape, mx.int32), (shape, mx.float32)),
+            *(((rows * chosen,), mx.int32), ((rows * chosen,), mx.int32)),
+        ],
+        warps=warps,
+    )
+    return Routes(*routes)
+
+
+def portable(logits: mx.array, router: Router) -> Routes:
+    """`launch` in operations of mlx."""
+    logits = logits.astype(mx.float32)
+    experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
+    chosen = mx.take_along_axis(logits, experts, axis=-1)
+    among = chosen if router.normalize else logits
+    weights = mx.exp(chosen - mx.logsumexp(among, axis=-1, keepdims=True))
+    order = mx.argsort(experts.reshape(-1)).astype(mx.int32)
+    return Routes(experts, weights, experts.reshape(-1)[order], order)
+
+
+def fits(router: Router, dtype: mx.Dtype) -> bool:
+    """Whether the kernel routes by logits of this type here."""
+    small = router.experts <= 1024 and router.chosen <= min(_MOST_CHOSEN, router.experts)
+    return small and _KERNEL.works(launch, router, dtype)
+
+
+def _check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
+    """The largest difference of weights; another choice or order counts as 1."""
+    draw = np.random.default_rng(0).permuted
+    # Of half as many values, so that there are equal ones.
+    steps = np.arange(router.experts, dtype=np.float32) // 2 / 8
+    drawn = np.stack([draw(steps) for _ in range(9)])
+    logits = mx.array(drawn).astype(dtype)
+    found = launch(logits, router)
+    mx.eval(found)
+    with mx.stream(mx.cpu):
+        true = portable(logits, router)
+        same = all(map(mx.array_equal, found[::2], true[::2])) and mx.array_equal(found[3], true[3])
+        return self_check.relative(found[1:2], true[1:2]) if same else 1.0
+
+
+_KERNEL = gpu.Kernel(
+    "router", ["logits"], ["experts", "weights", "sorted", "order"], _BODY, _check, ["experts"]
+)

@@ -1,0 +1,32 @@
+"""An MLP between two norms; of a mixture of experts, the router and the sums are a launch each."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
+
+from mlx_mtp.kernels import norms, router
+from mlx_mtp.models.few_rows import FewRowsExperts, few, project
+
+
+def add_mlp(
+    x: mx.array, normed: mx.array, mlp: nn.Module, weight: mx.array, eps: float
+) -> list[mx.array]:
+    """x [1, N, H] plus an MLP of its norm; and that normed again, by the weight given."""
+    width = norms.Shape(x.shape[-1], eps)
+    if few(x) and type(mlp) is Qwen3NextSparseMoeBlock:
+        mixed = width._replace(chosen=mlp.top_k)
+        way = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
+        if router.fits(way, x.dtype) and norms.MIX_NORM.fits(mixed, x.dtype):
+            return norms.MIX_NORM.launch(mixed, x.shape[1], x, *_mixture(normed, mlp, way), weight)
+    return norms.ADD_NORM(width, x.shape[1], x, mlp(normed), weight)
+
+
+def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, ...]:
+    """What the experts give, [N * K, H], their weights, the shared expert's output, its gate."""
+    logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
+    routes = router.launch(logits[0], way)
+    if type(mlp.switch_mlp) is FewRowsExperts:
+        found = mlp.switch_mlp.ordered(x, routes.sorted, routes.order)
+    else:
+        found = mlp.switch_mlp(x[0], routes.experts).flatten(0, 1)
+    return found, routes.weights, mlp.shared_expert(x), gate

@@ -1,0 +1,66 @@
+"""What lies between products: the real sources on an emulated GPU, against mlx's operations."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_mtp.kernels import norms, router
+from mlx_mtp.kernels.router import Router
+
+ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
+SHAPES = [
+    (norms.ADD_NORM, norms.Shape(1056, 1e-6)),  # more than its warps do at once
+    (norms.MIX_NORM, norms.Shape(96, 1e-5, chosen=3)),
+    (norms.GATED_NORM, norms.Shape(64, 1e-6, 6, ratio=3)),
+    (norms.ROTATE, ROTATED),
+]
+
+
+@pytest.mark.parametrize(("operation", "shape"), SHAPES, ids=lambda each: getattr(each, "name", ""))
+def test_norms(emulated, operation, shape, caplog):
+    """Each agrees in both types, and a row's result does not depend on the others."""
+    assert operation.fits(shape, mx.float32) and operation.fits(shape, mx.bfloat16), caplog.text
+    draw = np.random.default_rng(1)
+    inputs = [
+        mx.array(draw.standard_normal(size, dtype=np.float32) * (7 if name == "positions" else 1))
+        for name, size in zip(operation.inputs, operation.sizes(shape, 3)[0], strict=True)
+    ]
+
+    def of_row(arrays, sizes, row):
+        """The part of each array that belongs to a row of three."""
+        for a, alone in zip(arrays, sizes, strict=True):
+            axis = next((i for i, (n, m) in enumerate(zip(a.shape, alone)) if n != m), None)
+            yield a if axis is None else mx.split(a, 3, axis=axis)[row]
+
+    alone = operation.sizes(shape, 1)
+    together = operation.launch(shape, 3, *inputs)
+    for row in range(3):
+        found = operation.launch(shape, 1, *of_row(inputs, alone[0], row))
+        for a, b in zip(found, of_row(together, alone[1], row), strict=True):
+            assert mx.array_equal(a, b)
+
+
+def test_only_queries_or_keys(emulated):
+    q, k = (mx.random.normal((3, heads, 256), key=mx.random.key(heads)) for heads in (3, 2))
+    weights, positions = [mx.ones(128), mx.ones(128) * 2], mx.array([0, 5, 70], dtype=mx.int32)
+    q, k = q[..., 128:], k[..., :128]  # not contiguous
+    true = norms._rotate(ROTATED, q, k, *weights, positions)
+    both = norms.rotate(ROTATED, q, k, *weights, positions)
+    for found, expected in zip(both, true, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert mx.array_equal(norms.rotate(ROTATED, q, None, *weights, positions)[0], both[0])
+    assert mx.array_equal(norms.rotate(ROTATED, None, k, *weights, positions)[1], both[1])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_router(emulated, normalize):
+    """Rows up to all that a launch takes, equal logits among them."""
+    way = Router(64, 5, normalize)
+    assert router.fits(way, mx.float32) and router.fits(way, mx.bfloat16)
+    draw = np.random.default_rng(2)
+    logits = mx.array(draw.integers(-40, 40, (router.MOST_ROWS, 64)).astype(np.float32) / 4)
+    for rows in (1, 3, router.MOST_ROWS):
+        found, true = router.launch(logits[:rows], way), router.portable(logits[:rows], way)
+        for ours, theirs in zip(found, true, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], way).weights)
