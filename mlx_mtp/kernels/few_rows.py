@@ -71,9 +71,17 @@ _PAIRS = r"""
     int count = 1;
     const int most = min(8, experts_shape[0] - first);
     while (count < most && experts[first + count] == expert) ++count;
-    const size_t base = (size_t)expert * N;
+    size_t base = (size_t)expert * N;
     #define SOURCE(r) (order[first + (r)] / PAIRS)
     #define TARGET(r) order[first + (r)]
+"""
+# The expert behind the last one, which all tokens share, has weights of its own.
+_SHARED = """
+    if (expert == w0_shape[0]) {
+      base = 0;
+      w_at = wI, s_at = sI, b_at = bI;
+      w_up = wL, s_up = sL, b_up = bL;
+    }
 """
 # A lane has features g and g + 8 of the block and columns 16 t ... of a group. A code of 8 bits is
 # two of 4. x and the weights are both taken in the order in which masks find the codes, 0 4 1 5 2 6
@@ -274,11 +282,12 @@ def gate_and_up(x: mx.array, gate: Quantized, up: Quantized) -> mx.array:
 def experts(
     x: mx.array,  # [S, K]
     weights: Sequence[Quantized],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
+    shared: Sequence[Quantized],  # of expert E, the same without an axis of experts; or none
     chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
     order: mx.array,  # int32 [P], which pair each of these is
 ) -> mx.array:
     """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
-    (y,) = _launch(x, weights, len(weights), (chosen, order))
+    (y,) = _launch(x, [*weights, *shared], len(weights), (chosen, order))
     return y
 
 
@@ -302,7 +311,7 @@ def _launch(
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
     template["PAIRS"] = across // len(x) if pairs else 1
     rows = pairs[0].size if pairs else len(x)
-    outputs = [each.shape[-2] for each, _, _ in weights[::parts]]
+    outputs = [each.shape[-2] for each, _, _ in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)
     launch = launcher(
         _kernel(len(weights), parts, bool(pairs), warps * max(ring, tiles * parts * 512)),
@@ -316,16 +325,23 @@ def _launch(
 
 @functools.cache
 def _kernel(count: int, parts: int, of_experts: bool, shared: int) -> Any:
-    names = [f"{name}{number}" for number in range(count) for name in "wsb"]
-    more = [_NEXT.replace("I", str(number)) for number in range(1, count)]
-    start = _START.replace("AXIS", "01"[of_experts]) + (
-        _GATE_AND_UP if parts == 2 else "".join(more)
-    )
+    source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
+    if of_experts:
+        source += _PAIRS
+        if count > parts:
+            source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
+    else:
+        numbers = range(1, count if parts == 1 else 1)
+        source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
     return mx.fast.cuda_kernel(
         name=f"mlx_mtp_few_rows_{count}_{parts}_{int(of_experts)}",
-        input_names=["x", *names, *(["experts", "order"] if of_experts else [])],
-        output_names=[f"y{number}" for number in range(count // parts)],
+        input_names=[
+            "x",
+            *(f"{name}{number}" for number in range(count) for name in "wsb"),
+            *(["experts", "order"] if of_experts else []),
+        ],
+        output_names=[f"y{number}" for number in range(1 if of_experts else count // parts)],
         header=CUDA + _HEADER,
-        source=start + (_PAIRS if of_experts else _ROWS) + _BODY,
+        source=source + _BODY,
         shared_memory=shared,
     )

@@ -30,7 +30,6 @@ _RESIDUAL = """
     const int row = grid_x;
     float value[EACH];
     float squares = 0.0f;
-    BEFORE
     for (int i = 0; i < EACH; ++i) {
       const int c = 32 * (i * WARPS + warp) + lane;
       if (c < DIM) {
@@ -61,19 +60,15 @@ _RESIDUAL = """
       }
     }
 """
-_ADD = _RESIDUAL.replace("BEFORE", "").replace(
-    "SUM", "sum += static_cast<float>(added[row * DIM + c]);"
-)
+_ADD = _RESIDUAL.replace("SUM", "sum += static_cast<float>(added[row * DIM + c]);")
 _MIX = _RESIDUAL.replace(
-    "BEFORE", "const float strength = 1.0f / (1.0f + exp(-static_cast<float>(gate[row])));"
-).replace(
     "SUM",
     """
-        float routed = 0.0f;
+        float mixed = 0.0f;
         for (int j = row * CHOSEN; j < row * CHOSEN + CHOSEN; ++j) {
-          routed = fma(weights[j], static_cast<float>(experts[j * DIM + c]), routed);
+          mixed = fma(weights[j], static_cast<float>(experts[j * DIM + c]), mixed);
         }
-        sum += fma(strength, static_cast<float>(shared[row * DIM + c]), routed);
+        sum += mixed;
 """,
 )
 # A warp has a head of a row.
@@ -152,7 +147,7 @@ class Shape(NamedTuple):
     base: float = 0.0  # of the rotation
     scale: float = 1.0  # of positions
     ratio: int = 0  # value heads of a key head
-    chosen: int = 0  # experts of a token
+    chosen: int = 0  # experts of a token, the shared one included
 
 
 @dataclass
@@ -219,13 +214,11 @@ def _mix_norm(
     x: mx.array,
     experts: mx.array,  # [N * K, D]
     weights: mx.array,  # float32 [N, K]
-    shared: mx.array,
-    gate: mx.array,  # of `shared`, before its sigmoid
     weight: mx.array,
 ) -> list[mx.array]:
     by_token = experts.reshape(*x.shape[:2], -1, x.shape[2])
-    routed = (by_token * weights.astype(x.dtype).reshape(*x.shape[:2], -1, 1)).sum(axis=-2)
-    return _add_norm(shape, x, routed + mx.sigmoid(gate) * shared, weight)
+    mixed = (by_token * weights.astype(x.dtype)[None, :, :, None]).sum(axis=-2)
+    return _add_norm(shape, x, mixed, weight)
 
 
 def _gated_norm(shape: Shape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:
@@ -272,15 +265,12 @@ ADD_NORM = Operation(
 )
 MIX_NORM = Operation(
     "mix_norm",
-    ["x", "experts", "weights", "shared", "gate", "weight"],
+    ["x", "experts", "weights", "weight"],
     ["residual", "normed"],
     _MIX,
     _mix_norm,
     lambda s, n: (
-        [
-            *(_stream(s, n), (n * s.chosen, s.dim), (n, s.chosen)),
-            *(_stream(s, n), (1, n, 1), (s.dim,)),
-        ],
+        [_stream(s, n), (n * s.chosen, s.dim), (n, s.chosen), (s.dim,)],
         [_stream(s, n)] * 2,
     ),
     by_head=False,

@@ -1,7 +1,7 @@
 """A mixture's router in one launch: the best experts of each token, their weights, and their order.
 
-mlx-lm's takes a softmax, a sort, and four more operations; a sort of the pairs of token and expert
-comes with it, as the experts' own kernel wants them (`kernels.few_rows`).
+The expert that all tokens share is one more, with a weight of its own. The pairs of token and
+expert are sorted too, as the experts' own kernel wants them (`kernels.few_rows`).
 """
 
 from typing import NamedTuple
@@ -12,15 +12,16 @@ import numpy as np
 from mlx_mtp.kernels import gpu, self_check
 
 MOST_ROWS = 64
-_MOST_CHOSEN = 32  # a lane has one
+_MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
 _MOST_WARPS = 16  # more would have too few registers
 
 # A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
 _BODY = """
     constexpr int N = E / 32;
+    constexpr int ALL = K + 1;
     const int rows = logits_shape[0];
     const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
-    THREADGROUP(int, pairs, MOST_ROWS * K);
+    THREADGROUP(int, pairs, MOST_ROWS * ALL);
     for (int row = warp; row < rows; row += warps) {
       float value[N];
       for (int i = 0; i < N; ++i) {
@@ -67,19 +68,25 @@ _BODY = """
       for (int other = 16; other > 0; other /= 2) {
         total += SHUFFLE_XOR(total, other);
       }
-      if (lane < K) {
-        experts[row * K + lane] = chosen;
-        weights[row * K + lane] = mine / total;
-        pairs[row * K + lane] = chosen * rows * K + row * K + lane;
+      if (lane == K) {
+        chosen = E;
+        mine = 1.0f / (1.0f + exp(-static_cast<float>(gate[row])));
+        total = 1.0f;
+      }
+      if (lane < ALL) {
+        const int pair = row * ALL + lane;
+        experts[pair] = chosen;
+        weights[pair] = mine / total;
+        pairs[pair] = chosen * rows * ALL + pair;
       }
     }
     BARRIER;
-    for (int i = 32 * warp + lane; i < rows * K; i += 32 * warps) {
+    for (int i = 32 * warp + lane; i < rows * ALL; i += 32 * warps) {
       int before = 0;
-      for (int j = 0; j < rows * K; ++j) {
+      for (int j = 0; j < rows * ALL; ++j) {
         before += pairs[j] < pairs[i];
       }
-      sorted[before] = pairs[i] / (rows * K);
+      sorted[before] = pairs[i] / (rows * ALL);
       order[before] = i;
     }
 """
@@ -89,46 +96,48 @@ class Router(NamedTuple):
     """What a kernel is made for."""
 
     experts: int
-    chosen: int  # of each token
-    normalize: bool  # Weights of those chosen add up to 1; else they are shares among all.
+    chosen: int  # K of them by each token
+    normalize: bool  # Their weights add up to 1; else they are shares among all.
 
 
 class Routes(NamedTuple):
-    """Which experts N tokens go to, P pairs in all."""
+    """Which experts N tokens go to; the shared one, E, is each token's last. P pairs in all."""
 
-    experts: mx.array  # int32 [N, K]
-    weights: mx.array  # float32 [N, K]
+    experts: mx.array  # int32 [N, K + 1]
+    weights: mx.array  # float32 [N, K + 1]
     sorted: mx.array  # int32 [P], the experts of all pairs, ascending
     order: mx.array  # int32 [P], the number of each of these pairs among `experts`
 
 
-def launch(logits: mx.array, router: Router) -> Routes:
-    """Routes of up to MOST_ROWS tokens by their logits [N, E]."""
+def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
+    """Routes of up to MOST_ROWS tokens by logits [N, E], and by the shared expert's [N, 1]."""
     rows, (experts, chosen, normalize) = len(logits), router
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
     constants |= {"MOST_ROWS": MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
-    shape = (rows, chosen)
+    shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
     routes = _KERNEL(
-        [logits],
+        [logits, gate],
         list(constants.items()),
         (1, warps, 1),
         [
             *((shape, mx.int32), (shape, mx.float32)),
-            *(((rows * chosen,), mx.int32), ((rows * chosen,), mx.int32)),
+            *((pairs, mx.int32), (pairs, mx.int32)),
         ],
         warps=warps,
     )
     return Routes(*routes)
 
 
-def portable(logits: mx.array, router: Router) -> Routes:
+def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     """`launch` in operations of mlx."""
     logits = logits.astype(mx.float32)
     experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
     chosen = mx.take_along_axis(logits, experts, axis=-1)
     among = chosen if router.normalize else logits
     weights = mx.exp(chosen - mx.logsumexp(among, axis=-1, keepdims=True))
+    experts = mx.concatenate([experts, mx.full(gate.shape, router.experts, mx.int32)], axis=1)
+    weights = mx.concatenate([weights, mx.sigmoid(gate.astype(mx.float32))], axis=1)
     order = mx.argsort(experts.reshape(-1)).astype(mx.int32)
     return Routes(experts, weights, experts.reshape(-1)[order], order)
 
@@ -145,15 +154,20 @@ def _check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
     # Of half as many values, so that there are equal ones.
     steps = np.arange(router.experts, dtype=np.float32) // 2 / 8
     drawn = np.stack([draw(steps) for _ in range(9)])
-    logits = mx.array(drawn).astype(dtype)
-    found = launch(logits, router)
+    logits, gate = (mx.array(a).astype(dtype) for a in (drawn, drawn[:, :1] / 8))
+    found = launch(logits, gate, router)
     mx.eval(found)
     with mx.stream(mx.cpu):
-        true = portable(logits, router)
+        true = portable(logits, gate, router)
         same = all(map(mx.array_equal, found[::2], true[::2])) and mx.array_equal(found[3], true[3])
         return self_check.relative(found[1:2], true[1:2]) if same else 1.0
 
 
 _KERNEL = gpu.Kernel(
-    "router", ["logits"], ["experts", "weights", "sorted", "order"], _BODY, _check, ["experts"]
+    "router",
+    ["logits", "gate"],
+    ["experts", "weights", "sorted", "order"],
+    _BODY,
+    _check,
+    ["experts"],
 )

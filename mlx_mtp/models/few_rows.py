@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from mlx_mtp.kernels import shared_reads
@@ -56,13 +56,27 @@ class FewRowsExperts(SwitchGLU):
             return super().__call__(x, indices)
         pairs = indices.reshape(-1).astype(mx.int32)
         order = mx.argsort(pairs).astype(mx.int32)
-        return self.ordered(x, pairs[order], order).reshape(*indices.shape, -1)
+        return self.ordered(x, None, pairs[order], order).reshape(*indices.shape, -1)
 
-    def ordered(self, x: mx.array, chosen: mx.array, order: mx.array) -> mx.array:
-        """[P, H] of P pairs, whose experts are in this order (see `kernels.router.Routes`)."""
-        both = [_weights(self.gate_proj), _weights(self.up_proj)]
-        inner = experts(_rows(x), both, chosen, order)
-        return experts(inner, [_weights(self.down_proj)], chosen, order)
+    def ordered(
+        self, x: mx.array, shared: nn.Module | None, chosen: mx.array, order: mx.array
+    ) -> mx.array:
+        """[P, H] of P pairs in this order (see `kernels.router.Routes`), with a shared expert."""
+
+        def weights(*names: str) -> tuple[list[Quantized], list[Quantized]]:
+            """Of the experts, and of the shared one."""
+            both = ([self], [] if shared is None else [shared])
+            ours, theirs = ([_weights(of[name]) for of in each for name in names] for each in both)
+            return ours, theirs
+
+        ours, theirs = weights("gate_proj", "up_proj")
+        inner = experts(_rows(x), ours, theirs, chosen, order)
+        ours, theirs = weights("down_proj")
+        return experts(inner, ours, theirs, chosen, order)
+
+
+class FewRowsMixture(Qwen3NextSparseMoeBlock):
+    """A mixture whose shared expert is computed with the others."""
 
 
 # What each takes the place of.
@@ -102,6 +116,9 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
         used = True
         for module in modules:
             module.__class__ = ours
+    for module in model.modules():
+        if type(module) is Qwen3NextSparseMoeBlock and _joins(module, dtype):
+            module.__class__ = FewRowsMixture
     return used
 
 
@@ -179,6 +196,26 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str |
         return f"it does not run here: {problem}"
     finally:
         module.__class__ = theirs
+
+
+def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
+    """Whether the shared expert gives the same as one of the others."""
+    routed, shared = block.switch_mlp, block.shared_expert
+    if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP):
+        return False
+    pairs = list(zip(_quantized(routed), _quantized(shared)))
+    if any(a.bits != b.bits or a.weight.shape[1:] != b.weight.shape for a, b in pairs):
+        return False
+    x = mx.random.normal((2, _inputs(pairs[0][0])), key=mx.random.key(0)).astype(dtype)
+    last = block.num_experts
+    order = mx.array([0, 3, 1, 4, 2, 5], dtype=mx.int32)
+    chosen = mx.array([0, 0, 1, 1, last, last], dtype=mx.int32)
+    found = routed.ordered(x, shared, chosen, order).reshape(2, 3, -1)
+    true = mx.concatenate([routed(x, mx.array([[0, 1]] * 2)), shared(x)[:, None]], axis=1)
+    same = bool(mx.array_equal(found, true).item())
+    if not same:
+        logger.warning("The few-rows kernel is not used for shared experts: it gives other results")
+    return same
 
 
 def _is_faster(layers: Sequence[nn.Module], dtype: mx.Dtype) -> bool:

@@ -5,7 +5,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.kernels import norms, router
-from mlx_mtp.models.few_rows import FewRowsExperts, few, project
+from mlx_mtp.models.few_rows import FewRowsMixture, few, project
 
 
 def add_mlp(
@@ -13,20 +13,22 @@ def add_mlp(
 ) -> list[mx.array]:
     """x [1, N, H] plus an MLP of its norm; and that normed again, by the weight given."""
     width = norms.Shape(x.shape[-1], eps)
-    if few(x) and type(mlp) is Qwen3NextSparseMoeBlock:
-        mixed = width._replace(chosen=mlp.top_k)
+    if few(x) and type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
+        mixed = width._replace(chosen=mlp.top_k + 1)
         way = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
         if router.fits(way, x.dtype) and norms.MIX_NORM.fits(mixed, x.dtype):
-            return norms.MIX_NORM.launch(mixed, x.shape[1], x, *_mixture(normed, mlp, way), weight)
+            found = _mixture(normed, mlp, way)
+            return norms.MIX_NORM.launch(mixed, x.shape[1], x, *found, weight)
     return norms.ADD_NORM(width, x.shape[1], x, mlp(normed), weight)
 
 
-def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, ...]:
-    """What the experts give, [N * K, H], their weights, the shared expert's output, its gate."""
+def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, mx.array]:
+    """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
-    routes = router.launch(logits[0], way)
-    if type(mlp.switch_mlp) is FewRowsExperts:
-        found = mlp.switch_mlp.ordered(x, routes.sorted, routes.order)
+    routes = router.launch(logits[0], gate[0], way)
+    if type(mlp) is FewRowsMixture:
+        found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
     else:
-        found = mlp.switch_mlp(x[0], routes.experts).flatten(0, 1)
-    return found, routes.weights, mlp.shared_expert(x), gate
+        routed = mlp.switch_mlp(x[0], routes.experts[:, :-1])
+        found = mx.concatenate([routed, mlp.shared_expert(x[0])[:, None]], axis=1).flatten(0, 1)
+    return found, routes.weights

@@ -1,10 +1,12 @@
 """The products of few rows: the real source on an emulated GPU, against mlx's own products."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import few_rows, gpu
@@ -96,6 +98,27 @@ def test_experts(bits):
             # What is between the products may be rounded to the next number.
             near(found[row, place], exact(inner, *down, bits), lost=2e-3)
     assert mx.array_equal(block(x[7:8], indices[7:8]), found[7:8])
+
+
+@pytest.mark.parametrize(("shared", "joins"), [(512, True), (256, False)])
+def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplog):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
+    how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    args = SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=shared)
+    block = Qwen3NextSparseMoeBlock(args)
+    block.set_dtype(BF16)
+    nn.quantize(block, 64, 4)
+    assert layers.use_few_rows(block, BF16)
+    assert type(block.gate) is layers.FewRowsLinear, "also of a feature count that is not 16's"
+    assert (type(block) is layers.FewRowsMixture) == joins
+    assert "WARNING" not in caplog.text
+
+    monkeypatch.setattr(few_rows, "_SHARED", few_rows._SHARED.replace("b_at = bI", "b_at = sI"))
+    few_rows._kernel.cache_clear()
+    block.__class__ = Qwen3NextSparseMoeBlock
+    if joins:
+        assert not layers._joins(block, BF16)
+        assert "other results" in caplog.text
 
 
 def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):

@@ -1,11 +1,15 @@
 """What lies between products: the real sources on an emulated GPU, against mlx's operations."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.kernels import norms, router
 from mlx_mtp.kernels.router import Router
+from mlx_mtp.models.mixture import add_mlp
 
 ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 SHAPES = [
@@ -59,8 +63,25 @@ def test_router(emulated, normalize):
     assert router.fits(way, mx.float32) and router.fits(way, mx.bfloat16)
     draw = np.random.default_rng(2)
     logits = mx.array(draw.integers(-40, 40, (router.MOST_ROWS, 64)).astype(np.float32) / 4)
+    gate = mx.contiguous(logits[:, :1])
     for rows in (1, 3, router.MOST_ROWS):
-        found, true = router.launch(logits[:rows], way), router.portable(logits[:rows], way)
+        inputs = logits[:rows], gate[:rows]
+        found, true = router.launch(*inputs, way), router.portable(*inputs, way)
         for ours, theirs in zip(found, true, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], way).weights)
+    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], way).weights)
+
+
+def test_a_mixture(emulated):
+    """The block that joins router, experts and sums, against mlx-lm's."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    how = {"num_experts": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    block = Qwen3NextSparseMoeBlock(SimpleNamespace(**sizes, **how))
+    x, normed = (mx.random.normal((1, 5, 64), key=mx.random.key(i)) for i in range(2))
+    weight = mx.random.normal((64,), key=mx.random.key(2))
+    found = add_mlp(x, normed, block, weight, 1e-6)
+    true = x + block(normed)
+    np.testing.assert_allclose(found[0], true, atol=1e-5)
+    np.testing.assert_allclose(found[1], mx.fast.rms_norm(true, weight, 1e-6), atol=1e-5)
+    launched = norms.MIX_NORM.kernel._works.values()
+    assert all(launched) and launched, "by the kernel"
