@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gpu import backend, launcher
+from mlx_mtp.kernels.gpu import backend, kernel_name, launcher
 
 MOST_ROWS = 64  # of a product; more are a prompt's, which mlx's own operation serves well
 _BITS, _GROUP_SIZE = (4, 8), 64
@@ -333,15 +333,16 @@ def _kernel(count: int, parts: int, of_experts: bool, shared: int) -> Any:
     else:
         numbers = range(1, count if parts == 1 else 1)
         source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
+    header, source = CUDA + _HEADER, source + _BODY
     return mx.fast.cuda_kernel(
-        name=f"mlx_mtp_few_rows_{count}_{parts}_{int(of_experts)}",
+        name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
         input_names=[
             "x",
             *(f"{name}{number}" for number in range(count) for name in "wsb"),
             *(["experts", "order"] if of_experts else []),
         ],
         output_names=[f"y{number}" for number in range(1 if of_experts else count // parts)],
-        header=CUDA + _HEADER,
-        source=source + _BODY,
+        header=header,
+        source=source,
         shared_memory=shared,
     )

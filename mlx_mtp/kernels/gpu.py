@@ -1,6 +1,7 @@
 """What the GPU kernels share: the backend, its shuffle, and the check before first use."""
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,11 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
+def kernel_name(name: str, *source: str) -> str:
+    """A name for mlx, which keeps compiled CUDA kernels on disk by their names alone."""
+    return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
+
+
 @functools.cache
 def launcher(
     kernel: Any,  # what mlx made of a source
@@ -116,12 +122,13 @@ class Kernel:
         assert where is not None
         if where not in self._built:
             make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
+            header, source = _HEADERS[where], _PROLOGUES[where] + self.body
             self._built[where] = make(
-                name=f"mlx_mtp_{self.name}",
+                name=kernel_name(self.name, header, source),
                 input_names=self.inputs,
                 output_names=self.outputs,
-                header=_HEADERS[where],
-                source=_PROLOGUES[where] + self.body,
+                header=header,
+                source=source,
                 ensure_row_contiguous=False,
             )
         x, y, z = grid
