@@ -183,7 +183,7 @@ def launch(
     """`run` by the kernel."""
     batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
-        previous, num_kept = Pending(*window[:3]), mx.zeros(batch, dtype=mx.int32)
+        previous, num_kept = Pending(*window[:3]), gpu.zeros(batch)
     # More rows a warp hide the shuffles' latency; fewer fill the GPU.
     rows = next(rows for rows in (4, 2, 1) if value_dim % rows == 0)
     advance = lengths is not None

@@ -150,7 +150,7 @@ class Shape(NamedTuple):
     chosen: int = 0  # experts of a token, the shared one included
 
 
-@dataclass
+@dataclass(eq=False)
 class Operation:
     """A kernel and mlx's operations for it; both take a shape, and the inputs of N tokens."""
 
@@ -164,7 +164,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         inputs = [*self.inputs, *(["rotation"] if "rotation" in self.body else [])]
-        self.kernel = gpu.Kernel(self.name, inputs, self.outputs, self.body, self.check, ["dim"])
+        self.kernel = gpu.Kernel(self.name, inputs, self.outputs, self.body, self.check)
 
     def __call__(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
         used = rows <= MOST_ROWS and self.fits(shape, inputs[0].dtype)
@@ -172,7 +172,11 @@ class Operation:
 
     def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
         """Whether the kernel computes this here."""
-        return shape.rotated % 64 == 0 and self.kernel.works(self.launch, shape, dtype)
+        return self.applies(shape) and self.kernel.works(self.launch, shape, dtype)
+
+    def applies(self, shape: Shape) -> bool:
+        """Whether the kernel is made for this."""
+        return shape.dim % gpu.LANES == 0 and shape.rotated % (2 * gpu.LANES) == 0
 
     def launch(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
         """By the kernel."""

@@ -12,6 +12,7 @@ import numpy as np
 from mlx_mtp.kernels import gpu, self_check
 
 MOST_ROWS = 64
+_MOST_EXPERTS = 1024  # a lane has their logits in registers
 _MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
 _MOST_WARPS = 16  # more would have too few registers
 
@@ -19,7 +20,7 @@ _MOST_WARPS = 16  # more would have too few registers
 _BODY = """
     constexpr int N = E / 32;
     constexpr int ALL = K + 1;
-    const int rows = logits_shape[0];
+    const int rows = gate_shape[0];
     const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
     THREADGROUP(int, pairs, MOST_ROWS * ALL);
     for (int row = warp; row < rows; row += warps) {
@@ -110,14 +111,14 @@ class Routes(NamedTuple):
 
 
 def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
-    """Routes of up to MOST_ROWS tokens by logits [N, E], and by the shared expert's [N, 1]."""
-    rows, (experts, chosen, normalize) = len(logits), router
+    """Routes of up to MOST_ROWS tokens by logits [.., E], and by the shared expert's [.., 1]."""
+    rows, (experts, chosen, normalize) = gate.size, router
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
     constants |= {"MOST_ROWS": MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
     routes = _KERNEL(
-        [logits, gate],
+        [logits, gate.reshape(rows)],
         list(constants.items()),
         (1, warps, 1),
         [
@@ -144,11 +145,16 @@ def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
 
 def fits(router: Router, dtype: mx.Dtype) -> bool:
     """Whether the kernel routes by logits of this type here."""
-    small = router.experts <= 1024 and router.chosen <= min(_MOST_CHOSEN, router.experts)
-    return small and _KERNEL.works(launch, router, dtype)
+    return applies(router) and _KERNEL.works(launch, router, dtype)
 
 
-def _check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
+def applies(router: Router) -> bool:
+    """Whether the kernel is made for this."""
+    few = router.experts <= _MOST_EXPERTS and router.chosen <= min(_MOST_CHOSEN, router.experts)
+    return few and router.experts % gpu.LANES == 0
+
+
+def check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
     """The largest difference of weights; another choice or order counts as 1."""
     draw = np.random.default_rng(0).permuted
     # Of half as many values, so that there are equal ones.
@@ -168,6 +174,5 @@ _KERNEL = gpu.Kernel(
     ["logits", "gate"],
     ["experts", "weights", "sorted", "order"],
     _BODY,
-    _check,
-    ["experts"],
+    check,
 )

@@ -54,8 +54,8 @@ class MTPHead(nn.Module):
 
     def after(self, z: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
         """m [N, H], the head's output, from what has been attended to."""
-        m: mx.array = self.layers[0].after(z[None], self.norm.weight, attended, gate)[1][0]
-        return m
+        _, m = self.layers[0].after(z[None], self.norm.weight, attended, gate)
+        return m.squeeze(0)
 
     def write(
         self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing

@@ -130,7 +130,7 @@ class LoadedModel:
         normed = first(x)
         for layer, own, norm in zip(trunk.layers, cache.layers, [*others, trunk.norm]):
             x, normed = layer.step(x, normed, own, norm.weight)
-        return normed[0]
+        return normed.squeeze(0)  # An index would be a launch.
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""

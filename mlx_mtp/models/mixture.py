@@ -25,10 +25,11 @@ def add_mlp(
 def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, mx.array]:
     """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
-    routes = router.launch(logits[0], gate[0], way)
+    routes = router.launch(logits, gate, way)
     if type(mlp) is FewRowsMixture:
         found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
     else:
-        routed = mlp.switch_mlp(x[0], routes.experts[:, :-1])
-        found = mx.concatenate([routed, mlp.shared_expert(x[0])[:, None]], axis=1).flatten(0, 1)
+        x = x.squeeze(0)
+        routed = mlp.switch_mlp(x, routes.experts[:, :-1])
+        found = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)
     return found, routes.weights
