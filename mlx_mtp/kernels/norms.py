@@ -35,9 +35,7 @@ _RESIDUAL = """
       if (c < DIM) {
         float sum = static_cast<float>(x[row * DIM + c]);
         SUM
-        const auto rounded = static_cast<InT>(sum);
-        residual[row * DIM + c] = rounded;
-        value[i] = static_cast<float>(rounded);
+        value[i] = static_cast<float>(static_cast<InT>(sum));
         squares = fma(value[i], value[i], squares);
       }
     }
@@ -56,6 +54,7 @@ _RESIDUAL = """
     for (int i = 0; i < EACH; ++i) {
       const int c = 32 * (i * WARPS + warp) + lane;
       if (c < DIM) {
+        residual[row * DIM + c] = static_cast<InT>(value[i]);
         normed[row * DIM + c] = static_cast<InT>(value[i] / norm * static_cast<float>(weight[c]));
       }
     }
