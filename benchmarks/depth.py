@@ -38,6 +38,7 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.tokenizer import Tokenizer
 
 OFF = "off"
+OWN, SPOILED = "own head of the model", "spoiled head: random weights"
 _SENTENCES = 5  # of a text to copy
 
 
@@ -72,17 +73,17 @@ def main() -> None:
     parser.add_argument("--depths", nargs="+", default=["0", "1", "2", "3", "4"])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--work", choices=WORK, default="story")
+    parser.add_argument("--heads", choices=["own", "spoiled", "both"], default="both")
     parser.add_argument("--json", type=Path, help="write every speed here")
     given = parser.parse_args()
     check_writable(given.json)
-    good = load_model(BUNDLED_MODEL, enable_mtp=True)
-    spoiled = load_model(BUNDLED_MODEL, enable_mtp=True)
-    spoil(spoiled)
     everything: dict[str, Found] = {}
-    for title, model, depths in (
-        ("the model's own head", good, (*given.depths, "mtp", "auto")),
-        ("a head of random weights", spoiled, ("0", "1", "auto")),
-    ):
+    for title, depths in ((OWN, (*given.depths, "mtp", "auto")), (SPOILED, ("0", "1", "auto"))):
+        if given.heads not in ("both", title.split()[0]):
+            continue
+        model = load_model(BUNDLED_MODEL, enable_mtp=True)
+        if title == SPOILED:
+            spoil(model)
         found = {
             rows: measure(model, depths, rows, given.rounds, given.max_tokens, WORK[given.work])
             for rows in given.rows
@@ -92,7 +93,7 @@ def main() -> None:
     print(f"\n{platform.platform()}, {BACKEND}, load {os.getloadavg()[0]:.1f}; tokens per second,")
     print(f"median of {given.rounds} rounds; in brackets the ratio to off in the same round: by")
     print("wall time / by processor time.")
-    for rows, figures in everything["the model's own head"].items():
+    for rows, figures in everything.get(OWN, {}).items():
         print(f"{rows} at once, {given.work}: auto over the best fixed depth {over_best(figures)}")
     if given.json:
         write_json(given.json, everything)

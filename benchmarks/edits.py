@@ -167,8 +167,8 @@ def replay(
             hits = [a == b for a, b in right] or [chance.random() < rate for _ in range(count)]
             accepted = min([*hits, False].index(False), left - 1)
             source = COPY if run else HEAD
-            cut = accepted == left - 1
-            outcomes.append(Outcome(row, source, count, accepted, cut))
+            ended = accepted == left - 1
+            outcomes.append(Outcome(row, source, count, accepted, accepted + 1, ended))
             came.append((row, row.text.answer[row.at : row.at + accepted + 1]))
             row.at += accepted + 1
             pending[row] = drafts

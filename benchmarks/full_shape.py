@@ -39,6 +39,7 @@ from mlx_mtp.speculative.worth import FixedDepth
 
 _PROMPT = 64
 _ENDLESS = 1 << 20
+_WARM_STEPS = 16  # the first of a shape compile kernels, also behind the first few
 
 
 @dataclass
@@ -127,7 +128,7 @@ def measure_engine(
 ) -> tuple[float, float, float, int]:
     """Median milliseconds of a step, tokens a second, tokens a step and row, bytes of KV."""
     core = decoding_core(model, depth=depth, contexts=contexts, overlap=overlap)
-    for _ in range(4):
+    for _ in range(_WARM_STEPS):
         core.step()
     times, tokens = [], 0
     started = last = time.perf_counter()
@@ -153,7 +154,7 @@ def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, context: int, ste
     generator.insert(prompts)
     while len(generator.next()[1]) < rows:
         pass
-    for _ in range(4):
+    for _ in range(_WARM_STEPS):
         generator.next()
     times = []
     last = time.perf_counter()

@@ -103,7 +103,7 @@ class EngineConfig:
         "multi-token prediction: --calibration-seconds SECONDS",
         "most time to measure step costs while no request runs; 0 measures nothing then",
         _SECONDS,
-        default=2.0,
+        default=10.0,
         program_default=0.0,
     )
     drafts: str = setting(

@@ -160,7 +160,7 @@ def check_serve(options: argparse.Namespace) -> None:
     """Raise UsageError for flags of `serve` that would have no effect."""
     drafts, depth = options.drafts, options.mtp_num_draft_tokens
     copies = "copy" in drafts and depth == "auto"
-    check_generate(options, *([] if copies else ["--calibration-seconds"]))
+    check_generate(options, *([] if copies else ["--calibration-seconds", "--mtp-optimistic"]))
     if options.enable_mtp and "mtp" not in drafts:
         raise UsageError(
             f"--enable-mtp asks for the head's drafts, and --drafts {drafts} for none."
@@ -174,6 +174,11 @@ def check_serve(options: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag} is for the MTP head's drafts, and --drafts {drafts} has none."
             )
+    if "drafts" in options.given and "copy" in drafts and depth != "auto":
+        raise UsageError(
+            f"--mtp-num-draft-tokens {depth} is a number of the head's drafts, and --drafts "
+            f"{drafts} asks for copies: leave one of them out."
+        )
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
             "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "

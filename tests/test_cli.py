@@ -258,6 +258,8 @@ OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-token
         ("serve --enable-mtp --drafts copy", "", "--drafts copy for none"),
         ("serve --no-enable-mtp --drafts mtp", "", "leave out --no-enable-mtp"),
         (f"serve --drafts copy {DEPTH} 2", "", f"{DEPTH} is for .* --drafts copy has none"),
+        (f"serve --drafts mtp,copy {DEPTH} 2", "", f"{DEPTH} 2 is .* mtp,copy asks for copies"),
+        (f"serve --no-enable-mtp {DEPTH} 0 --mtp-optimistic 0.5", "", f"optimistic is .*{OFF}"),
         ("serve --drafts copy --mtp-draft-vocab 99", "", "vocab is for .* --drafts copy has none"),
         ("serve --drafts none --calibration-seconds 2", "", "seconds is for drafts, .* has none"),
         ("serve --drafts mtp --draft-answers-size 1MB", "", "needs --drafts with copy"),

@@ -31,10 +31,10 @@ class EngineSubject:
 
     def __enter__(self) -> Self:
         try:
+            self.ask([Prompt("Say hello.", seed=0)])  # Starts it.
             # It measures step costs while it is idle, which must not be while another is measured.
             while self.engine.measuring:
                 sleep(0.05)
-            self.ask([Prompt("Say hello.", seed=0)])
         except BaseException:
             self.engine.stop()
             raise

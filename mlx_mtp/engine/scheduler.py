@@ -123,10 +123,9 @@ class Scheduler:
             self._totals.count_window(source, num_drafts, num_accepted)
             self._totals.num_optimistic_tokens += len(step.optimistic[row])
             if step.num_cached[row]:
-                # A row that ends with a recovered token has tried the draft in its place.
-                cut = step.finished[row] and step.num_cached[row] == num_accepted
-                drafting = step.sequences[row].drafting
-                outcomes.append(Outcome(drafting, source, num_drafts, num_accepted, cut=cut))
+                drafting, kept = step.sequences[row].drafting, step.num_cached[row]
+                counts = num_drafts, num_accepted, kept
+                outcomes.append(Outcome(drafting, source, *counts, step.finished[row]))
         if rows:
             verified = sum(step.num_positions[row] - 1 for row in rows)
             shape = Shape(len(rows), verified, max(step.num_proposed, default=0), any(step.copied))

@@ -17,6 +17,7 @@ from mlx_mtp.speculative.rates import HeadRates
 
 _MARGIN = 1.02  # gain at which a choice replaces the one in use
 _RAGGED_MARGIN = 1.03  # and at which rows get different numbers, or copy
+_ANSWER, _ANSWER_GAIN = 1024.0, 0.1  # tokens before any was seen, and what the next one adds
 _STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, and one may be a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
@@ -31,6 +32,7 @@ class DraftRow:
     fixed: int | None = None  # the head's drafts per step that its request asked for
     rates: HeadRates = field(default_factory=lambda: HeadRates(MAX_DRAFT_TOKENS, 0.95))
     copier: Copier | None = None  # None: it copies nothing
+    num_tokens: int = 0  # of its answer, in steps that were observed
 
 
 class Outcome(NamedTuple):
@@ -40,7 +42,8 @@ class Outcome(NamedTuple):
     source: str
     num_drafts: int
     num_accepted: int
-    cut: bool  # the row ended in this window, so the draft after these was not tried
+    num_kept: int  # tokens: one more than accepted, but where one of these was the row's last
+    ended: bool  # this was the row's last window
 
 
 class DecodeStep(NamedTuple):
@@ -152,11 +155,12 @@ class DraftsByWorth:
         self._costs = costs
         self._most = most  # drafts of the head for a row; 0: there is none
         self._pool = HeadRates(most, 0.98)
+        self._answer = _ANSWER  # mean tokens of the latest answers
         self.choices: dict[int, float] = {}
         self.reason: DraftChoice | None = None
         self._choice = Choice((), ())
         self._until_review = 0
-        self._probe, self._probing, self._rest, self._up = Choice((), ()), 0, _LEAST_REST, True
+        self._probe, self._probing, self._rested, self._up = Choice((), ()), 0, 0, True
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         steady = steady and len(rows) == len(self._choice.head)
@@ -165,7 +169,7 @@ class DraftsByWorth:
         runs = [
             row.copier.chances()[late:] if row.copier and row.fixed is None else [] for row in rows
         ]
-        self._rest -= 1
+        self._rested += 1
         self._until_review -= 1
         due = self._until_review <= 0 and not self._probing
         if not steady or any(self._choice.copied) or any(runs) or due:
@@ -178,11 +182,15 @@ class DraftsByWorth:
         return self._probe
 
     def observe(self, step: DecodeStep) -> None:
-        for row, source, *window, cut in step.outcomes:
+        for row, source, *window, num_kept, ended in step.outcomes:
             if source != COPY:
-                row.rates.observe(*window, cut=cut)
-                self._pool.observe(*window, cut=cut)
+                # Behind its last token no draft was tried.
+                for rates in (row.rates, self._pool):
+                    rates.observe(*window, cut=num_kept == window[1])
             row.rates.fade()
+            row.num_tokens += num_kept
+            if ended:
+                self._answer += (row.num_tokens - self._answer) * _ANSWER_GAIN
         self._pool.fade()
         self._costs.observe(step.shape, step.seconds)
 
@@ -191,7 +199,8 @@ class DraftsByWorth:
     ) -> None:
         self._until_review = _STEPS_PER_REVIEW
         prices, pool = self._costs.prices(len(rows)), self._pool.of_all()
-        head = [row.rates.chances(pool) for row in rows]
+        head = [self._useful(row.rates.chances(pool)) for row in rows]
+        runs = [self._useful(run) for run in runs]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
         even = [each._replace(speed=_speed(prices, each, head)) for each in even]
         best = max(even, key=lambda choice: choice.speed)
@@ -208,20 +217,30 @@ class DraftsByWorth:
             best = found._replace(head=_with_own(rows, found.head))
         self._choice = best
         self._explain(prices, even)
-        if steady and self._rest <= 0 and not any(best.copied):
+        if steady and self._rested >= _LEAST_REST and not any(best.copied):
             self._begin_probe(even)
+
+    def _useful(self, chances: Sequence[float]) -> list[float]:
+        """The same less what is behind an answer's end.
+
+        With t tokens a step an answer of n takes n / t steps, and one more that was launched before
+        its end was read: t / (1 + t / n) of each step count, so the next one about 1 - 2 t / n.
+        """
+        share = max(1.0 - 2.0 / self._answer, 0.0)
+        return [chance * share**place for place, chance in enumerate(chances, 1)]
 
     def _begin_probe(self, even: Sequence[Choice]) -> None:
         """A draft more and a draft less in turns, after a rest that pays for it."""
         best = self._choice
         depth = round(sum(best.head) / len(best.head)) + (1 if self._up else -1)
         depth = depth if self._costs.knows_plain(len(best.head)) else 0
-        self._up = not self._up
-        if 0 <= depth <= self._most and even[depth].head != best.head:
-            self._probe, self._probing = even[depth], _PROBE_STEPS
-            loss = 1.0 - even[depth].speed / best.speed
-            loss = min(max(loss, _LEAST_LOSS), _MOST_LOSS)
-            self._rest = max(int(_PROBE_STEPS * loss / _PROBE_SHARE), _LEAST_REST)
+        if not 0 <= depth <= self._most or even[depth].head == best.head:
+            self._up = not self._up
+            return
+        loss = min(max(1.0 - even[depth].speed / best.speed, _LEAST_LOSS), _MOST_LOSS)
+        if self._rested * _PROBE_SHARE >= _PROBE_STEPS * loss:
+            self._probe, self._probing, self._rested = even[depth], _PROBE_STEPS, 0
+            self._up = not self._up
 
     def _explain(self, prices: Prices, even: Sequence[Choice]) -> None:
         choice, rows = self._choice, prices.rows

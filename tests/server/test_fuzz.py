@@ -24,6 +24,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     for path, smallest in [APIS[exchange["api"]]]
     if not group["said"].startswith("(")
 ]
+_PATH, _SMALLEST = APIS["chat"]
+_OWN = {"mtp": {"num_draft_tokens": 2, "optimistic": 0.5, "trace": True}, "return_progress": True}
+GOOD.append((_PATH, {"model": MODEL, **_SMALLEST, "stream": True, **_OWN}))
 TOKENS = [
     *(b"[", b"]", b"{", b"}", b'"', b",", b":", b"\\", b"\\u", b"\\ud800", b"\xff", b"\x00"),
     *(b"NaN", b"1e999", b"-", b"0" * 400, b"[" * 300, b'{"a":' * 300, b"null", b"\xef\xbb\xbf"),
