@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlx_mtp.kernels.gpu import backend, kernel_name, launcher
 
-MOST_ROWS = 64  # of a product; more are a prompt's, which mlx's own operation serves well
 _BITS, _GROUP_SIZE = (4, 8), 64
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block, and rows of the left operand

@@ -17,6 +17,7 @@ Launch = Callable[..., Sequence[Any]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
+MOST_ROWS = 64  # tokens of a step; more are a prompt's, which mlx's own operations serve well
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.

@@ -16,7 +16,6 @@ import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
 
-MOST_ROWS = 64  # more are a prompt's, which mlx's operations serve well
 _MOST_WARPS = 32
 _HEADS_AT_ONCE = 4  # of a threadgroup
 _CHECKED_ROWS = 3
@@ -166,7 +165,7 @@ class Operation:
         self.kernel = gpu.Kernel(self.name, inputs, self.outputs, self.body, self.check)
 
     def __call__(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
-        used = rows <= MOST_ROWS and self.fits(shape, inputs[0].dtype)
+        used = rows <= gpu.MOST_ROWS and self.fits(shape, inputs[0].dtype)
         return self.launch(shape, rows, *inputs) if used else self.portable(shape, *inputs)
 
     def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:

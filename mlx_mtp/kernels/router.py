@@ -11,7 +11,6 @@ import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
 
-MOST_ROWS = 64
 _MOST_EXPERTS = 1024  # a lane has their logits in registers
 _MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
 _MOST_WARPS = 16  # more would have too few registers
@@ -111,10 +110,10 @@ class Routes(NamedTuple):
 
 
 def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
-    """Routes of up to MOST_ROWS tokens by logits [.., E], and by the shared expert's [.., 1]."""
+    """Routes of a step's tokens by logits [.., E], and by the shared expert's [.., 1]."""
     rows, (experts, chosen, normalize) = gate.size, router
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
-    constants |= {"MOST_ROWS": MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
+    constants |= {"MOST_ROWS": gpu.MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
     routes = _KERNEL(

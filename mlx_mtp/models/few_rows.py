@@ -11,7 +11,8 @@ from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from mlx_mtp.kernels import shared_reads
-from mlx_mtp.kernels.few_rows import MOST_ROWS, Quantized, experts, fits, gate_and_up, products
+from mlx_mtp.kernels.few_rows import Quantized, experts, fits, gate_and_up, products
+from mlx_mtp.kernels.gpu import MOST_ROWS
 
 logger = logging.getLogger(__name__)
 

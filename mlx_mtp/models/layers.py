@@ -15,7 +15,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.kernels import norms
-from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 from mlx_mtp.kernels.window import Convolution, Projected
 from mlx_mtp.models.few_rows import few, project
 from mlx_mtp.models.mixture import add_mlp
@@ -67,7 +67,7 @@ class RaggedAttention(Qwen3NextAttention):
         parts = [(queries, self.q_norm), (keys, self.k_norm)]
         heads = self.num_attention_heads, self.num_key_value_heads
         rope = self.rope
-        if len(positions) <= norms.MOST_ROWS and type(rope) is nn.RoPE and not rope.traditional:
+        if len(positions) <= MOST_ROWS and type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
             shape = norms.Shape(self.head_dim, self.q_norm.eps, *heads, *angles)
             weights = self.q_norm.weight, self.k_norm.weight

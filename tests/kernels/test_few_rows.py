@@ -143,7 +143,7 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     for layer in model.ours[:2]:
         ones = mx.ones((1, 256), dtype=BF16)
         near(layer(ones[None])[0], exact(ones, layer.weight, layer.scales, layer.biases, 4))
-        many = mx.ones((few_rows.MOST_ROWS + 1, 256), dtype=BF16)
+        many = mx.ones((gpu.MOST_ROWS + 1, 256), dtype=BF16)
         assert mx.array_equal(layer(many), nn.QuantizedLinear.__call__(layer, many))
     assert not layers.use_few_rows(Model(), mx.float16), "of another type"
 

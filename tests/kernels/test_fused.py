@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from mlx_mtp.kernels import norms, router
+from mlx_mtp.kernels import gpu, norms, router
 from mlx_mtp.kernels.router import Router
 from mlx_mtp.models.mixture import add_mlp
 
@@ -62,9 +62,9 @@ def test_router(emulated, normalize):
     way = Router(64, 5, normalize)
     assert router.fits(way, mx.float32) and router.fits(way, mx.bfloat16)
     draw = np.random.default_rng(2)
-    logits = mx.array(draw.integers(-40, 40, (router.MOST_ROWS, 64)).astype(np.float32) / 4)
+    logits = mx.array(draw.integers(-40, 40, (gpu.MOST_ROWS, 64)).astype(np.float32) / 4)
     gate = mx.contiguous(logits[:, :1])
-    for rows in (1, 3, router.MOST_ROWS):
+    for rows in (1, 3, gpu.MOST_ROWS):
         inputs = logits[:rows], gate[:rows]
         found, true = router.launch(*inputs, way), router.portable(*inputs, way)
         for ours, theirs in zip(found, true, strict=True):
