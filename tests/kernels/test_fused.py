@@ -9,7 +9,10 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.kernels import gpu, norms, router
 from mlx_mtp.kernels.router import Router
+from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.mixture import add_mlp
+from mlx_mtp.selftest import kernels
+from tests.tiny_models import Layout, write_checkpoint
 
 ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 SHAPES = [
@@ -85,3 +88,14 @@ def test_a_mixture(emulated):
     np.testing.assert_allclose(found[1], mx.fast.rms_norm(true, weight, 1e-6), atol=1e-5)
     launched = norms.MIX_NORM.kernel._works.values()
     assert all(launched) and launched, "by the kernel"
+
+
+def test_the_self_test_compares_them(emulated, tmp_path):
+    write_checkpoint(tmp_path, Layout("qwen3_next", seed=1))
+    model = load_model(tmp_path, enable_mtp=True)
+    checks = [kernels._check("tiny", model.dtype, case) for case in kernels._fused_cases(model)]
+    assert all(check.ok for check in checks), checks
+    ours = {check.name: check.applies for check in checks}
+    names = ["add norm", "gated norm", "mix norm", "norm rotate", "router"]
+    assert sorted(ours) == [f"{name} kernel / mlx" for name in names]
+    assert sorted(ours.values()) == [False, False, True, True, True], "6 experts, 8 dimensions"
