@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels import attention
+from mlx_mtp.kernels.gpu import backend
+
+Pair = tuple[mx.array, mx.array]  # keys and values
 
 
 class RaggedKVCache:
@@ -21,18 +27,29 @@ class RaggedKVCache:
 
     def __init__(self) -> None:
         # Keys and values, each [slots, heads, capacity, dim], made at the first write to a buffer.
-        self.buffers: dict[Buffer, tuple[mx.array, ...]] = {}
+        self.buffers: dict[Buffer, Pair] = {}
 
     def write(self, packing: Packing, keys: mx.array, values: mx.array) -> None:
         """Write the entries of a pass, each [N, heads, dim]."""
         _, heads, dim = keys.shape
-        for part in packing.parts:
-            written = self._writable(part.buffer, heads, dim, keys.dtype)
-            for array, new in zip(written, (keys, values), strict=True):
-                array[part.slots, :, part.positions] = new[part.tokens]
+        buffers = [part.buffer for part in packing.parts]
+        pairs = [self._writable(buffer, heads, dim, keys.dtype) for buffer in buffers]
+        counts = tuple(len(part.own) for part in packing.parts)
+        write: Callable[..., list[Pair]] = partial(_write, counts)
+        if backend() is not None and packing.longest <= attention.LONGEST:
+            write = _compiled(counts, *(keys.shape for keys, _ in pairs))
+        slots, positions = packing.places
+        new = keys[packing.by_part], values[packing.by_part]
+        written = write(new, (slots, _numbers(heads), positions), pairs)
+        self.buffers |= dict(zip(buffers, written, strict=True))
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
+        own = [self.buffers[part.buffer] for part in packing.parts]
+        keys, _ = own[0]
+        if attention.fits(queries, keys, packing.longest, scale):
+            plan = packing.plan(queries.shape[1] // keys.shape[1])
+            return attention.attend(queries, packing.positions, own, plan)
         outputs = []
         for part in packing.parts:
             keys, values = (a[: part.used, :, : part.limit] for a in self.buffers[part.buffer])
@@ -78,14 +95,43 @@ class RaggedKVCache:
     def arrays(self) -> list[mx.array]:
         return [array for pair in self.buffers.values() for array in pair]
 
-    def _writable(
-        self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype
-    ) -> tuple[mx.array, ...]:
+    def _writable(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> Pair:
         """Handles of our own: what a batch that was split off refers to stays as it is."""
         if buffer in self.buffers:
-            own = tuple(copy.copy(array) for array in self.buffers[buffer])
+            keys, values = self.buffers[buffer]
+            own = copy.copy(keys), copy.copy(values)
         else:
             shape = (buffer.slots, heads, buffer.capacity, dim)
             own = mx.zeros(shape, dtype=dtype), mx.zeros(shape, dtype=dtype)
         self.buffers[buffer] = own
         return own
+
+
+def _write(
+    counts: Sequence[int],  # of the tokens of each buffer
+    new: Pair,  # keys and values, each [N, heads, dim]
+    where: tuple[mx.array, ...],  # slots, heads and positions
+    pairs: list[Pair],  # of all buffers
+) -> list[Pair]:
+    first = 0
+    for count, pair in zip(counts, pairs, strict=True):
+        own = slice(first, first + count)
+        slots, heads, positions = where
+        for array, entries in zip(pair, new, strict=True):
+            array[slots[own], heads, positions[own]] = entries[own]
+        first += count
+    return pairs
+
+
+# With many buffers a step has as many writes as all else; mlx repeats compiled ones fast. It would
+# keep a function's code for all shapes that ever were.
+@functools.lru_cache(maxsize=1024)
+def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
+    return mx.compile(partial(_write, counts))
+
+
+@functools.cache
+def _numbers(count: int) -> mx.array:
+    numbers = mx.arange(count, dtype=mx.uint32)
+    mx.eval(numbers)
+    return numbers

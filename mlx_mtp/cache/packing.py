@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.layout import Buffer, Layout
+from mlx_mtp.kernels import attention
 
 Index = slice | mx.array
 
@@ -25,14 +26,15 @@ class Packing:
         self.lengths = np.array(lengths)
         self.num_tokens = int(self.lengths.sum())
         self.longest = int(self.lengths.max())
-        self._first = np.cumsum(self.lengths) - self.lengths
+        self.first = np.cumsum(self.lengths) - self.lengths
         self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # of each token
-        self.step = np.arange(self.num_tokens) - self._first[self.row]  # and its place in the row
+        self.step = np.arange(self.num_tokens) - self.first[self.row]  # and its place in the row
         # The tokens of each row, [B, T]; after its last one that again.
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
-        self.tokens = np.minimum(self._first[:, None] + steps, max(self.num_tokens - 1, 0))
+        self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
         self._rect = _index(self.tokens.reshape(-1))
         self._flat = _index(self.row * self.longest + self.step)
+        self._plans: dict[int, attention.Plan] = {}
         self.positions = start  # of each token, int32
         if self.longest > 1 or self.num_tokens < len(self.lengths):
             where, more = (mx.array(a.astype(np.int32)) for a in (self.row, self.step))
@@ -65,6 +67,29 @@ class Packing:
             rows[self.layout.places[row][0]].append(row)
         return [Part(self, buffer, own) for buffer, own in rows.items()]
 
+    def plan(self, group: int) -> attention.Plan:
+        """The launches of the attention kernel, if so many query heads share a KV head."""
+        if group not in self._plans:
+            number = {part.buffer: i for i, part in enumerate(self.parts)}
+            rows = []
+            for row in np.flatnonzero(self.lengths).tolist():
+                buffer, slot = self.layout.places[row]
+                tokens = int(self.first[row]), int(self.lengths[row])
+                rows.append(attention.Row(number[buffer], slot, buffer.capacity, *tokens))
+            self._plans[group] = attention.plan(tuple(rows), group)
+        return self._plans[group]
+
+    @cached_property
+    def by_part(self) -> Index:
+        """The tokens of the first part, then those of the next."""
+        return _index(np.concatenate([part.own for part in self.parts]))
+
+    @cached_property
+    def places(self) -> tuple[mx.array, mx.array]:
+        """Slot and position of each token, by part: uint32 [N, 1], as indices need no cast then."""
+        slots = np.concatenate([part.slot for part in self.parts]).astype(np.uint32)
+        return mx.array(slots[:, None]), self.positions[self.by_part].astype(mx.uint32)[:, None]
+
     @cached_property
     def _from_parts(self) -> Index:
         """Where each token is among the outputs of all parts."""
@@ -86,22 +111,25 @@ class Part:
     """The tokens of a pass whose rows share a buffer."""
 
     def __init__(self, packing: Packing, buffer: Buffer, rows: list[int]) -> None:
-        layout = packing.layout
+        layout, lengths = packing.layout, packing.lengths[rows]
         self.buffer = buffer
         self.limit = min(max(layout.limits[row] for row in rows), buffer.capacity)
-        self.length = int(packing.lengths[rows].max())
-        slots = {layout.places[row][1]: row for row in rows}
-        self.used = max(slots) + 1
-        self.own = np.flatnonzero(np.isin(packing.row, rows))
-        self.slot = np.array([layout.places[row][1] for row in packing.row[self.own]])
-        # What is written: these tokens, in these slots, at these positions.
-        self.tokens, self.slots = _index(self.own), mx.array(self.slot.astype(np.int32))
-        self.positions = packing.positions[self.tokens]
-        # Queries for a slot that is empty are those of another: their result isn't used.
-        table = [slots.get(slot, rows[0]) for slot in range(self.used)]
+        self.length = int(lengths.max())
+        self._slots = {layout.places[row][1]: row for row in rows}
+        self.used = max(self._slots) + 1
+        pairs = zip(packing.first[rows].tolist(), lengths.tolist(), strict=True)
+        # The tokens that are its own, and the slot of each.
+        self.own = np.concatenate([np.arange(first, first + count) for first, count in pairs])
+        self.slot = np.repeat([layout.places[row][1] for row in rows], lengths)
         # Not the packing: masks are large, and must not wait for Python to collect a cycle.
-        self._every_position = packing.positions
-        self._rect = _index(packing.tokens[table, : self.length].reshape(-1))
+        self._every_position, self._tokens = packing.positions, packing.tokens
+
+    @cached_property
+    def _rect(self) -> Index:
+        # Queries for a slot that is empty are those of another: their result isn't used.
+        another = next(iter(self._slots.values()))
+        table = [self._slots.get(slot, another) for slot in range(self.used)]
+        return _index(self._tokens[table, : self.length].reshape(-1))
 
     def rect(self, x: mx.array) -> mx.array:
         """[N, ..] to [slots, T, ..]."""

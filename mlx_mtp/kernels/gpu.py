@@ -87,7 +87,21 @@ def kernel_name(name: str, *source: str) -> str:
     return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
 
 
-@functools.cache
+def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE) -> bool:
+    """Whether a kernel runs here and differs from what is right by less; a warning says why not."""
+    try:
+        error = check()
+        fault = "" if error < tolerance else f"it is off by {error:.1e}"
+    except Exception as problem:
+        fault = f"{type(problem).__name__}: {problem}"
+    if fault:
+        told = "The %s kernel is not used on %s, slower code is used: %s"
+        logger.warning(told, name.replace("_", " "), backend(), fault)
+    return not fault
+
+
+# Launches of attention differ by the sizes of all buffers, so that old ones must go.
+@functools.lru_cache(maxsize=4096)
 def launcher(
     kernel: Any,  # what mlx made of a source
     template: tuple[tuple[str, Any], ...],
@@ -166,17 +180,7 @@ class Kernel:
             return False
         known = (where, shape, dtype)
         if known not in self._works:
-            fault = self._fault(launch, shape, dtype)
-            self._works[known] = not fault
-            if fault:
-                told = "The %s kernel is not used on %s, slower code is used: %s"
-                logger.warning(told, self.name.replace("_", " "), where, fault)
+            check = self.check
+            assert check is not None
+            self._works[known] = agrees(self.name, lambda: check(launch, shape, dtype))
         return self._works[known]
-
-    def _fault(self, launch: Launch, shape: Any, dtype: mx.Dtype) -> str:
-        assert self.check is not None
-        try:
-            error = self.check(launch, shape, dtype)
-        except Exception as problem:
-            return f"{type(problem).__name__}: {problem}"
-        return "" if error < _TOLERANCE else f"it is off by {error:.1e}"

@@ -1,5 +1,6 @@
 """Compares kernels with the portable code, in float32 on the CPU, on small random cases."""
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import numpy as np
 
 from mlx_mtp.kernels import portable
 from mlx_mtp.kernels.gpu import Launch
-from mlx_mtp.kernels.window import Convolution, Projected, Shape, Window
+from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Convolution, Projected, Shape, Window
 
 # Half a unit in the last place of results near 1, over that of float32.
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
@@ -105,6 +106,61 @@ def relative(found: Iterable[mx.array], true: Iterable[mx.array]) -> float:
         share = mx.abs(ours - theirs).max() / mx.abs(theirs).max()
         shares.append(float(share) / _COARSER_SHARE[a.dtype])
     return float(np.max(shares))
+
+
+# Buffers of which `attention` takes one, four or all: capacity, and where each slot's row ends.
+_BUFFERS = ((512, (256, 300)), (512, (17,)), (512, (255,)), (256, (40,)), (512, (257,)))
+
+
+def attention(
+    run: Callable[..., mx.array], heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, longest: int
+) -> float:
+    """The largest error of attention over the largest result, for windows up to a length.
+
+    ValueError if a position's result depends on what is beside it.
+    """
+    cases = Cases(0, QWEN3_NEXT_80B, dtype)
+    buffers = [
+        tuple(cases.normal(len(ends), kv_heads, size, dim).astype(dtype) for _ in "kv")
+        for size, ends in _BUFFERS
+    ]
+    places = [
+        (number, slot, size, end)
+        for number, (size, ends) in enumerate(_BUFFERS)
+        for slot, end in enumerate(ends)
+    ]
+    errors = []
+    lengths = dict.fromkeys((1, max(1, 16 // (heads // kv_heads)), longest))
+    for length, used in itertools.product(lengths, (2, 5, 6)):
+        rows, positions = [], list[int]()
+        for place in places[:used]:
+            count = 1 if place is places[1] else length
+            rows.append((*place[:3], len(positions), count))
+            positions += range(place[3] - count, place[3])
+        queries = cases.normal(len(positions), heads, dim).astype(dtype)
+        given = queries, mx.array(positions, dtype=mx.int32)
+        found = run(*given, buffers, rows)
+        for number, slot, size, first, count in rows:
+            own, last = slice(first, first + count), slice(first + count - 1, first + count)
+            entries = [array[slot : slot + 1] for array in buffers[number]]
+            errors.append(_attention_error(found[own], *(a[own] for a in given), *entries))
+            alone = run(*(a[last] for a in given), buffers, [(number, slot, size, 0, 1)])
+            if not mx.array_equal(alone, found[last]):
+                raise ValueError("a position depends on what is beside it")
+    return float(np.max(errors))
+
+
+def _attention_error(
+    found: mx.array, queries: mx.array, positions: mx.array, keys: mx.array, values: mx.array
+) -> float:
+    mx.eval(found)
+    with mx.stream(mx.cpu):
+        wide = [a.astype(mx.float32) for a in (queries[None].swapaxes(1, 2), keys, values)]
+        mask = mx.arange(keys.shape[2]) <= positions[:, None]
+        scale = queries.shape[-1] ** -0.5
+        true = mx.fast.scaled_dot_product_attention(*wide, scale=scale, mask=mask)
+        true = true[0].swapaxes(0, 1)
+        return float(mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max())
 
 
 def _difference(windows: Callable[[Launch], list[mx.array]], ours: Launch, theirs: Launch) -> float:

@@ -7,8 +7,17 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_mtp.cache.specs import GatedDeltaSpec
-from mlx_mtp.kernels import gated_delta, gpu, inputs, norms, portable, router, self_check
+from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
+from mlx_mtp.kernels import (
+    attention,
+    gated_delta,
+    gpu,
+    inputs,
+    norms,
+    portable,
+    router,
+    self_check,
+)
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
@@ -34,12 +43,23 @@ class KernelCheck:
 
 def check_model(model: LoadedModel) -> list[KernelCheck]:
     """Compare at the shape of the model's GatedDeltaNet layers and at that of Qwen3-Next-80B."""
-    specs = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
-    shapes = {"this model": specs[0].shape} if specs else {}
+    recurrent = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
+    shapes = {"this model": recurrent[0].shape} if recurrent else {}
     checks = check_kernels({**shapes, "80B": QWEN3_NEXT_80B})
     if gpu.backend() is not None:
         checks += [_check("this model", model.dtype, case) for case in _fused_cases(model)]
-    return checks
+    if gpu.backend() != "cuda":
+        return checks
+    own = next(spec for spec in model.layer_specs if isinstance(spec, AttentionSpec))
+    heads = {"this model": (own.heads, own.kv_heads, own.head_dim), "80B": (16, 2, 256)}
+    return checks + [check_attention(called, *each) for called, each in heads.items()]
+
+
+def check_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
+    """Compare the attention kernel with float32; attention in float32 is mlx's own."""
+    compare = partial(attention.error, heads, kv_heads, dim, mx.bfloat16)
+    case = "attention kernel / float32", compare, dim in attention.DIMS
+    return _check(called, mx.bfloat16, case, attention.TOLERANCE)
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:
@@ -58,7 +78,7 @@ def name_of(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
+def _check(called: str, dtype: mx.Dtype, case: _Case, tolerance: float = TOLERANCE) -> KernelCheck:
     name, compare, applies = case
     what = (name, called, name_of(dtype))
     if not applies:
@@ -68,7 +88,7 @@ def _check(called: str, dtype: mx.Dtype, case: _Case) -> KernelCheck:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return KernelCheck(*what, ok=False, problem=lines[0][:200])
-    return KernelCheck(*what, ok=difference < TOLERANCE, difference=difference)  # NaN is wrong.
+    return KernelCheck(*what, ok=difference < tolerance, difference=difference)  # NaN is wrong.
 
 
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:

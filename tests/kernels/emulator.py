@@ -22,6 +22,7 @@ if sys.platform != "linux":
 _TYPES = {
     mx.float32: "float",
     mx.bfloat16: "bfloat16_t",
+    mx.float16: "_Float16",
     mx.int32: "int",
     mx.uint32: "unsigned",
 }
@@ -103,6 +104,13 @@ static float as_float(unsigned word) {
   return value;
 }
 
+static float bf16_value(uint16_t bits) { return as_float(unsigned(bits) << 16); }
+static float f16_value(uint16_t bits) {
+  _Float16 value;
+  memcpy(&value, &bits, 2);
+  return value;
+}
+
 static float shuffle_xor(float value, int other) {
   return as_float(exchange({as_word(value)})[(lane_now % LANES) ^ other].words[0]);
 }
@@ -123,6 +131,7 @@ static void threadgroup_barrier(int) { threadgroup_barrier(); }
 #define __expf(value) expf(value)
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
 static uint4 __ldg(const uint4* from) { return *from; }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   const uint64_t both = a | (uint64_t(b) << 32);
@@ -132,11 +141,12 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
 }
 """
 
-# For `few_rows.CUDA`: copies are done at once, and a matrix product gathers the lanes' fragments.
+# For `few_rows.CUDA` and `attention.STREAM`: copies are done at once, and a matrix product gathers
+# the lanes' fragments.
 MATRIX_UNITS = r"""
 alignas(16) static unsigned char shared_bytes[1 << 18];
 #define SHARED(name) unsigned char* const name = shared_bytes
-static float element(unsigned word, int i) { return as_float(i ? word & 0xffff0000u : word << 16); }
+static float element(unsigned word, int i) { return bf16_value(i ? word >> 16 : word); }
 static void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
   const Values* all = exchange({a[0], a[1], a[2], a[3], b0, b1});
   for (int i = 0; i < 4; ++i) {
@@ -152,6 +162,7 @@ static void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 static void copy8(void* to, const void* from) { memcpy(to, from, 8); }
 static void commit() {}
 template <int left> static void wait() {}
+static uint4 stream16(const uint4* from) { return *from; }
 """
 
 _RUN = r"""

@@ -1,0 +1,431 @@
+"""Attention of windows, where a position's result does not depend on what is beside it.
+
+For CUDA, where mlx has no fused form of these shapes. A row's keys are cut into pieces at fixed
+positions. A block computes a piece for up to 32 pairs of a token and a query head that share a KV
+head, so a window reads its KV once; then the pieces of each pair are added in a fixed order. Rows
+of several buffers are one launch. Whatever is in the batch, however long the window is and however
+large the buffers: a position's result has the same bits.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.kernels import self_check
+from mlx_mtp.kernels.few_rows import CUDA
+from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher
+
+LONGEST = 17  # window
+PIECE = 256  # positions; capacities of buffers are multiples of it
+DIMS = (128, 256)
+_TILE = 8  # pairs of token and query head beside each other in a product
+_TILES = (1, 2, 4)
+_BUFFERS = (1, 16)  # of a launch: each number is a kernel of its own
+# By tiles: how many loads of keys are ahead, and loops over them unrolled, and of values ahead.
+_LOADS = {1: (2, 1, 2), 2: (2, 1, 2), 4: (2, 1, 2)}
+_STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
+_ADDING_WARPS = 8  # of a block that adds pieces
+TOLERANCE = 0.02  # of 16-bit results, relative to the largest
+
+# What the bodies need of the hardware beside `few_rows.CUDA`; the tests have it in C++.
+STREAM = r"""
+__device__ __forceinline__ uint4 stream16(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+"""
+# mlx has no way to say how many registers a thread may have; with more, one block fits an SM.
+_BOUNDS = """
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(THREADS, 512 / THREADS)
+"""
+# Scores are scaled for powers of two.
+_COMMON = r"""
+    constexpr float LEAST = -1e30f;
+    constexpr float SCALE = 1.44269504f * (D == 256 ? 0.0625f : 0.08838834764831845f);
+    const int lane = threadIdx.x, warp = threadIdx.y;
+"""
+# Scores are computed as K Q^T and outputs as V^T P^T, so that keys and values are left operands,
+# which come from memory as they lie there: the order of dimensions in the first and of positions in
+# the second is permuted for both operands alike, which a sum does not see.
+_PIECES = r"""
+    constexpr int ROWS = 8 * TILES, CHUNKS = D / 32, ACROSS = D / 64;
+    const int g = lane >> 2, t = lane & 3;
+    const int* item = items + blockIdx.x * 7;
+    const int first = item[3], base = item[5] * ROWS, start = item[6] * PIECE;
+    const int head = blockIdx.y, count = min(ROWS, item[4] * GROUP - base);
+    const int end = positions[first + (base + count - 1) / GROUP] - start + 1;
+    if (end <= 0) return;
+    const int groups = min((end + 15) / 16, PIECE / 16);  // of 16 positions
+    auto k = k0, v = v0;
+    CHOOSE
+    const size_t piece = ((size_t)(item[1] * KV + head) * item[2] + start) * D;
+    const uint4* keys = reinterpret_cast<const uint4*>(k + piece) + t;
+    const uint4* values = reinterpret_cast<const uint4*>(v + piece);
+    SHARED(shared);
+    float* const scores = reinterpret_cast<float*>(shared);
+
+    const uint4* queries[TILES];
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      const int pair = base + (8 * n + g < count ? 8 * n + g : 0);
+      const size_t row = (size_t)(first + pair / GROUP) * (KV * GROUP) + head * GROUP;
+      queries[n] = reinterpret_cast<const uint4*>(q) + (row + pair % GROUP) * (D / 8) + t;
+    }
+    // A warp has two groups of positions at a time.
+    #pragma unroll 1
+    for (int at = warp; at < groups; at += 2 * WARPS) {
+      const uint4* from[2];
+      #pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int group = i && at + WARPS < groups ? at + WARPS : at;
+        from[i] = keys + (size_t)(16 * group + g) * (D / 8);
+      }
+      uint4 ahead[AHEAD][2][2];
+      #pragma unroll
+      for (int j = 0; j < AHEAD; ++j)
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+          ahead[j][i / 2][i % 2] = stream16(from[i / 2] + i % 2 * D + 4 * j);
+      float sums[2][TILES][4] = {};
+      #pragma unroll UNROLL
+      for (int chunk = 0; chunk < CHUNKS; chunk += AHEAD)
+        #pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+          uint4 own[2][2];
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            own[i / 2][i % 2] = ahead[j][i / 2][i % 2];
+            if (chunk + AHEAD < CHUNKS)
+              ahead[j][i / 2][i % 2] = stream16(from[i / 2] + i % 2 * D + 4 * (chunk + j + AHEAD));
+          }
+          #pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const uint4 b = __ldg(queries[n] + 4 * (chunk + j));
+            #pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const unsigned lower[4] = {own[i][0].x, own[i][1].x, own[i][0].y, own[i][1].y};
+              const unsigned upper[4] = {own[i][0].z, own[i][1].z, own[i][0].w, own[i][1].w};
+              multiply(sums[i][n], lower, b.x, b.y);
+              multiply(sums[i][n], upper, b.z, b.w);
+            }
+          }
+        }
+      #pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (at + i * WARPS < groups)
+          #pragma unroll
+          for (int n = 0; n < TILES; ++n)
+            #pragma unroll
+            for (int c = 0; c < 4; ++c) {
+              const int row = 8 * n + 2 * t + (c & 1), position = 16 * (at + i * WARPS) + g;
+              scores[row * STRIDE + position + 8 * (c >> 1)] = sums[i][n][c];
+            }
+    }
+    // Of the values a warp has 64 dimensions, a lane 8 of them, and every other group of positions;
+    // the first are loaded while the scores become weights.
+    const int part = warp % ACROSS, share = warp / ACROSS;
+    values += 4 * t * (D / 8) + 8 * part + g;
+    uint4 next[DEEP][4];
+    #pragma unroll
+    for (int j = 0; j < DEEP; ++j)
+      #pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (share + 2 * j < groups)
+          next[j][i] = stream16(values + (16 * (share + 2 * j) + i) * (D / 8));
+    __syncthreads();
+    // A warp has a pair at a time; the weights, in T, take the place of the scores.
+    for (int row = warp; row < ROWS; row += WARPS) {
+      const int own = positions[first + (base + min(row, count - 1)) / GROUP] - start;
+      float* const line = scores + row * STRIDE;
+      float score[PIECE / 32], most = LEAST, sum = 0.0f;
+      #pragma unroll
+      for (int i = 0; i < PIECE / 32; ++i) {
+        score[i] = lane + 32 * i <= own ? line[lane + 32 * i] : LEAST;
+        most = fmaxf(most, score[i]);
+      }
+      #pragma unroll
+      for (int other = 16; other > 0; other /= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
+      __syncwarp();
+      #pragma unroll
+      for (int i = 0; i < PIECE / 32; ++i) {
+        const float weight = lane + 32 * i <= own ? exp2f((score[i] - most) * SCALE) : 0.0f;
+        sum += weight;
+        reinterpret_cast<T*>(line)[lane + 32 * i] = (T)weight;
+      }
+      #pragma unroll
+      for (int other = 16; other > 0; other /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, other);
+      if (lane == 0 && row < count) {
+        const size_t to = (size_t)(blockIdx.x * KV + head) * ROWS + row;
+        stats[2 * to] = most, stats[2 * to + 1] = sum;
+      }
+    }
+    __syncthreads();
+    float outs[TILES][4][4] = {};
+    #pragma unroll 1
+    for (int from = share; from < groups; from += 2 * DEEP)
+      #pragma unroll
+      for (int j = 0; j < DEEP; ++j) {
+        const int at = from + 2 * j;
+        if (at >= groups) break;
+        unsigned own[4][4];
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          own[i][0] = next[j][i].x, own[i][1] = next[j][i].y;
+          own[i][2] = next[j][i].z, own[i][3] = next[j][i].w;
+          if (at + 2 * DEEP < groups)
+            next[j][i] = stream16(values + (16 * (at + 2 * DEEP) + i) * (D / 8));
+        }
+        unsigned left[4][4];
+        #pragma unroll
+        for (int e = 0; e < 4; ++e)
+          #pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            left[e][2 * i] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x5410);
+            left[e][2 * i + 1] = __byte_perm(own[2 * i][e], own[2 * i + 1][e], 0x7632);
+          }
+        #pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const T* line = reinterpret_cast<const T*>(scores + (8 * n + g) * STRIDE);
+          const uint2 b = *reinterpret_cast<const uint2*>(line + 16 * at + 4 * t);
+          #pragma unroll
+          for (int e = 0; e < 4; ++e) multiply(outs[n][e], left[e], b.x, b.y);
+        }
+      }
+    __syncthreads();
+    // The two shares are added in the scores' place.
+    float* const other = scores + part * (TILES * 512) + lane;
+    if (share == 1)
+      #pragma unroll
+      for (int i = 0; i < 16 * TILES; ++i) other[32 * i] = outs[i / 16][i / 4 % 4][i % 4];
+    __syncthreads();
+    if (share == 1) return;
+    #pragma unroll
+    for (int i = 0; i < 16 * TILES; ++i) outs[i / 16][i / 4 % 4][i % 4] += other[32 * i];
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n)
+      #pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = 8 * n + 2 * t + c;
+        if (row < count) {
+          const size_t to = (size_t)(blockIdx.x * KV + head) * ROWS + row;
+          float4* const line = reinterpret_cast<float4*>(parts + to * D + 64 * part + 8 * g);
+          line[0] = {outs[n][0][c], outs[n][0][c + 2], outs[n][1][c], outs[n][1][c + 2]};
+          line[1] = {outs[n][2][c], outs[n][2][c + 2], outs[n][3][c], outs[n][3][c + 2]};
+        }
+      }
+"""
+_ADD = r"""
+    const int* token = tokens + blockIdx.x * 4;
+    const int head = blockIdx.y, pair = token[3] * GROUP + head % GROUP;
+    const int pieces = positions[token[0]] / PIECE + 1, ROWS = stats_shape[2];
+    const size_t step = (size_t)token[2] * KV * ROWS;
+    const size_t at =
+        ((size_t)(token[1] + pair / ROWS) * KV + head / GROUP) * ROWS + pair % ROWS;
+    SHARED(shared);
+    float* const sums = reinterpret_cast<float*>(shared);
+    float most = LEAST, sum = 0.0f, outs[D / 32] = {};
+    for (int p = lane; p < pieces; p += 32) most = fmaxf(most, stats[2 * (at + p * step)]);
+    #pragma unroll
+    for (int other = 16; other > 0; other /= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
+    #pragma unroll 4
+    for (int p = warp; p < pieces; p += WARPS) {
+      const size_t from = at + p * step;
+      const float weight = exp2f((stats[2 * from] - most) * SCALE);
+      sum = fmaf(weight, stats[2 * from + 1], sum);
+      #pragma unroll
+      for (int i = 0; i < D / 128; ++i) {
+        const float4 own = reinterpret_cast<const float4*>(parts)[from * (D / 4) + lane + 32 * i];
+        outs[4 * i] = fmaf(weight, own.x, outs[4 * i]);
+        outs[4 * i + 1] = fmaf(weight, own.y, outs[4 * i + 1]);
+        outs[4 * i + 2] = fmaf(weight, own.z, outs[4 * i + 2]);
+        outs[4 * i + 3] = fmaf(weight, own.w, outs[4 * i + 3]);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < D / 32; ++i)
+      sums[warp * (D + 1) + 4 * (lane + 32 * (i / 4)) + i % 4] = outs[i];
+    if (lane == 0) sums[warp * (D + 1) + D] = sum;
+    __syncthreads();
+    for (int d = warp * 32 + lane; d < D; d += WARPS * 32) {
+      float total = 0.0f, out = 0.0f;
+      for (int w = 0; w < WARPS; ++w) {
+        total += sums[w * (D + 1) + D];
+        out += sums[w * (D + 1) + d];
+      }
+      y[((size_t)blockIdx.x * (KV * GROUP) + head) * D + d] = (T)(out / total);
+    }
+"""
+
+
+class Row(NamedTuple):
+    """A row's window, and where its keys and values are."""
+
+    buffer: int
+    slot: int
+    capacity: int  # of the buffer's slots
+    first: int  # token
+    tokens: int
+
+
+class Work(NamedTuple):
+    """A launch: rows of some buffers."""
+
+    buffers: list[int]
+    tiles: int  # of pairs, that a block has
+    # Of each block the place in `buffers`, slot, capacity, first token, tokens, which pairs, piece.
+    items: mx.array  # int32 [I, 7]
+    # Of each token that, the row's first block, the blocks of a piece, and its place in the row.
+    tokens: mx.array  # int32 [N, 4]
+
+
+class Plan(NamedTuple):
+    """The launches of a pass."""
+
+    works: list[Work]
+    order: mx.array | None  # where each token is among their outputs, if elsewhere
+
+
+def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
+    """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
+    _, heads, dim = queries.shape
+    if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
+        return False
+    return keys.dtype == queries.dtype and _works(heads, keys.shape[1], dim, keys.dtype)
+
+
+@functools.cache
+def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
+    if dtype not in (mx.bfloat16, mx.float16):
+        return False
+    return agrees("attention", lambda: error(heads, kv_heads, dim, dtype), TOLERANCE)
+
+
+def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
+    """The largest one, relative to the largest result (see `self_check.attention`)."""
+
+    def run(queries: mx.array, positions: mx.array, buffers: Any, rows: Any) -> mx.array:
+        own = tuple(Row(*row) for row in rows)
+        return attend(queries, positions, buffers, plan(own, heads // kv_heads))
+
+    return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
+
+
+@functools.lru_cache(maxsize=64)  # Steps repeat.
+def plan(rows: tuple[Row, ...], group: int) -> Plan:
+    """The launches for windows of rows in the order of their tokens; `group` heads share KV."""
+    wanted = dict.fromkeys(row.buffer for row in rows)
+    buffers = list(wanted)
+    works, order = [], []
+    for begin in range(0, len(buffers), _BUFFERS[-1]):
+        own = buffers[begin : begin + _BUFFERS[-1]]
+        mine = [row for row in rows if row.buffer in own]
+        works.append(_work(mine, own, group))
+        order += [row.first + i for row in mine for i in range(row.tokens)]
+    in_order = order == list(range(len(order)))
+    return Plan(works, None if in_order else mx.array(np.argsort(order).astype(np.int32)))
+
+
+def _work(rows: Sequence[Row], buffers: list[int], group: int) -> Work:
+    most = max(row.tokens for row in rows) * group
+    tiles = next((tiles for tiles in _TILES if tiles * _TILE >= most), _TILES[-1])
+    items, tokens, blocks = [], [], 0
+    for row in rows:
+        each, pieces = -(-row.tokens * group // (tiles * _TILE)), -(-row.capacity // PIECE)
+        what = np.empty((pieces * each, 7), dtype=np.int32)
+        what[:, :5] = buffers.index(row.buffer), *row[1:]
+        # Those that read the same keys are beside each other.
+        what[:, 6], what[:, 5] = np.divmod(np.arange(len(what)), each)
+        items.append(what)
+        tokens += [(row.first + i, blocks, each, i) for i in range(row.tokens)]
+        blocks += len(what)
+    count = next(count for count in _BUFFERS if count >= len(buffers))
+    filled = buffers + buffers[:1] * (count - len(buffers))
+    both = mx.array(np.concatenate(items)), mx.array(np.array(tokens, dtype=np.int32))
+    return Work(filled, tiles, *both)
+
+
+def attend(
+    queries: mx.array,  # [N, heads, D]
+    positions: mx.array,  # of each, int32 [N]: it attends up to its own
+    buffers: Sequence[tuple[mx.array, ...]],  # keys and values, each [slots, KV heads, capacity, D]
+    plan: Plan,
+) -> mx.array:
+    """Attention of all windows of a pass: [N, heads, D]."""
+    heads, kv_heads = queries.shape[1], buffers[0][0].shape[1]
+    outputs = []
+    for work in plan.works:
+        own = [array for number in work.buffers for array in buffers[number]]
+        counts = len(work.buffers), work.tiles, len(work.items), len(work.tokens)
+        pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
+        parts, stats = pieces(queries, positions, work.items, *own)
+        outputs += add(parts, stats, positions, work.tokens)
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return joined if plan.order is None else joined[plan.order]
+
+
+@functools.lru_cache(maxsize=1024)
+def _launchers(
+    buffers: int,
+    tiles: int,
+    items: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: mx.Dtype,
+) -> tuple[Callable[..., list[mx.array]], ...]:
+    """What computes the pieces, and what adds them."""
+    rows, warps = tiles * _TILE, dim // 32
+    ahead, unrolled, deep = _LOADS[tiles]
+    sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
+    constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE}
+    constants |= {"AHEAD": ahead, "UNROLL": unrolled, "DEEP": deep}
+    shapes = (items, kv_heads, rows, dim), (items, kv_heads, rows, 2)
+    pieces = launcher(
+        _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)),
+        tuple((sizes | constants).items()),
+        (32 * items, warps * kv_heads, 1),
+        (32, warps, 1),
+        tuple((shape, mx.float32) for shape in shapes),
+    )
+    add = launcher(
+        _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)),
+        tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
+        (32 * tokens, _ADDING_WARPS * heads, 1),
+        (32, _ADDING_WARPS, 1),
+        (((tokens, heads, dim), dtype),),
+    )
+    return pieces, add
+
+
+@functools.cache
+def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
+    """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
+    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
+    names = ["parts", "stats", "positions", "tokens"]
+    if buffers:
+        own = [f"{name}{number}" for number in range(buffers) for name in "kv"]
+        names = ["q", "positions", "items", *own]
+    choose = "".join(
+        f"if (item[0] == {number}) k = k{number}, v = v{number};\n" for number in range(1, buffers)
+    )
+    body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
+    bounds = _BOUNDS.replace("THREADS", str(dim)) if buffers else ""
+    header, source = matrix + STREAM + bounds, _COMMON + body
+    return mx.fast.cuda_kernel(
+        name=kernel_name(f"attention_{buffers}", header, source),
+        input_names=names,
+        output_names=["parts", "stats"] if buffers else ["y"],
+        header=header,
+        source=source,
+        shared_memory=shared,
+    )

@@ -1,0 +1,113 @@
+"""The attention of windows: the real source on an emulated GPU, against float32 and mlx's own."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.layout import Layout
+from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels import attention, gpu
+from mlx_mtp.selftest.kernels import check_attention
+from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT
+
+BF16, F16 = mx.bfloat16, mx.float16
+# Query heads, KV heads, dimension, type.
+CASES = [
+    (8, 2, 128, BF16),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in [(8, 1, 256, BF16), (2, 2, 128, F16), (16, 1, 256, F16), (6, 1, 128, BF16)]
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch, compiled):
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    monkeypatch.setattr(attention, "backend", lambda: "cuda")
+    monkeypatch.setattr(attention, "CUDA", MATRIX_UNITS)
+    monkeypatch.setattr(attention, "STREAM", "")
+    monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    cached = (
+        gpu.launcher,
+        attention._kernel,
+        attention._works,
+        attention._launchers,
+        attention.plan,
+    )
+    for each in cached:
+        each.cache_clear()
+    yield
+    for each in cached:
+        each.cache_clear()
+
+
+def normal(*shape, seed=0, dtype=BF16):
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), CASES)
+def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, dim, dtype, caplog):
+    """Windows of several lengths at the borders of pieces, of rows in one to five buffers."""
+    queries, keys = (normal(1, count, dim, dtype=dtype) for count in (heads, kv_heads))
+    assert attention.fits(queries, keys, attention.LONGEST, dim**-0.5), caplog.text
+    assert not attention.fits(queries, keys, attention.LONGEST + 1, dim**-0.5)
+    assert not attention.fits(queries, keys, 1, 1.0)
+    assert not attention.fits(queries.astype(mx.float32), keys, 1, dim**-0.5)
+
+
+@pytest.mark.full
+def test_the_self_test_shows_it(monkeypatch):
+    found = check_attention("small", 4, 1, 128)
+    assert found.ok and 0 < found.difference < attention.TOLERANCE
+    assert not check_attention("tiny", 4, 1, 64).applies
+    monkeypatch.setattr(attention, "_ADD", attention._ADD.replace("out / total", "out"))
+    attention._kernel.cache_clear()
+    attention._launchers.cache_clear()
+    assert not check_attention("small", 4, 1, 128).ok
+
+
+def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
+    """Through the cache, beside mlx's own: a row that keeps nothing, and one that is far longer."""
+    monkeypatch.setattr(attention, "_works", lambda *_: True)
+    monkeypatch.setattr(attention, "_BUFFERS", (1, 2))
+    lengths = [2, 0, 1, 17, 1, 1, 3]
+    starts = [254, 3, 700, 239, 0, 1100, 511]
+    layout = Layout(len(starts))
+    ends = [start + length for start, length in zip(starts, lengths)]
+    layout.arrange(ends, [max(end, 1500 * (row == 4)) for row, end in enumerate(ends)])
+    assert len(layout.buffers) > 2
+    cache = RaggedKVCache()
+    for number, buffer in enumerate(layout.buffers):
+        shape = buffer.slots, 1, buffer.capacity, 128
+        cache.buffers[buffer] = normal(*shape, seed=number), normal(*shape, seed=99 + number)
+    packing = Packing(layout, mx.array(starts, dtype=mx.int32), lengths)
+    queries = normal(packing.num_tokens, 4, 128, seed=7)
+    found = cache.attend(packing, queries, 128**-0.5)
+    monkeypatch.setattr(attention, "fits", lambda *_: False)
+    true = cache.attend(packing, queries, 128**-0.5)
+    assert found.shape == true.shape and found.dtype == true.dtype
+    found, true = (np.array(a.astype(mx.float32)) for a in (found, true))
+    np.testing.assert_allclose(found, true, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("lane + 32 * i <= own ?", "lane + 32 * i < own ?"),
+        pytest.param("(stats[2 * from] - most) * SCALE", "0.0f", marks=pytest.mark.full),
+        pytest.param("int end = pos", "int end = pos[0] + pos", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.full
+def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, right, wrong):
+    name = "_PIECES" if right in attention._PIECES else "_ADD"
+    body = getattr(attention, name)
+    assert right in body
+    monkeypatch.setattr(attention, name, body.replace(right, wrong))
+    queries, keys = normal(1, 4, 128), normal(1, 1, 128)
+    assert not attention.fits(queries, keys, 1, 128**-0.5)
+    assert "slower code is used" in caplog.text
