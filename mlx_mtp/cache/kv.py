@@ -29,9 +29,6 @@ class RaggedKVCache:
         # Keys and values, each [slots, heads, capacity, dim], made at the first write to a buffer.
         self.buffers: dict[Buffer, Pair] = {}
 
-    def make_mask(self, length: int, return_array: bool = False, window_size: int = 0) -> None:
-        return  # mlx-lm asks for one of all rows; each buffer has its own (`Part.mask`).
-
     def write(self, packing: Packing, keys: mx.array, values: mx.array) -> None:
         """Write the entries of a pass, each [N, heads, dim]."""
         _, heads, dim = keys.shape
@@ -126,8 +123,8 @@ def _write(
     return pairs
 
 
-# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
-# shapes are part of the key because a compiled function keeps an entry for each as long as it lives.
+# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. It
+# keeps an entry for each shape of a function's, so the shapes are part of the key.
 @functools.lru_cache(maxsize=1024)
 def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
     return mx.compile(partial(_write, counts))

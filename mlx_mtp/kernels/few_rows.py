@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from mlx_mtp.kernels.gpu import backend, kernel_name, launcher
 
-MOST_ROWS = 64  # of a product; more are a prompt's (`models.many_rows`)
 _BITS, _GROUP_SIZE = (4, 8), 64
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block, and rows of the left operand
@@ -58,12 +57,12 @@ __device__ __forceinline__ float swiglu(const float* gate_up) {
 # The rows of x that this block reads, and where it writes them: of plain products ...
 _ROWS = r"""
     const int first = blockIdx.y * (8 * TILES), count = min(8 * TILES, x_shape[0] - first);
-    const size_t base = f0;
+    const size_t base = 0;
     #define SOURCE(r) (first + (r))
     #define TARGET(r) (first + (r))
 """
 # ... and of experts: pairs of token and expert are sorted by expert, and the block that is at the
-# first of up to 8 pairs of an expert computes them all.
+# first of up to 8 pairs of an expert computes them all. PAIRS of them have one row of x.
 _PAIRS = r"""
     const int first = blockIdx.y, expert = experts[first];
     // Of a prompt an expert has many pairs: they are also cut at multiples of 8, not to be counted.
@@ -74,9 +73,17 @@ _PAIRS = r"""
     int count = 1;
     const int most = min(LONG ? 8 - reach : 8, experts_shape[0] - first);
     while (count < most && experts[first + count] == expert) ++count;
-    const size_t base = (size_t)expert * N + f0;
-    #define SOURCE(r) sources[first + (r)]
-    #define TARGET(r) targets[first + (r)]
+    size_t base = (size_t)expert * N;
+    #define SOURCE(r) (order[first + (r)] / PAIRS)
+    #define TARGET(r) order[first + (r)]
+"""
+# The expert behind the last one, which all tokens share, has weights of its own.
+_SHARED = """
+    if (expert == w0_shape[0]) {
+      base = 0;
+      w_at = wI, s_at = sI, b_at = bI;
+      w_up = wL, s_up = sL, b_up = bL;
+    }
 """
 # A lane has features g and g + 8 of the block and columns 16 t ... of a group. A code of 8 bits is
 # two of 4. x and the weights are both taken in the order in which masks find the codes, 0 4 1 5 2 6
@@ -86,6 +93,8 @@ _BODY = r"""
     constexpr int SIDE = 256 * BITS / 8 * 16, BYTES = (SIDE + 256) * PARTS, CHUNKS = K / 256;
     SHARED(shared);
     unsigned char* const ring = shared + warp * (STAGES * BYTES);
+    // Behind the last feature that one is computed again, and not written.
+    auto feature = [=](int r) { return base + min(f0 + r, N - 1); };
     // Sixteen bytes are put elsewhere in each row: lanes then read different banks.
     auto unit = [](int row, int u) {
       return (row * UNITS + (u ^ (BITS == 4 ? (row & 3) << 1 : (row & 1) << 2))) * 16;
@@ -108,9 +117,9 @@ _BODY = r"""
           #pragma unroll
           for (int i = 0; i < UNITS / 2; ++i) {
             const int r = (i * 32 + lane) / UNITS, u = lane % UNITS;
-            copy16(to + unit(r, u), w + ((base + r) * (K / 256) + chunk) * (UNITS * 16) + u * 16);
+            copy16(to + unit(r, u), w + (feature(r) * (K / 256) + chunk) * (UNITS * 16) + u * 16);
           }
-          copy8(to + SIDE + lane * 8, side + ((base + (lane & 15)) * (K / 64) + chunk * 4) * 2);
+          copy8(to + SIDE + lane * 8, side + (feature(lane & 15) * (K / 64) + chunk * 4) * 2);
         }
       }
       commit();
@@ -229,7 +238,8 @@ _BODY = r"""
       for (int p = 0; p < PARTS; ++p)
         for (int s = 0; s < WARPS; ++s) done[p] += parts[s * EACH + (n * PARTS + p) * 128 + rest];
       const int r = 8 * n + 2 * (l & 3) + (j & 1), f = f0 + 8 * (j >> 1) + (l >> 2);
-      if (r < count) y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
+      if (r < count && f < N)
+        y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
     }
 """
 _START = r"""
@@ -242,22 +252,21 @@ _START = r"""
 _GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
 # The block belongs to one of several weights with the same input.
 _NEXT = """
-    if (f0 >= N) {
-      f0 -= N, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
+    if (f0 >= (N + 15) / 16 * 16) {
+      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
     }
 """
 
 Quantized = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases
 
 
-def fits(inputs: int, outputs: int, bits: int, group_size: int, dtype: mx.Dtype) -> bool:
+def fits(inputs: int, bits: int, group_size: int, dtype: mx.Dtype) -> bool:
     """Whether the kernel is made for such weights, affine, and this backend."""
     return (
         backend() == "cuda"
         and bits in _BITS
         and (group_size, dtype) == (_GROUP_SIZE, mx.bfloat16)
         and inputs % _CHUNK == 0
-        and outputs % _FEATURES == 0
     )
 
 
@@ -275,12 +284,12 @@ def gate_and_up(x: mx.array, gate: Quantized, up: Quantized) -> mx.array:
 def experts(
     x: mx.array,  # [S, K]
     weights: Sequence[Quantized],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
-    chosen: mx.array,  # int32 [P], ascending
-    sources: mx.array,  # int32 [P], each pair's row of x
-    targets: mx.array,  # int32 [P], and of the result
+    shared: Sequence[Quantized],  # of expert E, the same without an axis of experts; or none
+    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
+    order: mx.array,  # int32 [P], which pair each of these is
 ) -> mx.array:
-    """Each pair's product with its expert: [P, N]."""
-    (y,) = _launch(x, weights, len(weights), (chosen, sources, targets))
+    """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
+    (y,) = _launch(x, [*weights, *shared], len(weights), (chosen, order))
     return y
 
 
@@ -302,13 +311,15 @@ def _launch(
     ring = _STAGES * parts * _FEATURES * (_CHUNK * bits // 8 + 2 * 2 * _CHUNK // _GROUP_SIZE)
     template = {"T": x.dtype, "K": inner, "BITS": bits, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
+    template["PAIRS"] = across // len(x) if pairs else 1
     template |= {"LONG": across > _LONG} if pairs else {}
     rows = pairs[0].size if pairs else len(x)
-    outputs = [each.shape[-2] for each, _, _ in weights[::parts]]
+    outputs = [each.shape[-2] for each, _, _ in (weights[:1] if pairs else weights[::parts])]
+    blocks = sum(-(-features // _FEATURES) for features in outputs)
     launch = launcher(
         _kernel(len(weights), parts, bool(pairs), warps * max(ring, tiles * parts * 512)),
         tuple(template.items()),
-        (32 * sum(outputs) // _FEATURES, warps * across, 1),
+        (32 * blocks, warps * across, 1),
         (32, warps, 1),
         tuple(((rows, features), x.dtype) for features in outputs),
     )
@@ -317,16 +328,23 @@ def _launch(
 
 @functools.cache
 def _kernel(count: int, parts: int, of_experts: bool, shared: int) -> Any:
-    names = [f"{name}{number}" for number in range(count) for name in "wsb"]
-    more = [_NEXT.replace("I", str(number)) for number in range(1, count)]
-    start = _START.replace("AXIS", "01"[of_experts]) + (
-        _GATE_AND_UP if parts == 2 else "".join(more)
-    )
-    header, source = CUDA + _HEADER, start + (_PAIRS if of_experts else _ROWS) + _BODY
+    source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
+    if of_experts:
+        source += _PAIRS
+        if count > parts:
+            source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
+    else:
+        numbers = range(1, count if parts == 1 else 1)
+        source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
+    header, source = CUDA + _HEADER, source + _BODY
     return mx.fast.cuda_kernel(
         name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
-        input_names=["x", *names, *(["experts", "sources", "targets"] if of_experts else [])],
-        output_names=[f"y{number}" for number in range(count // parts)],
+        input_names=[
+            "x",
+            *(f"{name}{number}" for number in range(count) for name in "wsb"),
+            *(["experts", "order"] if of_experts else []),
+        ],
+        output_names=[f"y{number}" for number in range(1 if of_experts else count // parts)],
         header=header,
         source=source,
         shared_memory=shared,

@@ -216,7 +216,7 @@ def launch(
     """`run` by the kernel."""
     batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
-        previous, num_kept = Pending(*window[:3]), mx.zeros(batch, dtype=mx.int32)
+        previous, num_kept = Pending(*window[:3]), gpu.zeros(batch)
     lanes, rows = next((n, r) for n, r in LAYOUTS if value_dim % (gpu.LANES // n * r) == 0)
     advance = lengths is not None
     outputs, after, delta = _KERNEL(

@@ -5,38 +5,48 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import mlx.core as mx
-
-from mlx_mtp.kernels.window import Shape
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["metal", "cuda"]
-Launch = Callable[..., tuple[Any, Any, Any]]
+Launch = Callable[..., Sequence[Any]]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
+MOST_ROWS = 64  # tokens of a step; more are a prompt's, which mlx's own operations serve well
 LANES = 32
-_WARPS = 4  # of a threadgroup, along y
+_WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
 _TOLERANCE = 1e-4
 
 _HEADERS: dict[Backend, str] = {
-    "metal": "#define SHUFFLE_XOR(value, other) simd_shuffle_xor(value, other)\n",
-    "cuda": "#define SHUFFLE_XOR(value, other) __shfl_xor_sync(0xffffffffu, value, other)\n",
+    "metal": """
+#define SHUFFLE_XOR(value, other) simd_shuffle_xor(value, other)
+#define THREADGROUP(type, name, size) threadgroup type name[size]
+#define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+""",
+    "cuda": """
+#define SHUFFLE_XOR(value, other) __shfl_xor_sync(0xffffffffu, value, other)
+#define THREADGROUP(type, name, size) __shared__ type name[size]
+#define BARRIER __syncthreads()
+""",
 }
 # A grid is (32 lanes times X, Y, Z) with a threadgroup of (32, some, 1).
 _PROLOGUES: dict[Backend, str] = {
     "metal": """
     const int lane = thread_position_in_threadgroup.x;
+    const int warp = thread_position_in_threadgroup.y;
     const int grid_x = threadgroup_position_in_grid.x;
     const int grid_y = thread_position_in_grid.y;
     const int grid_z = thread_position_in_grid.z;
 """,
     "cuda": """
     const int lane = threadIdx.x;
+    const int warp = threadIdx.y;
     const int grid_x = blockIdx.x;
     const int grid_y = blockIdx.y * blockDim.y + threadIdx.y;
     const int grid_z = blockIdx.z;
@@ -51,6 +61,25 @@ def backend() -> Backend | None:
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None
+
+
+def compiled(function: _Function) -> _Function:
+    """A function of arrays alone that mlx compiles on a GPU, where few launches are better."""
+    fast = mx.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if backend() is None else fast)(*args, **kwargs)
+
+    return cast(_Function, call)
+
+
+@functools.cache
+def zeros(rows: int) -> mx.array:
+    """int32 [B], made once: in a step it would be a launch."""
+    nothing = mx.zeros(rows, dtype=mx.int32)
+    mx.eval(nothing)
+    return nothing
 
 
 def kernel_name(name: str, *source: str) -> str:
@@ -102,8 +131,8 @@ def launcher(
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
-    Its body, written once for CUDA and Metal, may use lane, grid_x, grid_y, grid_z and
-    SHUFFLE_XOR; it must use the strides of inputs that may not be contiguous.
+    Its body, written once for CUDA and Metal, may use lane, warp (of its threadgroup), grid_x,
+    grid_y, grid_z and the macros; it must use the strides of inputs that may not be contiguous.
     """
 
     name: str
@@ -111,10 +140,10 @@ class Kernel:
     outputs: list[str]
     body: str
     # Runs what launches the kernel, and the portable code; returns the largest difference.
-    check: Callable[[Launch, Shape, mx.Dtype], float] | None = None
-    aligned: Sequence[str] = ()  # sizes of a `Shape` that must be multiples of a warp
+    check: Callable[[Launch, Any, mx.Dtype], float] | None = None
+    aligned: Sequence[str] = ()  # sizes of a shape that must be multiples of a warp
     _built: dict[Backend, Any] = field(default_factory=dict)
-    _works: dict[tuple[Backend, Shape, mx.Dtype], bool] = field(default_factory=dict)
+    _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -122,6 +151,7 @@ class Kernel:
         template: list[tuple[str, Any]],  # constants and types by name
         grid: tuple[int, int, int],  # warps in x, y and z
         outputs: list[Output],
+        warps: int = _WARPS,  # of a threadgroup, along y
     ) -> list[mx.array]:
         where = backend()
         assert where is not None
@@ -137,13 +167,13 @@ class Kernel:
                 ensure_row_contiguous=False,
             )
         x, y, z = grid
-        warps = LANES, min(_WARPS, y), 1
+        group = LANES, min(warps, y), 1
         launch = launcher(
-            self._built[where], tuple(template), (LANES * x, y, z), warps, tuple(outputs)
+            self._built[where], tuple(template), (LANES * x, y, z), group, tuple(outputs)
         )
         return launch(*inputs)
 
-    def works(self, launch: Launch, shape: Shape, dtype: mx.Dtype) -> bool:
+    def works(self, launch: Launch, shape: Any, dtype: mx.Dtype) -> bool:
         """Whether it can be used here, checked before its first use; a warning says why not."""
         where = backend()
         if where is None or any(getattr(shape, size) % LANES for size in self.aligned):

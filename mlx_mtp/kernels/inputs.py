@@ -117,7 +117,7 @@ def launch(
     shape, dtype = _shape(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     if num_kept is None:
-        num_kept = mx.zeros(batch, dtype=mx.int32)
+        num_kept = gpu.zeros(batch)
     by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     q, k, v, g, beta, conv_input = _KERNEL(

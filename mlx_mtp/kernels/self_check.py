@@ -1,7 +1,7 @@
 """Compares kernels with the portable code, in float32 on the CPU, on small random cases."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +12,8 @@ from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Convolution, Projected, Shape
 
 # Half a unit in the last place of results near 1, over that of float32.
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
+# The same, of results that are rounded a few times and compared with the largest one.
+_COARSER_SHARE = {mx.float32: 1, mx.float16: 50, mx.bfloat16: 200}
 
 
 class Cases:
@@ -94,6 +96,16 @@ def inputs(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
         return [q, *window, conv_input]
 
     return _difference(windows, launch, portable.prepare)
+
+
+def relative(found: Iterable[mx.array], true: Iterable[mx.array]) -> float:
+    """The largest difference over the largest number, in float32's measure."""
+    shares = []
+    for a, b in zip(found, true, strict=True):
+        ours, theirs = (x.astype(mx.float32) for x in (a, b))
+        share = mx.abs(ours - theirs).max() / mx.abs(theirs).max()
+        shares.append(float(share) / _COARSER_SHARE[a.dtype])
+    return float(np.max(shares))
 
 
 # Buffers of which `attention` takes one, four or all: capacity, and where each slot's row ends.

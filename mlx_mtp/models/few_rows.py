@@ -1,18 +1,18 @@
 """Layers whose quantized products are those of `kernels.few_rows`, where that serves them."""
 
 import copy
-import functools
 import logging
 import time
 from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from mlx_mtp.kernels import shared_reads
-from mlx_mtp.kernels.few_rows import MOST_ROWS, Quantized, experts, fits, gate_and_up, products
+from mlx_mtp.kernels.few_rows import Quantized, experts, fits, gate_and_up, products
+from mlx_mtp.kernels.gpu import MOST_ROWS
 from mlx_mtp.models.many_rows import ExpandedLinear, use_expanded
 
 logger = logging.getLogger(__name__)
@@ -56,16 +56,25 @@ class FewRowsExperts(SwitchGLU):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         if not 0 < indices.size <= _MOST_PAIRS:
             return super().__call__(x, indices)
-        chosen = indices.reshape(-1).astype(mx.int32)
-        pairs, sources = _numbers(chosen.size), _numbers(chosen.size, indices.shape[-1])
-        order = pairs
-        if chosen.size > indices.shape[-1]:  # The experts of one token differ.
-            order = mx.argsort(chosen).astype(mx.int32)
-            chosen, sources = chosen[order], sources[order]
-        both = [_weights(self.gate_proj), _weights(self.up_proj)]
-        inner = experts(_rows(x), both, chosen, sources, pairs)
-        result = experts(inner, [_weights(self.down_proj)], chosen, pairs, order)
-        return result.reshape(*indices.shape, -1)
+        pairs = indices.reshape(-1).astype(mx.int32)
+        order = mx.argsort(pairs).astype(mx.int32)
+        return self.ordered(x, None, pairs[order], order).reshape(*indices.shape, -1)
+
+    def ordered(
+        self, x: mx.array, shared: nn.Module | None, chosen: mx.array, order: mx.array
+    ) -> mx.array:
+        """[P, H] of P pairs in this order (see `kernels.router.Routes`), with a shared expert."""
+
+        def product(x: mx.array, *names: str) -> mx.array:
+            ours = [_weights(self[name]) for name in names]
+            theirs = [] if shared is None else [_weights(shared[name]) for name in names]
+            return experts(x, ours, theirs, chosen, order)
+
+        return product(product(_rows(x), "gate_proj", "up_proj"), "down_proj")
+
+
+class FewRowsMixture(Qwen3NextSparseMoeBlock):
+    """A mixture whose shared expert is computed with the others."""
 
 
 # What each takes the place of.
@@ -105,6 +114,9 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
         used = True
         for module in modules:
             module.__class__ = ours
+    for module in model.modules():
+        if type(module) is Qwen3NextSparseMoeBlock and _joins(module, dtype):
+            module.__class__ = FewRowsMixture
     use_expanded(model, dtype)
     return used
 
@@ -132,8 +144,8 @@ def _quantized(module: nn.Module) -> list[nn.Module]:
 
 
 def _fits(layer: nn.Module, dtype: mx.Dtype) -> bool:
-    sizes = layer.weight.shape[-2], layer.bits, layer.group_size
-    return _is_plain(layer, dtype) and fits(_inputs(layer), *sizes, dtype)
+    sizes = _inputs(layer), layer.bits, layer.group_size
+    return _is_plain(layer, dtype) and fits(*sizes, dtype)
 
 
 def _fits_shared(layer: nn.Module, dtype: mx.Dtype) -> bool:
@@ -153,14 +165,6 @@ def _inputs(layer: nn.Module) -> int:
 def few(x: mx.array) -> bool:
     """Whether these tokens [.., H] are a decode step's, not a prompt's."""
     return 0 < x.size // x.shape[-1] <= MOST_ROWS
-
-
-@functools.lru_cache(64)
-def _numbers(count: int, each: int = 1) -> mx.array:
-    """0, 1, .., every number so many times: int32 [count]."""
-    numbers = mx.arange(count, dtype=mx.int32) // each
-    mx.eval(numbers)
-    return numbers
 
 
 def _rows(x: mx.array) -> mx.array:
@@ -191,6 +195,30 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str |
         return f"it does not run here: {problem}"
     finally:
         module.__class__ = theirs
+
+
+def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
+    """Whether the shared expert gives the same as one of the others."""
+    routed, shared = block.switch_mlp, block.shared_expert
+    if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP):
+        return False
+    pairs = list(zip(_quantized(routed), _quantized(shared)))
+    if any(a.bits != b.bits or a.weight.shape[1:] != b.weight.shape for a, b in pairs):
+        return False
+    x = mx.random.normal((2, _inputs(pairs[0][0])), key=mx.random.key(0)).astype(dtype)
+    last = block.num_experts
+    order = mx.array([0, 3, 1, 4, 2, 5], dtype=mx.int32)
+    chosen = mx.array([0, 0, 1, 1, last, last], dtype=mx.int32)
+    fault = "it gives other results"
+    try:
+        found = routed.ordered(x, shared, chosen, order).reshape(2, 3, -1)
+        true = mx.concatenate([routed(x, mx.array([[0, 1]] * 2)), shared(x)[:, None]], axis=1)
+        if mx.array_equal(found, true).item():
+            return True
+    except Exception as problem:
+        fault = f"it does not run here: {problem}"
+    logger.warning("The few-rows kernel is not used for shared experts: %s", fault)
+    return False
 
 
 def _is_faster(layers: Sequence[nn.Module], dtype: mx.Dtype) -> bool:

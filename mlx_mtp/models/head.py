@@ -9,11 +9,17 @@ A second draft feeds m, the drafted token and position p+1 to the same layer. As
 Qwen3-Next (the head of DeepSeek-V3's technical report, section 2.2, with gated attention).
 """
 
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.models.few_rows import few
 
 
 class MTPHead(nn.Module):
@@ -27,18 +33,52 @@ class MTPHead(nn.Module):
         self.layers = [layer]
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
-    def join(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
-        """The layer's input z from embeddings of the next tokens and hidden states: [N, H]."""
+    def join(
+        self, embeddings: mx.array, hidden: mx.array, positions: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """From embeddings of the next tokens and hidden states, [N, H]: the layer's input z, and
+        what it writes, keys and values.
+        """
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
-        return self.fc(mx.concatenate(parts, axis=-1))
-
-    def write(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
-        """Write the keys and values of z [N, H]."""
+        z = self.fc(mx.concatenate(parts, axis=-1))
         layer = self.layers[0]
-        layer.self_attn.write(layer.input_layernorm(z)[None], cache, packing)
+        return z, *layer.self_attn.entries(layer.input_layernorm(z)[None], positions)
+
+    def ask(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """The layer's queries for z, [N, H], and the gate of their answer."""
+        layer = self.layers[0]
+        queries: tuple[mx.array, mx.array] = layer.self_attn.queries(
+            layer.input_layernorm(z)[None], positions
+        )
+        return queries
+
+    def after(self, z: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
+        """m [N, H], the head's output, from what has been attended to."""
+        _, m = self.layers[0].after(z[None], self.norm.weight, attended, gate)
+        return m.squeeze(0)
+
+    def write(
+        self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing
+    ) -> mx.array:
+        """Write the keys and values of a pass's tokens; returns z."""
+        z, *entries = self._parts(hidden)[0](embeddings, hidden, packing.positions)
+        cache.write(packing, *entries)
+        return z
 
     def run(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """The full pass for tokens that have been written: m [N, H] from z."""
-        layer, z = self.layers[0], z[None]
-        x = z + layer.self_attn.attend(layer.input_layernorm(z), cache, packing)
-        return self.norm(layer.add_mlp(x))[0]
+        _, ask, after = self._parts(z)
+        queries, gate = ask(z, packing.positions)
+        attended = cache.attend(packing, queries, self.layers[0].self_attn.scale)
+        m: mx.array = after(z, attended, gate)
+        return m
+
+    def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
+        """What surrounds the cache; compiled as the parts of a layer are."""
+        if not few(x) or backend() is None:
+            return self.join, self.ask, self.after
+        return self._compiled
+
+    @cached_property
+    def _compiled(self) -> tuple[Callable[..., Any], ...]:
+        return mx.compile(self.join), mx.compile(self.ask), mx.compile(self.after)

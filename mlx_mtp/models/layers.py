@@ -14,10 +14,11 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels import norms
+from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 from mlx_mtp.kernels.window import Convolution, Projected
 from mlx_mtp.models.few_rows import few, project
+from mlx_mtp.models.mixture import add_mlp
 from mlx_mtp.world import summed
 
 
@@ -29,8 +30,10 @@ class RaggedAttention(Qwen3NextAttention):
 
         All rows are one, so that a projection is one product.
         """
-        doubled, *entries = project(x, self.q_proj, self.k_proj, self.v_proj)
-        return *self._queries(doubled, positions), *self._entries(entries, positions)
+        doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
+        queries, gate = self._halves(doubled)
+        queries, keys = self._rotated(positions, queries, self._by_head(keys))
+        return queries, gate, keys, self._by_head(values)
 
     def mix(self, inputs: tuple[mx.array, ...], cache: RaggedKVCache) -> tuple[mx.array, mx.array]:
         """Attention [N, heads, D], and the gate."""
@@ -42,35 +45,46 @@ class RaggedAttention(Qwen3NextAttention):
         """[1, N, H]."""
         return summed(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)[None]))
 
-    def write(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> None:
-        """Write the keys and values of a pass's tokens [1, N, H]."""
-        entries = project(x, self.k_proj, self.v_proj)
-        cache.write(packing, *self._entries(entries, packing.positions))
+    def entries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """As `before`, keys and values alone."""
+        keys, values = map(self._by_head, project(x, self.k_proj, self.v_proj))
+        return self._rotated(positions, None, keys)[1], values
 
-    def attend(self, x: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
-        """Attention of tokens [1, N, H] whose keys and values have been written."""
-        queries, gate = self._queries(self.q_proj(x), packing.positions)
-        return self.after(cache.attend(packing, queries, self.scale), gate)
+    def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """As `before`, queries and gate alone."""
+        queries, gate = self._halves(self.q_proj(x))
+        return self._rotated(positions, queries, None)[0], gate
 
-    def _queries(self, doubled: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        by_head = doubled.reshape(doubled.shape[1], self.num_attention_heads, -1)
-        queries, gate = mx.split(by_head, 2, axis=-1)
-        return self._rotated(self.q_norm(queries), positions), gate
+    def _halves(self, doubled: mx.array) -> Any:
+        return mx.split(doubled.reshape(doubled.shape[1], self.num_attention_heads, -1), 2, axis=-1)
 
-    def _entries(self, entries: list[mx.array], positions: mx.array) -> tuple[mx.array, mx.array]:
-        count = entries[0].shape[1]
-        keys, values = (a.reshape(count, self.num_key_value_heads, -1) for a in entries)
-        return self._rotated(self.k_norm(keys), positions), values
+    def _by_head(self, entries: mx.array) -> mx.array:
+        return entries.reshape(entries.shape[1], self.num_key_value_heads, -1)
 
-    def _rotated(self, x: mx.array, positions: mx.array) -> mx.array:
-        return self.rope(x[:, :, None], offset=positions).squeeze(2)
+    def _rotated(
+        self, positions: mx.array, queries: mx.array | None, keys: mx.array | None
+    ) -> list[Any]:
+        """Queries and keys [N, heads, D], normed and rotated, in one launch where that serves."""
+        parts = [(queries, self.q_norm), (keys, self.k_norm)]
+        heads = self.num_attention_heads, self.num_key_value_heads
+        rope = self.rope
+        if len(positions) <= MOST_ROWS and type(rope) is nn.RoPE and not rope.traditional:
+            angles = rope.dims, rope.base, rope.scale
+            shape = norms.Shape(self.head_dim, self.q_norm.eps, *heads, *angles)
+            weights = self.q_norm.weight, self.k_norm.weight
+            if norms.ROTATE.fits(shape, weights[0].dtype):
+                return norms.rotate(shape, queries, keys, *weights, positions)
+        return [
+            x if x is None else rope(norm(x)[:, :, None], offset=positions).squeeze(2)
+            for x, norm in parts
+        ]
 
 
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[Projected, mx.array]:
-        """The input projections of [1, N, H], all [N, ..], and the output's gate z [N, Hv, Dv]."""
+        """Projections of [1, N, H], all [N, ..], and the gate of the output, z [N, Hk, R, Dv]."""
         raise NotImplementedError
 
     def mix(
@@ -84,18 +98,34 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[1, N, H]."""
-        return summed(self.out_proj(self.norm(outputs, z).flatten(1)[None]))
+        rows, heads, dim = outputs.shape
+        shape = norms.Shape(dim, self.norm.eps, heads, ratio=z.shape[2])
+        normed = norms.GATED_NORM(shape, rows, outputs, z, self.norm.weight)[0]
+        return summed(self.out_proj(normed))
 
 
 class PartedLayer(nn.Module):
-    """Mixin over an mlx-lm decoder layer, for tokens [1, N, H] on a cache of ours."""
+    """Mixin over an mlx-lm decoder layer, which runs tokens on a cache of ours by `step`.
 
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if not isinstance(cache, RaggedKVCache | GatedDeltaCache):
-            return super().__call__(x, mask, cache)
+    Besides the residual stream x, [1, N, H], a layer gets and returns the norm of it that the next
+    one begins with, so that a sum and its norm are one launch.
+    """
+
+    def step(
+        self, x: mx.array, normed: mx.array, cache: Any, next_norm: mx.array
+    ) -> list[mx.array]:
+        """The layer's output, and that normed by the weight `next_norm`."""
         compiled = few(x) and backend() is not None
-        before, after = self._compiled if compiled else (self._before, self._after)
-        return after(x, *self._mixer.mix(before(x, cache.packing.positions), cache))
+        before, after = self._compiled if compiled else (self._mixer.before, self.after)
+        mixed = self._mixer.mix(before(normed, cache.packing.positions), cache)
+        return after(x, next_norm, *mixed)
+
+    def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
+        """What follows the layer's cache."""
+        norm = self.post_attention_layernorm
+        width = norms.Shape(x.shape[-1], norm.eps)
+        x, normed = norms.ADD_NORM(width, x.shape[1], x, self._mixer.after(*mixed), norm.weight)
+        return add_mlp(x, normed, self.mlp, next_norm, norm.eps)
 
     @property
     def _mixer(self) -> Any:
@@ -103,15 +133,4 @@ class PartedLayer(nn.Module):
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return mx.compile(self._before), mx.compile(self._after)
-
-    def _before(self, x: mx.array, positions: mx.array) -> tuple[Any, ...]:
-        inputs: tuple[Any, ...] = self._mixer.before(self.input_layernorm(x), positions)
-        return inputs
-
-    def _after(self, x: mx.array, *mixed: mx.array) -> mx.array:
-        return self.add_mlp(x + self._mixer.after(*mixed))
-
-    def add_mlp(self, x: mx.array) -> mx.array:
-        """The residual stream [1, N, H] after the MLP, or the experts."""
-        return x + summed(self.mlp(self.post_attention_layernorm(x)))
+        return mx.compile(self._mixer.before), mx.compile(self.after)

@@ -127,8 +127,13 @@ class LoadedModel:
 
     def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
         """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
-        hidden: mx.array = self.causal_lm.model(tokens[None], cache.layers)
-        return hidden[0]
+        trunk = self.causal_lm.model
+        first, *others = [layer.input_layernorm for layer in trunk.layers]
+        x = self.embed(tokens[None])
+        normed = first(x)
+        for layer, own, norm in zip(trunk.layers, cache.layers, [*others, trunk.norm]):
+            x, normed = layer.step(x, normed, own, norm.weight)
+        return normed.squeeze(0)  # An index would be a launch.
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""

@@ -25,7 +25,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
             a.reshape(*by_key, ratio),
             b.reshape(*by_key, ratio),
         )
-        return projected, z.reshape(x.shape[1], self.num_v_heads, self.head_v_dim)
+        return projected, z.reshape(projected.v.shape)
 
 
 class _Layer(PartedLayer, DecoderLayer):

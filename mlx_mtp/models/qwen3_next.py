@@ -20,8 +20,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         q, k, v, z = mx.split(qkvz, [dim, 2 * dim, 2 * dim + width], axis=-1)
         b, a = mx.split(ba.reshape(*by_head, 2 * ratio), 2, axis=-1)
         v = v.reshape(*v.shape[:2], ratio, self.head_v_dim)
-        z = z.reshape(z.shape[0], self.num_v_heads, self.head_v_dim)
-        return Projected(q, k, v, a, b), z
+        return Projected(q, k, v, a, b), z.reshape(v.shape)
 
 
 class _Layer(PartedLayer, Qwen3NextDecoderLayer):

@@ -8,7 +8,16 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
-from mlx_mtp.kernels import attention, gated_delta, gpu, inputs, portable, self_check
+from mlx_mtp.kernels import (
+    attention,
+    gated_delta,
+    gpu,
+    inputs,
+    norms,
+    portable,
+    router,
+    self_check,
+)
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
@@ -37,6 +46,8 @@ def check_model(model: LoadedModel) -> list[KernelCheck]:
     recurrent = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
     shapes = {"this model": recurrent[0].shape} if recurrent else {}
     checks = check_kernels({**shapes, "80B": QWEN3_NEXT_80B})
+    if gpu.backend() is not None:
+        checks += [_check("this model", model.dtype, case) for case in _fused_cases(model)]
     if gpu.backend() != "cuda":
         return checks
     own = next(spec for spec in model.layer_specs if isinstance(spec, AttentionSpec))
@@ -86,6 +97,30 @@ def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
     yield "gated delta kernel / portable", compare, fits
     compare = partial(self_check.inputs, inputs.launch, shape, dtype)
     yield "inputs kernel / portable", compare, fits and shape.value_dim % gpu.LANES == 0
+
+
+def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
+    args, dtype = model.causal_lm.args, model.dtype
+    width = norms.Shape(args.hidden_size, args.rms_norm_eps)
+    heads = args.num_attention_heads, args.num_key_value_heads
+    rotated = int(args.head_dim * args.partial_rotary_factor)
+    values, keys = args.linear_num_value_heads, args.linear_num_key_heads
+    shapes = {
+        norms.ADD_NORM: width,
+        norms.GATED_NORM: width._replace(
+            dim=args.linear_value_head_dim, heads=values, ratio=values // keys
+        ),
+        norms.ROTATE: norms.Shape(args.head_dim, width.eps, *heads, rotated, args.rope_theta),
+    }
+    if getattr(args, "num_experts", 0):
+        chosen = args.num_experts_per_tok
+        way = router.Router(args.num_experts, chosen, args.norm_topk_prob)
+        compare = partial(router.check, router.launch, way, dtype)
+        yield "router kernel / mlx", compare, router.applies(way)
+        shapes[norms.MIX_NORM] = width._replace(chosen=chosen + 1)
+    for each, shape in shapes.items():
+        compare = partial(each.check, each.launch, shape, dtype)
+        yield f"{each.name.replace('_', ' ')} kernel / mlx", compare, each.applies(shape)
 
 
 def _cpu_cases(shape: Shape) -> Iterator[_Case]:

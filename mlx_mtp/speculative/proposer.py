@@ -153,11 +153,9 @@ class MTPProposer:
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
     ) -> mx.array:
-        """Write tokens to the head's KV; returns their `MTPHead.join`, [N, H]."""
+        """Write tokens to the head's KV; returns their z, [N, H] (see `MTPHead`)."""
         assert cache.head is not None
-        z = self._head.join(self._model.embed(targets), hidden)
-        self._head.write(z, cache.head, packing)
-        return z
+        return self._head.write(self._model.embed(targets), hidden, cache.head, packing)
 
     def _recur(
         self,

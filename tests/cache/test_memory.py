@@ -41,8 +41,8 @@ def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | Non
     hidden = model.hidden(tokens, cache)
     cache.commit(mx.ones(len(lengths), dtype=mx.int32) if kept is None else kept)
     if cache.head is not None:
-        z = model.head.join(model.embed(tokens), hidden)
-        model.head.write(z, cache.head, Packing(cache.layout, start, lengths))
+        packing = Packing(cache.layout, start, lengths)
+        model.head.write(model.embed(tokens), hidden, cache.head, packing)
     return nbytes(cache.arrays())
 
 

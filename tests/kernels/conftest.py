@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import gated_delta, gpu, inputs, shared_reads
+from mlx_mtp.kernels import gated_delta, gpu, inputs, norms, router, shared_reads
 from tests.kernels.emulator import WHY_NOT, EmulatedKernel
 
 
@@ -29,7 +29,8 @@ def emulated(request, monkeypatch, compiled):
     monkeypatch.setattr(gpu, "backend", lambda: request.param)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    for module in (gated_delta, inputs, shared_reads):
-        monkeypatch.setattr(module._KERNEL, "_built", {})
-        monkeypatch.setattr(module._KERNEL, "_works", {})
+    kernels = [module._KERNEL for module in (gated_delta, inputs, router, shared_reads)]
+    for kernel in [*kernels, *(each.kernel for each in norms.OPERATIONS)]:
+        monkeypatch.setattr(kernel, "_built", {})
+        monkeypatch.setattr(kernel, "_works", {})
     return request.param

@@ -118,6 +118,11 @@ static float shuffle_xor(float value, int other) {
 #define simd_shuffle_xor(value, other) shuffle_xor(value, other)
 #define __shfl_xor_sync(mask, value, other) shuffle_xor(value, other)
 
+// A threadgroup runs after the other.
+#define __shared__ static
+#define threadgroup static
+struct mem_flags { enum { mem_threadgroup }; };
+static void threadgroup_barrier(int) { threadgroup_barrier(); }
 #define __device__
 #define __forceinline__ inline
 #define __syncthreads() threadgroup_barrier()

@@ -1,10 +1,12 @@
 """The products of few rows: the real source on an emulated GPU, against mlx's own products."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import few_rows, gpu
@@ -58,7 +60,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(bits, inputs):
     layer = linear(inputs, 32, bits, seed=inputs + bits)
     weights = layer.weight, layer.scales, layer.biases
     x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(BF16)
-    other = linear(inputs, 16, bits, seed=9)
+    other = linear(inputs, 17, bits, seed=9)  # One more than a block has.
     both = [weights, (other.weight, other.scales, other.biases), weights]
     most = few_rows.products(x, both)
     for found, each in zip(most, both, strict=True):
@@ -99,12 +101,33 @@ def test_experts(bits, long, monkeypatch):
     assert mx.array_equal(block(x[7:8], indices[7:8]), found[7:8])
 
 
+@pytest.mark.parametrize(("shared", "joins"), [(512, True), (256, False)])
+def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplog):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
+    how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    args = SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=shared)
+    block = Qwen3NextSparseMoeBlock(args)
+    block.set_dtype(BF16)
+    nn.quantize(block, 64, 4)
+    assert layers.use_few_rows(block, BF16)
+    assert type(block.gate) is layers.FewRowsLinear, "also of a feature count that is not 16's"
+    assert (type(block) is layers.FewRowsMixture) == joins
+    assert "WARNING" not in caplog.text
+
+    monkeypatch.setattr(few_rows, "_SHARED", few_rows._SHARED.replace("b_at = bI", "b_at = sI"))
+    few_rows._kernel.cache_clear()
+    block.__class__ = Qwen3NextSparseMoeBlock
+    if joins:
+        assert not layers._joins(block, BF16)
+        assert "other results" in caplog.text
+
+
 def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.ours = [linear(256, 32, 4, 0), linear(256, 32, 4, 1), linear(512, 16, 8, 2)]
-            self.narrow, self.odd = linear(128, 16, 4, 3), linear(256, 8, 4, 4)
+            self.ours = [linear(256, 32, 4, 0), linear(256, 1, 4, 1), linear(512, 16, 8, 2)]
+            self.narrow = linear(128, 16, 4, 3)
             self.coarse = nn.QuantizedLinear(256, 32, bias=False, group_size=128)
             self.biased = nn.QuantizedLinear(256, 32, bias=True)
             self.mlp = Qwen3NextMLP(256, 256)
@@ -116,12 +139,12 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     assert [type(layer) for layer in model.ours] == [layers.FewRowsLinear] * 3
     assert type(model.mlp) is layers.FewRowsMLP
     assert "WARNING" not in caplog.text
-    others = (model.narrow, model.odd, model.coarse, model.biased)
+    others = (model.narrow, model.coarse, model.biased)
     assert all(type(layer) is nn.QuantizedLinear for layer in others)
     for layer in model.ours[:2]:
         ones = mx.ones((1, 256), dtype=BF16)
         near(layer(ones[None])[0], exact(ones, layer.weight, layer.scales, layer.biases, 4))
-        many = mx.ones((few_rows.MOST_ROWS + 1, 256), dtype=BF16)
+        many = mx.ones((gpu.MOST_ROWS + 1, 256), dtype=BF16)
         assert mx.array_equal(layer(many), nn.QuantizedLinear.__call__(layer, many))
     assert not layers.use_few_rows(Model(), mx.float16), "of another type"
 

@@ -1,0 +1,323 @@
+"""What lies between a layer's products, each in one launch: norms with what is before and behind.
+
+A row's result does not depend on the other rows, and sums are float32. Beside each kernel are mlx's
+own operations, which run where it does not fit or computes something else.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_mtp.kernels import gpu, self_check
+
+_MOST_WARPS = 32
+_HEADS_AT_ONCE = 4  # of a threadgroup
+_CHECKED_ROWS = 3
+
+Sizes = list[tuple[int, ...]]
+
+# A threadgroup has a row of the residual stream.
+_RESIDUAL = """
+    constexpr int EACH = (DIM + 32 * WARPS - 1) / (32 * WARPS);
+    THREADGROUP(float, parts, WARPS);
+    const int row = grid_x;
+    float value[EACH];
+    float squares = 0.0f;
+    for (int i = 0; i < EACH; ++i) {
+      const int c = 32 * (i * WARPS + warp) + lane;
+      if (c < DIM) {
+        float sum = static_cast<float>(x[row * DIM + c]);
+        SUM
+        value[i] = static_cast<float>(static_cast<InT>(sum));
+        squares = fma(value[i], value[i], squares);
+      }
+    }
+    for (int other = 16; other > 0; other /= 2) {
+      squares += SHUFFLE_XOR(squares, other);
+    }
+    if (lane == 0) {
+      parts[warp] = squares;
+    }
+    BARRIER;
+    squares = 0.0f;
+    for (int i = 0; i < WARPS; ++i) {
+      squares += parts[i];
+    }
+    const float norm = sqrt(squares / DIM + 1.0f / INVERSE_EPS);
+    for (int i = 0; i < EACH; ++i) {
+      const int c = 32 * (i * WARPS + warp) + lane;
+      if (c < DIM) {
+        residual[row * DIM + c] = static_cast<InT>(value[i]);
+        normed[row * DIM + c] = static_cast<InT>(value[i] / norm * static_cast<float>(weight[c]));
+      }
+    }
+"""
+_ADD = _RESIDUAL.replace("SUM", "sum += static_cast<float>(added[row * DIM + c]);")
+_MIX = _RESIDUAL.replace(
+    "SUM",
+    """
+        float mixed = 0.0f;
+        for (int j = row * CHOSEN; j < row * CHOSEN + CHOSEN; ++j) {
+          mixed = fma(weights[j], static_cast<float>(experts[j * DIM + c]), mixed);
+        }
+        sum += mixed;
+""",
+)
+# A warp has a head of a row.
+_HEAD = """
+    float value[DIM / 32];
+    float squares = 0.0f;
+    for (int i = 0; i < DIM / 32; ++i) {
+      value[i] = static_cast<float>(from[32 * i + lane]);
+      squares = fma(value[i], value[i], squares);
+    }
+    for (int other = 16; other > 0; other /= 2) {
+      squares += SHUFFLE_XOR(squares, other);
+    }
+    const float norm = sqrt(squares / DIM + 1.0f / INVERSE_EPS);
+"""
+_GATED = f"""
+    const int head = grid_y;
+    if (head >= HEADS) {{
+      return;
+    }}
+    const auto from = x + (grid_x * HEADS + head) * DIM;
+    const auto gates = z + grid_x * z_strides[0] + head / RATIO * z_strides[1]
+                     + head % RATIO * z_strides[2];
+    const auto to = y + (grid_x * HEADS + head) * DIM;
+    {_HEAD}
+    for (int i = 0; i < DIM / 32; ++i) {{
+      const int c = 32 * i + lane;
+      const float gate = static_cast<float>(gates[c]);
+      const float scaled = value[i] / norm * static_cast<float>(weight[c]);
+      to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
+    }}
+"""
+# Of ROTATED dimensions, i and i + ROTATED / 2 are a pair, which one lane has.
+_ROTATE = f"""
+    const int head = grid_y;
+    if (head >= HEADS + KEYS) {{
+      return;
+    }}
+    const bool is_key = head >= HEADS;
+    const int own = is_key ? head - HEADS : head;
+    const auto from = is_key ? k + grid_x * k_strides[0] + own * k_strides[1]
+                             : q + grid_x * q_strides[0] + own * q_strides[1];
+    const auto weight = is_key ? k_weight : q_weight;
+    const auto to = is_key ? keys + (grid_x * KEYS + own) * DIM
+                           : queries + (grid_x * HEADS + own) * DIM;
+    {_HEAD}
+    for (int i = 0; i < DIM / 32; ++i) {{
+      // Rounded as an array of this type would be.
+      value[i] = static_cast<float>(
+          static_cast<InT>(value[i] / norm * static_cast<float>(weight[32 * i + lane])));
+    }}
+    constexpr int HALF = ROTATED / 64;
+    const float position = static_cast<float>(positions[grid_x]) * rotation[1];
+    for (int i = 0; i < HALF; ++i) {{
+      const float share = static_cast<float>(32 * i + lane) / static_cast<float>(32 * HALF);
+      const float angle = position * exp2(-share * rotation[0]);
+      const float a = value[i];
+      const float b = value[i + HALF];
+      value[i] = a * cos(angle) - b * sin(angle);
+      value[i + HALF] = a * sin(angle) + b * cos(angle);
+    }}
+    for (int i = 0; i < DIM / 32; ++i) {{
+      to[32 * i + lane] = static_cast<InT>(value[i]);
+    }}
+"""
+
+
+class Shape(NamedTuple):
+    """What a kernel is made for; what one does not know is 0."""
+
+    dim: int  # of what is normed
+    eps: float
+    heads: int = 0  # of a token, or of its queries
+    keys: int = 0  # heads of a token's keys
+    rotated: int = 0  # dimensions, by
+    base: float = 0.0  # of the rotation
+    scale: float = 1.0  # of positions
+    ratio: int = 0  # value heads of a key head
+    chosen: int = 0  # experts of a token, the shared one included
+
+
+@dataclass(eq=False)
+class Operation:
+    """A kernel and mlx's operations for it; both take a shape, and the inputs of N tokens."""
+
+    name: str
+    inputs: list[str]
+    outputs: list[str]
+    body: str
+    portable: Callable[..., list[mx.array]]
+    sizes: Callable[[Shape, int], tuple[Sizes, Sizes]]  # of its inputs and outputs, by N
+    by_head: bool  # A warp has a head of a token, else a threadgroup has a token.
+
+    def __post_init__(self) -> None:
+        inputs = [*self.inputs, *(["rotation"] if "rotation" in self.body else [])]
+        self.kernel = gpu.Kernel(self.name, inputs, self.outputs, self.body, self.check)
+
+    def __call__(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
+        used = rows <= gpu.MOST_ROWS and self.fits(shape, inputs[0].dtype)
+        return self.launch(shape, rows, *inputs) if used else self.portable(shape, *inputs)
+
+    def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
+        """Whether the kernel computes this here."""
+        return self.applies(shape) and self.kernel.works(self.launch, shape, dtype)
+
+    def applies(self, shape: Shape) -> bool:
+        """Whether the kernel is made for this."""
+        return shape.dim % gpu.LANES == 0 and shape.rotated % (2 * gpu.LANES) == 0
+
+    def launch(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
+        """By the kernel."""
+        dtype = inputs[0].dtype
+        warps = shape.heads + shape.keys if self.by_head else min(_MOST_WARPS, shape.dim // 32)
+        constants = {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
+        constants |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
+        more = [_rotation(shape.base, shape.scale)] if shape.rotated else []
+        return self.kernel(
+            [*inputs, *more],
+            [("InT", dtype), *constants.items()],
+            (rows, warps, 1),
+            [(size, dtype) for size in self.sizes(shape, rows)[1]],
+            warps=_HEADS_AT_ONCE if self.by_head else warps,
+        )
+
+    def check(self, launch: gpu.Launch, shape: Shape, dtype: mx.Dtype) -> float:
+        """The largest difference over the largest number, in float32's measure."""
+        draw, inputs = np.random.default_rng(0), []
+        for name, size in zip(self.inputs, self.sizes(shape, _CHECKED_ROWS)[0], strict=True):
+            drawn = mx.array(draw.standard_normal(size, dtype=np.float32))
+            inputs.append(drawn if name == "weights" else drawn.astype(dtype))
+            if name == "positions":
+                inputs[-1] = mx.array([0, 7, 3000], dtype=mx.int32)
+        found = launch(shape, _CHECKED_ROWS, *inputs)
+        mx.eval(found)
+        with mx.stream(mx.cpu):
+            exact = [a.astype(mx.float32) if a.dtype == dtype else a for a in inputs]
+            return self_check.relative(found, self.portable(shape, *exact))
+
+
+def _add_norm(shape: Shape, x: mx.array, added: mx.array, weight: mx.array) -> list[mx.array]:
+    residual = x + added
+    return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
+
+
+def _mix_norm(
+    shape: Shape,
+    x: mx.array,
+    experts: mx.array,  # [N * K, D]
+    weights: mx.array,  # float32 [N, K]
+    weight: mx.array,
+) -> list[mx.array]:
+    by_token = experts.reshape(*x.shape[:2], -1, x.shape[2])
+    mixed = (by_token * weights.astype(x.dtype)[None, :, :, None]).sum(axis=-2)
+    return _add_norm(shape, x, mixed, weight)
+
+
+def _gated_norm(shape: Shape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:
+    normed = mx.fast.rms_norm(x, weight, shape.eps).astype(mx.float32)
+    gated = normed * nn.silu(z.astype(mx.float32)).reshape(x.shape)
+    return [gated.astype(x.dtype).reshape(1, len(x), -1)]
+
+
+def _rotate(
+    shape: Shape,
+    q: mx.array,
+    k: mx.array,
+    q_weight: mx.array,
+    k_weight: mx.array,
+    positions: mx.array,  # int32 [N]
+) -> list[mx.array]:
+    pairs = (q, q_weight), (k, k_weight)
+    normed = (mx.fast.rms_norm(x, weight, shape.eps)[:, :, None] for x, weight in pairs)
+    turn = functools.partial(
+        mx.fast.rope, dims=shape.rotated, traditional=False, base=shape.base, scale=shape.scale
+    )
+    return [turn(x, offset=positions).squeeze(2) for x in normed]
+
+
+@functools.cache
+def _rotation(base: float, scale: float) -> mx.array:
+    rotation = mx.array([math.log2(base), scale], dtype=mx.float32)
+    mx.eval(rotation)
+    return rotation
+
+
+def _stream(shape: Shape, rows: int) -> tuple[int, ...]:
+    return 1, rows, shape.dim
+
+
+ADD_NORM = Operation(
+    "add_norm",
+    ["x", "added", "weight"],
+    ["residual", "normed"],
+    _ADD,
+    _add_norm,
+    lambda s, n: ([_stream(s, n)] * 2 + [(s.dim,)], [_stream(s, n)] * 2),
+    by_head=False,
+)
+MIX_NORM = Operation(
+    "mix_norm",
+    ["x", "experts", "weights", "weight"],
+    ["residual", "normed"],
+    _MIX,
+    _mix_norm,
+    lambda s, n: (
+        [_stream(s, n), (n * s.chosen, s.dim), (n, s.chosen), (s.dim,)],
+        [_stream(s, n)] * 2,
+    ),
+    by_head=False,
+)
+GATED_NORM = Operation(
+    "gated_norm",
+    ["x", "z", "weight"],
+    ["y"],
+    _GATED,
+    _gated_norm,
+    lambda s, n: (
+        [(n, s.heads, s.dim), (n, s.heads // s.ratio, s.ratio, s.dim), (s.dim,)],
+        [(1, n, s.heads * s.dim)],
+    ),
+    by_head=True,
+)
+ROTATE = Operation(
+    "norm_rotate",
+    ["q", "k", "q_weight", "k_weight", "positions"],
+    ["queries", "keys"],
+    _ROTATE,
+    _rotate,
+    lambda s, n: (
+        [(n, s.heads, s.dim), (n, s.keys, s.dim), (s.dim,), (s.dim,), (n,)],
+        [(n, s.heads or 1, s.dim), (n, s.keys or 1, s.dim)],
+    ),
+    by_head=True,
+)
+
+OPERATIONS = ADD_NORM, MIX_NORM, GATED_NORM, ROTATE
+
+
+def rotate(
+    shape: Shape,
+    queries: mx.array | None,
+    keys: mx.array | None,
+    q_weight: mx.array,
+    k_weight: mx.array,
+    positions: mx.array,
+) -> list[mx.array]:
+    """`ROTATE` where it fits; without queries or keys only the other result means something."""
+    if queries is None:
+        shape = shape._replace(heads=0)
+    if keys is None:
+        shape = shape._replace(keys=0)
+    (known, *_) = both = [each for each in (queries, keys) if each is not None]
+    q, k = both if len(both) == 2 else (known, known)
+    return ROTATE.launch(shape, len(positions), q, k, q_weight, k_weight, positions)

@@ -1,0 +1,177 @@
+"""A mixture's router in one launch: the best experts of each token, their weights, and their order.
+
+The expert that all tokens share is one more, with a weight of its own. The pairs of token and
+expert are sorted too, as the experts' own kernel wants them (`kernels.few_rows`).
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.kernels import gpu, self_check
+
+_MOST_EXPERTS = 1024  # a lane has their logits in registers
+_MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
+_MOST_WARPS = 16  # more would have too few registers
+
+# A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
+_BODY = """
+    constexpr int N = E / 32;
+    constexpr int ALL = K + 1;
+    const int rows = gate_shape[0];
+    const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
+    THREADGROUP(int, pairs, MOST_ROWS * ALL);
+    for (int row = warp; row < rows; row += warps) {
+      float value[N];
+      for (int i = 0; i < N; ++i) {
+        value[i] = static_cast<float>(logits[row * E + 32 * i + lane]);
+      }
+      float largest = 0.0f;
+      float total = 0.0f;
+      float mine = 0.0f;
+      int chosen = 0;
+      for (int j = 0; j < K; ++j) {
+        float best = value[0];
+        float at = lane;
+        for (int i = 1; i < N; ++i) {
+          if (value[i] > best) {
+            best = value[i];
+            at = 32 * i + lane;
+          }
+        }
+        for (int other = 16; other > 0; other /= 2) {
+          const float their = SHUFFLE_XOR(best, other);
+          const float their_at = SHUFFLE_XOR(at, other);
+          if (their > best || (their == best && their_at < at)) {
+            best = their;
+            at = their_at;
+          }
+        }
+        if (j == 0) {
+          largest = best;
+          for (int i = 0; !NORMALIZE && i < N; ++i) {
+            total += exp(value[i] - largest);
+          }
+        }
+        if (lane == j) {
+          mine = exp(best - largest);
+          chosen = at;
+        }
+        for (int i = 0; i < N; ++i) {
+          if (at == 32 * i + lane) {
+            value[i] = -3.4e38f;
+          }
+        }
+      }
+      total = NORMALIZE ? mine : total;
+      for (int other = 16; other > 0; other /= 2) {
+        total += SHUFFLE_XOR(total, other);
+      }
+      if (lane == K) {
+        chosen = E;
+        mine = 1.0f / (1.0f + exp(-static_cast<float>(gate[row])));
+        total = 1.0f;
+      }
+      if (lane < ALL) {
+        const int pair = row * ALL + lane;
+        experts[pair] = chosen;
+        weights[pair] = mine / total;
+        pairs[pair] = chosen * rows * ALL + pair;
+      }
+    }
+    BARRIER;
+    for (int i = 32 * warp + lane; i < rows * ALL; i += 32 * warps) {
+      int before = 0;
+      for (int j = 0; j < rows * ALL; ++j) {
+        before += pairs[j] < pairs[i];
+      }
+      sorted[before] = pairs[i] / (rows * ALL);
+      order[before] = i;
+    }
+"""
+
+
+class Router(NamedTuple):
+    """What a kernel is made for."""
+
+    experts: int
+    chosen: int  # K of them by each token
+    normalize: bool  # Their weights add up to 1; else they are shares among all.
+
+
+class Routes(NamedTuple):
+    """Which experts N tokens go to; the shared one, E, is each token's last. P pairs in all."""
+
+    experts: mx.array  # int32 [N, K + 1]
+    weights: mx.array  # float32 [N, K + 1]
+    sorted: mx.array  # int32 [P], the experts of all pairs, ascending
+    order: mx.array  # int32 [P], the number of each of these pairs among `experts`
+
+
+def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
+    """Routes of a step's tokens by logits [.., E], and by the shared expert's [.., 1]."""
+    rows, (experts, chosen, normalize) = gate.size, router
+    constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
+    constants |= {"MOST_ROWS": gpu.MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
+    warps = min(rows, _MOST_WARPS)
+    shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
+    routes = _KERNEL(
+        [logits, gate.reshape(rows)],
+        list(constants.items()),
+        (1, warps, 1),
+        [
+            *((shape, mx.int32), (shape, mx.float32)),
+            *((pairs, mx.int32), (pairs, mx.int32)),
+        ],
+        warps=warps,
+    )
+    return Routes(*routes)
+
+
+def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
+    """`launch` in operations of mlx."""
+    logits = logits.astype(mx.float32)
+    experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
+    chosen = mx.take_along_axis(logits, experts, axis=-1)
+    among = chosen if router.normalize else logits
+    weights = mx.exp(chosen - mx.logsumexp(among, axis=-1, keepdims=True))
+    experts = mx.concatenate([experts, mx.full(gate.shape, router.experts, mx.int32)], axis=1)
+    weights = mx.concatenate([weights, mx.sigmoid(gate.astype(mx.float32))], axis=1)
+    order = mx.argsort(experts.reshape(-1)).astype(mx.int32)
+    return Routes(experts, weights, experts.reshape(-1)[order], order)
+
+
+def fits(router: Router, dtype: mx.Dtype) -> bool:
+    """Whether the kernel routes by logits of this type here."""
+    return applies(router) and _KERNEL.works(launch, router, dtype)
+
+
+def applies(router: Router) -> bool:
+    """Whether the kernel is made for this."""
+    few = router.experts <= _MOST_EXPERTS and router.chosen <= min(_MOST_CHOSEN, router.experts)
+    return few and router.experts % gpu.LANES == 0
+
+
+def check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
+    """The largest difference of weights; another choice or order counts as 1."""
+    draw = np.random.default_rng(0).permuted
+    # Of half as many values, so that there are equal ones.
+    steps = np.arange(router.experts, dtype=np.float32) // 2 / 8
+    drawn = np.stack([draw(steps) for _ in range(9)])
+    logits, gate = (mx.array(a).astype(dtype) for a in (drawn, drawn[:, :1] / 8))
+    found = launch(logits, gate, router)
+    mx.eval(found)
+    with mx.stream(mx.cpu):
+        true = portable(logits, gate, router)
+        same = all(map(mx.array_equal, found[::2], true[::2])) and mx.array_equal(found[3], true[3])
+        return self_check.relative(found[1:2], true[1:2]) if same else 1.0
+
+
+_KERNEL = gpu.Kernel(
+    "router",
+    ["logits", "gate"],
+    ["experts", "weights", "sorted", "order"],
+    _BODY,
+    check,
+)

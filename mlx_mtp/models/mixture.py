@@ -1,0 +1,38 @@
+"""An MLP between two norms; of a mixture of experts, the router and the sums are a launch each."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
+
+from mlx_mtp.kernels import norms, router
+from mlx_mtp.models.few_rows import FewRowsMixture, few, project
+from mlx_mtp.world import summed, world
+
+
+def add_mlp(
+    x: mx.array, normed: mx.array, mlp: nn.Module, weight: mx.array, eps: float
+) -> list[mx.array]:
+    """x [1, N, H] plus an MLP of its norm; and that normed again, by the weight given."""
+    width = norms.Shape(x.shape[-1], eps)
+    # Between what several ranks compute and a norm is a sum over them.
+    alone = world().size == 1
+    if alone and few(x) and type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
+        mixed = width._replace(chosen=mlp.top_k + 1)
+        way = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
+        if router.fits(way, x.dtype) and norms.MIX_NORM.fits(mixed, x.dtype):
+            found = _mixture(normed, mlp, way)
+            return norms.MIX_NORM.launch(mixed, x.shape[1], x, *found, weight)
+    return norms.ADD_NORM(width, x.shape[1], x, summed(mlp(normed)), weight)
+
+
+def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, mx.array]:
+    """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
+    logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
+    routes = router.launch(logits, gate, way)
+    if type(mlp) is FewRowsMixture:
+        found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
+    else:
+        x = x.squeeze(0)
+        routed = mlp.switch_mlp(x, routes.experts[:, :-1])
+        found = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)
+    return found, routes.weights

@@ -1,0 +1,101 @@
+"""What lies between products: the real sources on an emulated GPU, against mlx's operations."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
+
+from mlx_mtp.kernels import gpu, norms, router
+from mlx_mtp.kernels.router import Router
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.mixture import add_mlp
+from mlx_mtp.selftest import kernels
+from tests.tiny_models import Layout, write_checkpoint
+
+ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
+SHAPES = [
+    (norms.ADD_NORM, norms.Shape(1056, 1e-6)),  # more than its warps do at once
+    (norms.MIX_NORM, norms.Shape(96, 1e-5, chosen=3)),
+    (norms.GATED_NORM, norms.Shape(64, 1e-6, 6, ratio=3)),
+    (norms.ROTATE, ROTATED),
+]
+
+
+@pytest.mark.parametrize(("operation", "shape"), SHAPES, ids=lambda each: getattr(each, "name", ""))
+def test_norms(emulated, operation, shape, caplog):
+    """Each agrees in both types, and a row's result does not depend on the others."""
+    assert operation.fits(shape, mx.float32) and operation.fits(shape, mx.bfloat16), caplog.text
+    draw = np.random.default_rng(1)
+    inputs = [
+        mx.array(draw.standard_normal(size, dtype=np.float32) * (7 if name == "positions" else 1))
+        for name, size in zip(operation.inputs, operation.sizes(shape, 3)[0], strict=True)
+    ]
+
+    def of_row(arrays, sizes, row):
+        """The part of each array that belongs to a row of three."""
+        for a, alone in zip(arrays, sizes, strict=True):
+            axis = next((i for i, (n, m) in enumerate(zip(a.shape, alone)) if n != m), None)
+            yield a if axis is None else mx.split(a, 3, axis=axis)[row]
+
+    alone = operation.sizes(shape, 1)
+    together = operation.launch(shape, 3, *inputs)
+    for row in range(3):
+        found = operation.launch(shape, 1, *of_row(inputs, alone[0], row))
+        for a, b in zip(found, of_row(together, alone[1], row), strict=True):
+            assert mx.array_equal(a, b)
+
+
+def test_only_queries_or_keys(emulated):
+    q, k = (mx.random.normal((3, heads, 256), key=mx.random.key(heads)) for heads in (3, 2))
+    weights, positions = [mx.ones(128), mx.ones(128) * 2], mx.array([0, 5, 70], dtype=mx.int32)
+    q, k = q[..., 128:], k[..., :128]  # not contiguous
+    true = norms._rotate(ROTATED, q, k, *weights, positions)
+    both = norms.rotate(ROTATED, q, k, *weights, positions)
+    for found, expected in zip(both, true, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert mx.array_equal(norms.rotate(ROTATED, q, None, *weights, positions)[0], both[0])
+    assert mx.array_equal(norms.rotate(ROTATED, None, k, *weights, positions)[1], both[1])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_router(emulated, normalize):
+    """Rows up to all that a launch takes, equal logits among them."""
+    way = Router(64, 5, normalize)
+    assert router.fits(way, mx.float32) and router.fits(way, mx.bfloat16)
+    draw = np.random.default_rng(2)
+    logits = mx.array(draw.integers(-40, 40, (gpu.MOST_ROWS, 64)).astype(np.float32) / 4)
+    gate = mx.contiguous(logits[:, :1])
+    for rows in (1, 3, gpu.MOST_ROWS):
+        inputs = logits[:rows], gate[:rows]
+        found, true = router.launch(*inputs, way), router.portable(*inputs, way)
+        for ours, theirs in zip(found, true, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], way).weights)
+
+
+def test_a_mixture(emulated):
+    """The block that joins router, experts and sums, against mlx-lm's."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    how = {"num_experts": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    block = Qwen3NextSparseMoeBlock(SimpleNamespace(**sizes, **how))
+    x, normed = (mx.random.normal((1, 5, 64), key=mx.random.key(i)) for i in range(2))
+    weight = mx.random.normal((64,), key=mx.random.key(2))
+    found = add_mlp(x, normed, block, weight, 1e-6)
+    true = x + block(normed)
+    np.testing.assert_allclose(found[0], true, atol=1e-5)
+    np.testing.assert_allclose(found[1], mx.fast.rms_norm(true, weight, 1e-6), atol=1e-5)
+    launched = norms.MIX_NORM.kernel._works.values()
+    assert all(launched) and launched, "by the kernel"
+
+
+def test_the_self_test_compares_them(emulated, tmp_path):
+    write_checkpoint(tmp_path, Layout("qwen3_next", seed=1))
+    model = load_model(tmp_path, enable_mtp=True)
+    checks = [kernels._check("tiny", model.dtype, case) for case in kernels._fused_cases(model)]
+    assert all(check.ok for check in checks), checks
+    ours = {check.name: check.applies for check in checks}
+    names = ["add norm", "gated norm", "mix norm", "norm rotate", "router"]
+    assert sorted(ours) == [f"{name} kernel / mlx" for name in names]
+    assert sorted(ours.values()) == [False, False, True, True, True], "6 experts, 8 dimensions"
