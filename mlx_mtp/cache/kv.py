@@ -127,7 +127,7 @@ def _write(
 
 
 # With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
-# shapes are part of the key because a compiled function keeps an entry for each as long as it lives.
+# key has the shapes because a compiled function keeps an entry for each as long as it lives.
 @functools.lru_cache(maxsize=1024)
 def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
     return mx.compile(partial(_write, counts))
