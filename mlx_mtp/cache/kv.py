@@ -123,8 +123,8 @@ def _write(
     return pairs
 
 
-# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. It
-# keeps an entry for each shape of a function's, so the shapes are part of the key.
+# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
+# key has the shapes because a compiled function keeps an entry for each as long as it lives.
 @functools.lru_cache(maxsize=1024)
 def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
     return mx.compile(partial(_write, counts))
