@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.engine import batch
-from mlx_mtp.models import layers, loaded
+from mlx_mtp.models import layers, loaded, mixture
 from mlx_mtp.sampling import sampler
+from mlx_mtp.world import World
 
 
 class Exchange:
@@ -20,7 +21,9 @@ class Exchange:
         self.barrier = threading.Barrier(size, timeout=60)
         self.parts: list[mx.array | None] = [None] * size
         self.local = threading.local()
-        monkeypatch.setattr(layers, "summed", self.summed)
+        for each in (layers, mixture):
+            monkeypatch.setattr(each, "summed", self.summed)
+        monkeypatch.setattr(mixture, "world", lambda: World(size=size))
         for module in (batch, loaded):
             monkeypatch.setattr(module, "gathered", self.gathered)
         monkeypatch.setattr(sampler, "agreed", lambda tokens: self.all(tokens)[0])

@@ -31,7 +31,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
 from mlx_mtp.speculative.copies import Copies
-from mlx_mtp.speculative.prices import StepCosts
+from mlx_mtp.speculative.prices import HEAD, StepCosts
 from mlx_mtp.speculative.proposer import Computed, DraftProposer, MTPProposer
 from mlx_mtp.speculative.worth import DraftPolicy, DraftsByWorth, FixedDepth
 
@@ -170,6 +170,13 @@ class Ties:
         assert len(self.places) <= 1 + self.num_tokens / 1000
 
 
+def cheap_drafts() -> DraftsByWorth:
+    """A policy that begins with drafts: one takes a third of a step."""
+    costs = StepCosts()
+    costs.load({1: {HEAD: {0: 0.03, 1: 0.04, 4: 0.07}}})
+    return DraftsByWorth(costs)
+
+
 class Driver:
     """An `EngineCore` stepped by hand. The model's head drafts unless another proposer is given.
 
@@ -194,7 +201,7 @@ class Driver:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
             fixed = config.num_draft_tokens
-            depth = DraftsByWorth(StepCosts()) if fixed == "auto" else FixedDepth(fixed)
+            depth = cheap_drafts() if fixed == "auto" else FixedDepth(fixed)
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if proposer is None and model.head is not None:
             proposer = MTPProposer(model)

@@ -160,7 +160,8 @@ class DraftsByWorth:
         self.reason: DraftChoice | None = None
         self._choice = Choice((), ())
         self._until_review = 0
-        self._probe, self._probing, self._rested, self._up = Choice((), ()), 0, 0, True
+        self._probe, self._probing, self._up = Choice((), ()), 0, True
+        self._rested = _LEAST_REST  # the first probe waits for nothing but the price of plain steps
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         steady = steady and len(rows) == len(self._choice.head)

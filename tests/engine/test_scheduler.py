@@ -139,7 +139,7 @@ def test_the_policy_learns_of_decode_steps_alone():
     policy = Scheduler(EngineConfig(), depth)
     rows = a, b, _, d = decoding(policy, "abcd")
     assert depth.seen == []
-    # b ends with a draft, d with what replaced a draft, which so was tried.
+    # b ends with a draft, d with what replaced one.
     first = InFlightStep(
         rows,
         (3, 3, 3, 3),
@@ -158,9 +158,8 @@ def test_the_policy_learns_of_decode_steps_alone():
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
     assert (one.shape, one.seconds) == (Shape(3, 6, 2, False), 0.5)
-    ends = ((a, False), (b, True), (d, False))
-    outcomes = [(row.drafting, "mtp", 2, 1, cut) for row, cut in ends]
-    assert one.outcomes == [Outcome(*each) for each in outcomes]
+    ends = ((a, 2, False), (b, 1, True), (d, 2, True))
+    assert one.outcomes == [Outcome(row.drafting, "mtp", 2, 1, *end) for row, *end in ends]
     assert (other.shape, other.seconds) == (Shape(2, 4, 0, False), None)
     assert [o.row for o in other.outcomes] == [a.drafting]
     stats = policy.stats()

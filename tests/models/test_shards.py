@@ -30,8 +30,7 @@ def outputs(model) -> list[np.ndarray]:
         start = cache.offset
         cache.commit(mx.array([window] * 2))
     packing = Packing(cache.layout, start, [window] * 2)
-    z = model.head.join(model.embed(tokens), hidden)
-    model.head.write(z, cache.head, packing)
+    z = model.head.write(model.embed(tokens), hidden, cache.head, packing)
     found.append(np.array(model.logits(model.head.run(z, cache.head, packing))))
     return found
 
