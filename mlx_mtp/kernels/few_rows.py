@@ -20,7 +20,6 @@ _FEATURES = 16  # of a block, and rows of the left operand
 _TILE = 8  # rows of x beside each other in a product
 _MOST_TILES = 2
 _MOST_WARPS = 16
-_LONG = 1024  # pairs of token and expert: more are a prompt's
 _STAGES = 2  # chunks in flight
 
 # What the body needs of the hardware; the tests have it in C++.
@@ -65,13 +64,11 @@ _ROWS = r"""
 # first of up to 8 pairs of an expert computes them all. PAIRS of them have one row of x.
 _PAIRS = r"""
     const int first = blockIdx.y, expert = experts[first];
-    // Of a prompt an expert has many pairs: they are also cut at multiples of 8, not to be counted.
-    const int reach = LONG ? first % 8 : first;
     int before = 0;
-    while (before < reach && experts[first - before - 1] == expert) ++before;
+    while (before < first && experts[first - before - 1] == expert) ++before;
     if (before % 8) return;
     int count = 1;
-    const int most = min(LONG ? 8 - reach : 8, experts_shape[0] - first);
+    const int most = min(8, experts_shape[0] - first);
     while (count < most && experts[first + count] == expert) ++count;
     size_t base = (size_t)expert * N;
     #define SOURCE(r) (order[first + (r)] / PAIRS)
@@ -312,7 +309,6 @@ def _launch(
     template = {"T": x.dtype, "K": inner, "BITS": bits, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
     template["PAIRS"] = across // len(x) if pairs else 1
-    template |= {"LONG": across > _LONG} if pairs else {}
     rows = pairs[0].size if pairs else len(x)
     outputs = [each.shape[-2] for each, _, _ in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)

@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 Backend = Literal["metal", "cuda"]
 Launch = Callable[..., Sequence[Any]]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
 MOST_ROWS = 64  # tokens of a step; more are a prompt's, which mlx's own operations serve well
@@ -61,17 +60,6 @@ def backend() -> Backend | None:
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None
-
-
-def compiled(function: _Function) -> _Function:
-    """A function of arrays alone that mlx compiles on a GPU, where few launches are better."""
-    fast = mx.compile(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if backend() is None else fast)(*args, **kwargs)
-
-    return cast(_Function, call)
 
 
 @functools.cache

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gpu import compiled
-
 
 class AcceptResult(NamedTuple):
     """What each row keeps of a window: the accepted drafts and one token more, cut at its end."""
@@ -17,7 +15,6 @@ class AcceptResult(NamedTuple):
     last: mx.array  # int32 [B], the last token each row has emitted
 
 
-@compiled
 def accept(
     targets: mx.array,  # int32 [B, T], the token drawn after each position of the window
     window: mx.array,  # int32 [B, T], the last emitted token and T-1 drafts

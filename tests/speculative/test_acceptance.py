@@ -1,11 +1,9 @@
 """The device's acceptance equals a loop over rows and tokens."""
 
 import mlx.core as mx
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.kernels import gpu
 from mlx_mtp.speculative.acceptance import accept
 
 
@@ -55,19 +53,3 @@ def test_equals_a_loop(data, length, batch):
     )
     rows = zip(targets, window, stops, remaining, finished, limits, strict=True)
     assert list(zip(*(a.tolist() for a in accepted))) == [reference(*row) for row in rows]
-
-
-def test_compiled_it_decides_the_same(monkeypatch):
-    draw = np.random.default_rng(0).integers
-    tokens, window = (mx.array(draw(0, 3, (6, 4)), dtype=mx.int32) for _ in range(2))
-    limits = {
-        "stop_ids": mx.array([[2, -1]] * 6),
-        "remaining": mx.array(draw(1, 5, 6), dtype=mx.int32),
-        "finished": mx.array([False] * 5 + [True]),
-    }
-    for more in ({}, {"num_drafts": mx.array(draw(0, 4, 6), dtype=mx.int32)}):
-        plain = accept(tokens, window, **limits, **more)
-        with monkeypatch.context() as patched:
-            patched.setattr(gpu, "backend", lambda: "cuda")
-            compiled = accept(tokens, window, **limits, **more)
-        assert all(map(mx.array_equal, plain, compiled))
