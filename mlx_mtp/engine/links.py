@@ -33,7 +33,8 @@ class _Loader(pickle.Unpickler):
     """Of messages, and of nothing else that a pickle may bring."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module != "mlx_mtp.engine.messages":
+        # A dotted name would lead on to what a message refers to.
+        if module != "mlx_mtp.engine.messages" or "." in name:
             raise pickle.UnpicklingError(f"{module}.{name} is no message")
         return super().find_class(module, name)
 

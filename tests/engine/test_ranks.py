@@ -1,5 +1,6 @@
 """Several ranks answer as one does, as threads of this process and as processes."""
 
+import io
 import itertools
 import json
 import pickle
@@ -15,6 +16,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import links
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.follow import follow
+from mlx_mtp.engine.messages import Compare
 from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.world import World
@@ -204,3 +206,15 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
     engine.hang_reason = "the engine hangs"
     why = "the engine hangs; steps that others have computed: rank 1 7"
     assert [told.get(timeout=60) for _ in range(2)] == [why, why]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [("builtins", "eval"), ("mlx_mtp.engine.messages", "Row.of")],  # the second leads on
+    ids=str,
+)
+def test_a_pickle_brings_nothing_but_messages(where):
+    names = b"".join(b"\x8c" + bytes([len(name)]) + name.encode() for name in where)
+    with pytest.raises(pickle.UnpicklingError, match="is no message"):
+        links._Loader(io.BytesIO(b"\x80\x04" + names + b"\x93.")).load()
+    assert links._Loader(io.BytesIO(pickle.dumps(Compare()))).load() == Compare()
