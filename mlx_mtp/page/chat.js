@@ -222,10 +222,13 @@ export function Chat() {
   const toggle = (name) => setPanel(panel === name ? null : name);
   const size = nodes.at(-1)?.steps?.length ?? nodes.length;
   useEffect(() => {
+    bottom.current.scrollTop = bottom.current.scrollHeight; // A question may be longer than the screen.
+  }, [chat.id, nodes.length]);
+  useEffect(() => {
     const list = bottom.current;
     // Follow an answer as it grows, but not away from what somebody reads further up.
     if (list.scrollHeight - list.scrollTop - list.clientHeight < 200) list.scrollTop = list.scrollHeight;
-  }, [size, chat.id, nodes.length]);
+  }, [size]);
   const drafts = () => {
     view.drafts = !view.drafts;
     localStorage.setItem("mlx-mtp.drafts", view.drafts ? "1" : "0");
