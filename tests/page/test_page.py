@@ -176,8 +176,11 @@ def test_a_long_prompt_shows_how_much_of_it_is_computed(serve: Serve, opened: Op
             yield None
 
     with serve(FakeEngine(script)) as client, opened(address(client)) as tab:
-        say(tab)
-        tab.get_by_text("4,000 of 9,000 tokens of the prompt are computed.").wait_for()
+        say(tab, "Longer\n" * 50 + "than a screen.")
+        told = tab.get_by_text("4,000 of 9,000 tokens of the prompt are computed.")
+        told.wait_for()
+        box, height = told.bounding_box(), tab.viewport_size["height"]
+        assert 0 < box["y"] < height - box["height"]
         tab.get_by_role("button", name="Stop").first.click()
         tab.get_by_text("Stopped.").wait_for()
 
