@@ -18,6 +18,7 @@ from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.follow import follow
 from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
 from mlx_mtp.engine.links import Link, Links, connect
+from mlx_mtp.engine.messages import Begin
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.loaded import LoadedModel
@@ -29,6 +30,7 @@ from mlx_mtp.world import summed, world
 def _led(
     links: Links, model: LoadedModel, proposer: MTPProposer | None, vocab_size: int
 ) -> ModelRunner:
+    links.send(Begin(vocab_size, proposer is not None, None))
     return LeadRunner(links, model, proposer, vocab_size, LeadPrefixes(links))
 
 

@@ -103,6 +103,16 @@ class EngineConfig:
         default=100.0,
         program_default=0.0,
     )
+    # Its default is resolved by the model and the backend (`LoadedModel.is_best_exact`).
+    exact: bool = setting(
+        "memory and prefix cache: --exact",
+        "the same tokens, to the bit, whatever runs beside a request and is cached: prompts are "
+        "computed one by one, in chunks of turns and of --prefill-step-size tokens, and only what "
+        "was computed so is reused, so that answers are computed again as part of the next prompt",
+        default_text="on CUDA, where kernels serve all weights, unless --max-decode-pause or "
+        "--kv-cache-quantization is given",
+        program_default=False,
+    )
     overlap: bool = True  # Launch step i+1 before the tokens of step i are read.
     calibration_seconds: float = setting(
         "multi-token prediction: --calibration-seconds SECONDS",

@@ -61,7 +61,11 @@ def mac_memory(gigabytes: int) -> MemoryLimit:
 
 
 def wire_memory(limit: MemoryLimit) -> None:
-    """Ask a Mac to keep the model resident, as mlx-lm does; elsewhere nothing happens."""
+    """Tell mlx the limit on CUDA; ask a Mac to keep the model resident, as mlx-lm does."""
+    if mx.cuda.is_available():
+        # Expanded weights are allocated ahead of the GPU, for as many layers as there is room for.
+        mx.set_memory_limit(limit.nbytes)
+        return
     # Up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
     version = re.match(r"[0-9]+", platform.mac_ver()[0])
     if not mx.metal.is_available() or version is None or int(version[0]) < _WIRED_SINCE:

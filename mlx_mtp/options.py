@@ -153,6 +153,7 @@ GENERATE_FLAGS = _in_order(
 )
 
 
+_INEXACT = ("--max-decode-pause", "--kv-cache-quantization")
 _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")  # of the head
 
 
@@ -192,6 +193,12 @@ def check_serve(options: argparse.Namespace) -> None:
             "--draft-answers-size is for drafts that are copied: it needs --drafts with copy, "
             "--mtp-num-draft-tokens auto and a prefix cache."
         )
+    for flag in _INEXACT if options.exact else ():
+        if _asks(options, flag):
+            raise UsageError(
+                f"{flag} lets tokens depend on what runs beside a request or is cached, and "
+                "--exact does not: leave one of them out."
+            )
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
     if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
         raise UsageError(f"{of_size} needs {flag}, which is not given.")
@@ -224,6 +231,14 @@ def wants_head(options: argparse.Namespace) -> bool | None:
     if "mtp" not in getattr(options, "drafts", "mtp"):
         return False
     return any(_asks(options, flag) for flag in _OF_DRAFTS) or options.enable_mtp
+
+
+def wants_exact(options: argparse.Namespace) -> bool | None:
+    """Whether `EngineConfig.exact` is asked for or excluded; None: where kernels serve it."""
+    if options.exact is None and any(_asks(options, flag) for flag in _INEXACT):
+        return False
+    wanted: bool | None = options.exact
+    return wanted
 
 
 def _asks(options: argparse.Namespace, flag: str) -> bool:

@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING
 from mlx_mtp import __version__
 from mlx_mtp.config import EngineConfig, flags_of
 from mlx_mtp.engine.links import Link, Links, connect
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import RankError
 from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
 from mlx_mtp.models.files import read_header
 from mlx_mtp.server.serve import give_up
 from mlx_mtp.world import world
 
 if TYPE_CHECKING:
+    from mlx_mtp.cache.prefix_store import PrefixStore
     from mlx_mtp.engine.engine import Engine
     from mlx_mtp.models.loaded import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-_NOT_YET = ("--prefix-cache-dir", "--mtp-draft-vocab")
+_ALIKE = ("dtype", "prefix_cache_dir", "prefix_cache_dir_size", "mtp_draft_vocab")
+"""Options that all ranks need the same of, beside those of the engine."""
 _SAMPLE = 256  # bytes of each tensor
 _HANG_SECONDS = 10.0
 """For so long a step may seem to hang before all ranks end."""
@@ -41,15 +43,6 @@ def part() -> tuple[int, int]:
     return world()[:2]
 
 
-def lead(options: argparse.Namespace, loaded: LoadedModel) -> Links | None:
-    """Rank 0's links to the others; None where there are none."""
-    if world().size == 1:
-        return None
-    links = _join(options, loaded)
-    assert isinstance(links, Links)
-    return links
-
-
 def use_memory(given: int | None, least: int | None) -> MemoryLimit:
     """The memory of --memory-limit or of the machine, of which no rank has less than `least`."""
     limit = memory_limit(given)
@@ -59,13 +52,15 @@ def use_memory(given: int | None, least: int | None) -> MemoryLimit:
     return limit
 
 
-def _join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
-    """Connect the ranks; UsageError where they differ in what they would compute."""
-    for name in _NOT_YET:
-        if getattr(options, name.lstrip("-").replace("-", "_")) is not None:
-            raise UsageError(f"{name} does not work with several ranks yet: leave it out.")
+def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
+    """Connect the ranks, if there are several: rank 0 to all, and each other one to it.
+
+    UsageError where they differ in what they would compute.
+    """
+    if world().size == 1:
+        return None
     given = {flag.name: getattr(options, flag.key) for flag in flags_of(EngineConfig)}
-    given["--dtype"] = options.dtype
+    given |= {f"--{key.replace('_', '-')}": getattr(options, key) for key in _ALIKE}
     facts = {
         "mlx-mtp": __version__,
         **{name: metadata.version(name) for name in ("mlx", "mlx-lm")},
@@ -76,25 +71,27 @@ def _join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link:
     return connect(world(), facts, memory_limit(options.memory_limit).nbytes, give_up)
 
 
-def follow_rank_zero(options: argparse.Namespace, loaded: LoadedModel) -> int:
+def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None) -> int:
     """What `serve` is on any rank but 0; returns the exit status."""
     from mlx_mtp.engine.follow import follow
 
     rank = world().rank
-    link = _join(options, loaded)
-    assert isinstance(link, Link)
     # Rank 0 finishes what runs, and then tells.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
-    use_memory(options.memory_limit, None)
     loaded.read()
     link.send("ready")
     logger.info("Rank %d of %d is ready.", rank, world().size)
     try:
-        follow(loaded, EngineConfig().draft_source, link)
+        follow(loaded, EngineConfig().draft_source, link, store)
     except Exception as error:
         logger.debug("Why rank %d ends", rank, exc_info=True)
-        give_up(f"rank {rank} can't go on: {type(error).__name__}: {error}")
+        why = error if isinstance(error, RankError) else repr(error)
+        reason = f"rank {rank} can't go on: {why}"
+        link.fail(reason)
+        give_up(reason)
+    if store is not None:
+        store.close()
     return 0
 
 

@@ -15,13 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp import factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, width_of
-from mlx_mtp.options import BUNDLED_NAME, PREFIX_CACHE_DIR_SIZE, check_serve, wants_head
+from mlx_mtp.options import (
+    BUNDLED_NAME,
+    PREFIX_CACHE_DIR_SIZE,
+    check_serve,
+    wants_exact,
+    wants_head,
+)
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
@@ -48,14 +54,16 @@ def serve(
     check_serve(options)
     info = factories.prepare(options, options.log_level)
 
-    from mlx_mtp.ranks import follow_rank_zero, lead, part, watch
+    from mlx_mtp.ranks import follow_rank_zero, join, part, watch
     from mlx_mtp.server.access import read_keys, warn_if_open
     from mlx_mtp.server.serve import bind, create_app, give_up, make_server, run
 
     own = part()
     load = partial(factories.load, options, enable_mtp=wants_head(options), lazy=True, part=own)
     if own[0]:
-        return follow_rank_zero(options, load()[0])
+        loaded, _ = load()
+        parts = _parts(options, loaded, join(options, loaded))
+        return follow_rank_zero(loaded, parts["links"], parts["store"])
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     if options.mtp_optimistic:
@@ -65,28 +73,15 @@ def serve(
     # The port first: the user should not wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = load()
-        # What can't fit, or a directory that can't be used, is an error before weights are read.
-        limits = from_options(EngineConfig, options)
-        links = lead(options, loaded)
-        memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
-        limits = replace(
-            limits,
-            prefix_cache_size=memory.prefix_cache,
-            prefill_step_size=memory.prefill_step_size,
-        )
-        store, kept = None, prefixes_text(limits)
-        if options.prefix_cache_dir is not None:
-            from mlx_mtp.engine.build import prefix_store
-
-            size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
-            path = Path(options.prefix_cache_dir).expanduser()
-            store = prefix_store(loaded, limits, options.dtype, path, size)
-            kept += f"; up to {size / 1e9:.2f} GB in {path}"
+        parts = _parts(options, loaded, join(options, loaded))
+        limits, memory, store = parts["config"], parts["memory"], parts["store"]
+        kept = prefixes_text(limits)
+        if store is not None:
+            kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
         loaded.read()
-        parts = {"memory": memory, "store": store, "links": links}
-        engine = factories.engine(loaded, tokenizer, options, limits, **parts)
-        if links is not None:
-            watch(engine, links)
+        engine = factories.engine(loaded, tokenizer, options, **parts)
+        if parts["links"] is not None:
+            watch(engine, parts["links"])
         name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(
             ServerConfig,
@@ -105,7 +100,8 @@ def serve(
         gc.freeze()
         engine.launch()  # Where it can't answer there is nothing to serve.
         plan = memory.lines(options.max_num_seqs)
-        text = banner(config, loaded, engine.info, info, plan, kept, width_of(sys.stdout))
+        told = kept, answers_text(limits, loaded)
+        text = banner(config, loaded, engine.info, info, plan, *told, width_of(sys.stdout))
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)
@@ -114,6 +110,28 @@ def serve(
         if not run(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
+
+
+def _parts(options: argparse.Namespace, loaded: LoadedModel, links: Any) -> dict[str, Any]:
+    """What the engine of any rank is built with, but for the model.
+
+    What can't fit, or a directory that can't be used, is an error before weights are read.
+    """
+    from mlx_mtp.engine.build import prefix_store
+
+    limits, store, exact = from_options(EngineConfig, options), None, wants_exact(options)
+    limits = replace(limits, exact=loaded.is_best_exact if exact is None else exact)
+    memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
+    limits = replace(
+        limits,
+        prefix_cache_size=memory.prefix_cache,
+        prefill_step_size=memory.prefill_step_size,
+    )
+    if options.prefix_cache_dir is not None:
+        size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
+        path = Path(options.prefix_cache_dir).expanduser()
+        store = prefix_store(loaded, limits, options.dtype, path, size, links)
+    return {"config": limits, "memory": memory, "store": store, "links": links}
 
 
 def plan_memory(
@@ -128,7 +146,9 @@ def plan_memory(
 
     vocab, limit = options.mtp_draft_vocab, use_memory(options.memory_limit, least)
     num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
-    longer_steps, cache = options.prefill_step_size is None, options.prefix_cache_size
+    # Chunks that are not cut to a pause stay short.
+    longer_steps = options.prefill_step_size is None and not config.exact
+    cache = options.prefix_cache_size
     return plan_for(model, config, limit, num_draft_ids, cache, longer_steps)
 
 
@@ -147,11 +167,12 @@ def banner(
     info: BackendInfo,
     memory: Sequence[str],
     prefixes: str,
+    answers: str,
     width: int | None = None,  # of the terminal
 ) -> str:
     """Addresses, model, backend, memory plan (its lines), a curl command to try, how to stop.
 
-    `prefixes` says which are kept, and where.
+    `prefixes` says which are kept, and where; `answers`, on what they depend.
     """
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     depth = engine.num_draft_tokens
@@ -177,6 +198,7 @@ def banner(
         **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
         "backend": str(info),
         "prefixes": prefixes,
+        "answers": answers,
         "memory": "\n".join(memory),
     }
     curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]
@@ -215,6 +237,16 @@ def prefixes_text(config: EngineConfig) -> str:
     if (bits := config.kv_cache_quantization) is not None:
         text += f", in {bits} bits: answers that reuse them may differ slightly"
     return text
+
+
+def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
+    """Where the same request, with the same seed, gets the same answer."""
+    same = "the same with MTP on or off, beside any other requests, from a cold or a warm cache"
+    if config.exact and loaded.can_be_exact:
+        return f"{same}, to the bit (--exact)"
+    if loaded.dtype.size == 4:
+        return f"{same}, but for ties of rounding (float32)"
+    return "may part where two tokens are about as good: 16-bit sums depend on what runs beside"
 
 
 def _announce(text: str) -> None:

@@ -50,6 +50,12 @@ def _ring() -> list[list[str]]:
     return json.loads(text) if text.strip() else []  # Empty for one rank.
 
 
+def own_folder(path: Path) -> Path:
+    """Where this rank keeps its part of what is kept there: one of its own, unless it is alone."""
+    rank, size, _ = world()
+    return path if size == 1 else path / f"rank-{rank}-of-{size}"
+
+
 def summed(x: mx.array) -> mx.array:
     """The sum of all ranks' parts of a result."""
     ranks = world()

@@ -1,15 +1,23 @@
 """Several ranks in one process."""
 
+import pickle
+import queue
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine import batch
+from mlx_mtp.engine.follow import follow
+from mlx_mtp.engine.links import Links
+from mlx_mtp.engine.messages import Answer
 from mlx_mtp.models import layers, loaded, mixture
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling import sampler
 from mlx_mtp.world import World
 
@@ -60,3 +68,50 @@ class Exchange:
 
     def gathered(self, x: mx.array) -> mx.array:
         return mx.concatenate(self.all(x), axis=-1)
+
+
+class Queue:
+    """Both ends of a link between threads."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.own_done = 0
+        self.answer = Answer(0, "")
+        self.on_answer: Callable[[], None] = lambda: None
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Answer):
+            self.answer = message
+            self.on_answer()
+        else:
+            self.messages.put(pickle.dumps(message))
+
+    post = send
+
+    def receive(self) -> object:
+        return pickle.loads(self.messages.get(timeout=60))
+
+    def close(self) -> None:
+        pass
+
+
+def led(
+    monkeypatch: pytest.MonkeyPatch,
+    models: Many[LoadedModel],
+    work: Callable[[Links], Any],
+    stores: Many[PrefixStore] = (),  # of the other ranks
+) -> Any:
+    """What the work of rank 0 returns, which leads as many threads as there are other models."""
+    together, ends = Links(pytest.fail), [Queue() for _ in models[1:]]
+    together.all = ends
+
+    def one(rank: int) -> Any:
+        if rank:
+            store = stores[rank - 1] if stores else None
+            return follow(models[rank], "mtp", ends[rank - 1], store)
+        try:
+            return work(together)
+        finally:
+            together.close()
+
+    return Exchange(len(models), monkeypatch).run(one)[0]

@@ -18,6 +18,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
 from mlx_mtp.engine.links import Links
+from mlx_mtp.engine.messages import Begin
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -25,7 +26,7 @@ from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
@@ -197,20 +198,26 @@ class Driver:
         store: PrefixStore | None = None,
         prefills: Callable[[EngineConfig], Prefills] = Prefills,
         links: Links | None = None,
+        draft_ids: Many[int] | None = None,  # the only tokens that the head drafts
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
             fixed = config.num_draft_tokens
             depth = cheap_drafts() if fixed == "auto" else FixedDepth(fixed)
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
+        if links is not None:
+            links.send(Begin(self.vocab_size, model.head is not None, draft_ids))
         if proposer is None and model.head is not None:
-            proposer = MTPProposer(model)
+            proposer = MTPProposer(
+                model, None if draft_ids is None else DraftHead(model, draft_ids)
+            )
         size, bits = config.prefix_cache_size, config.kv_cache_quantization
         self.prefixes = PrefixCache(size, bits, store)
         if links is not None:
-            self.prefixes = LeadPrefixes(links, size, bits)
+            self.prefixes = LeadPrefixes(links, size, bits, store)
         step = config.prefill_step_size
-        self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain)
+        exact = config.exact
+        self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.copies = Copies(1 << 20) if copies is None and config.copies else copies
         parts = model, proposer, self.vocab_size, self.prefixes
         self.runner = LeadRunner(links, *parts) if links is not None else ModelRunner(*parts)

@@ -103,7 +103,7 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
 
 
 def start_ranks(folder: Path, commands: Many[Many[str]]) -> list[subprocess.Popen[str]]:
-    """Start a module of Python with its arguments for each rank, as `mlx.launch` does."""
+    """Start Python with these arguments for each rank, as `mlx.launch` does."""
     hosts, socks = folder / "hosts.json", [socket.socket() for _ in commands]
     for each in socks:
         each.bind(("127.0.0.1", 0))
@@ -112,7 +112,7 @@ def start_ranks(folder: Path, commands: Many[Many[str]]) -> list[subprocess.Pope
         each.close()
     return [
         subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, *command],
             env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

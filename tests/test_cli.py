@@ -21,8 +21,9 @@ from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models import loader
+from mlx_mtp.options import wants_exact
 from mlx_mtp.server.serve import bind
-from mlx_mtp.serving import banner, model_name, own_address, prefixes_text
+from mlx_mtp.serving import answers_text, banner, model_name, own_address, prefixes_text
 from tests.process import running
 from tests.server.fake_engine import FakeInfo
 
@@ -185,7 +186,7 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
             {"mtp_enabled": False},
             "MTP      off: --no-enable-mtp, --drafts, or the model has no head\n",
         ),
-        ({}, {}, "prefixes kept\n"),
+        ({}, {}, "prefixes kept\n  answers  the same\n"),
         ({"optimistic": 0.5}, {}, "optimistic drafts with 0.5 times the probability"),
         ({}, {}, "\n  memory   8.0 GB: 1.0 GB weights\n           rows: 3\n"),
         ({"api_keys": ("a'b",)}, {}, '"Authorization: Bearer $MLX_MTP_API_KEY"'),
@@ -197,10 +198,10 @@ def test_the_banner(config, engine, shown):
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", **about)
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
     info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
-    text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept")
+    text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same")
     assert shown in text and "a'b" not in text and "2, each with a part" in text
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
-    narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", width=60)
+    narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same", width=60)
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
     assert narrow.split() == text.split()
     assert ("Authorization" in text) == bool(config.api_keys)
@@ -219,6 +220,36 @@ def test_the_banners_line_on_prefixes():
         ({}, "not kept (--prefix-cache-size is 0)"),
     ):
         assert prefixes_text(EngineConfig(**settings)) == shown
+
+
+@pytest.mark.parametrize(
+    ("exact", "can", "size", "told"),
+    [
+        (True, True, 2, "to the bit"),
+        (True, False, 2, "may part"),
+        (False, True, 2, "may part"),
+        (True, False, 4, "but for ties"),
+    ],
+)
+def test_the_banners_line_on_answers(exact, can, size, told):
+    loaded = SimpleNamespace(can_be_exact=can, dtype=SimpleNamespace(size=size))
+    assert told in answers_text(EngineConfig(exact=exact), loaded)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], None),
+        (["--exact"], True),
+        (["--no-exact"], False),
+        (["--max-decode-pause", "50"], False),
+        (["--max-decode-pause", "0"], None),
+        (["--kv-cache-quantization", "8"], False),
+        (["--kv-cache-quantization", "none"], None),
+    ],
+)
+def test_exactness_is_the_models_choice_unless_a_flag_asks_or_excludes_it(given, wanted):
+    assert wants_exact(parse(*given)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -271,10 +302,13 @@ OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-token
         ("serve --no-enable-mtp --mtp-draft-vocab 9", "ENABLE_MTP=1", OFF),
         (f"serve --enable-mtp {DEPTH} 1 --calibration-seconds 3", "", f"{DEPTH} auto, and .* 1:"),
         ("serve --kv-cache-quantization 8", "PREFIX_CACHE_SIZE=0", "in 8 bits .* turns that"),
+        ("serve --exact --max-decode-pause 9", "", "pause lets tokens .* --exact does not"),
+        ("serve --exact --kv-cache-quantization 8", "", "quantization lets tokens"),
         ("generate hi --no-enable-mtp --mtp-num-draft-tokens 1", "", OFF),
         ("generate hi", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=1", OFF),
         ("bench offline --depths 1,2 --calibration-seconds 1", "", "auto: add it to --depths"),
         # These agree.
+        ("serve --exact --max-decode-pause 0 --kv-cache-quantization none", "", None),
         ("serve --no-enable-mtp --calibration-seconds 2", "", None),
         ("serve --no-enable-mtp --drafts copy --mtp-optimistic 1", "", None),
         ("serve --mtp-num-draft-tokens 0 --calibration-seconds 0 --cache-dir DIR", "", None),

@@ -33,14 +33,18 @@ def test_a_gpu_has_what_its_driver_says(monkeypatch):
 
 
 MACHINES = [("Darwin", "15.3", 100, [48]), ("Darwin", "26.0", 20, [20])]
-MACHINES += [("Darwin", "14.7", 100, []), ("Linux", "", 100, [])]
+MACHINES += [("Darwin", "14.7", 100, []), ("Linux", "", 100, []), ("CUDA", "", 100, [-100])]
 
 
 @pytest.mark.parametrize(("system", "version", "limit", "wired"), MACHINES)
-def test_a_mac_is_asked_to_keep_the_model_resident(monkeypatch, system, version, limit, wired):
+def test_a_mac_keeps_the_model_resident_and_cuda_keeps_to_the_limit(
+    monkeypatch, system, version, limit, wired
+):
     asked: list[int] = []
     fake = SimpleNamespace(
         metal=SimpleNamespace(is_available=lambda: system == "Darwin"),
+        cuda=SimpleNamespace(is_available=lambda: system == "CUDA"),
+        set_memory_limit=lambda nbytes: asked.append(-nbytes),
         device_info=lambda: {"max_recommended_working_set_size": 48},
         set_wired_limit=asked.append,
     )

@@ -19,7 +19,7 @@ from tests.conftest import DEMO
 from tests.process import CHAT, MODEL, start_ranks
 
 pytestmark = pytest.mark.full
-SERVE = ["mlx_mtp", "serve", str(DEMO), "--served-model-name", MODEL, "--port", "0"]
+SERVE = ["-m", "mlx_mtp", "serve", str(DEMO), "--served-model-name", MODEL, "--port", "0"]
 SERVE += ["--calibration-seconds", "0.0"]
 
 
@@ -63,6 +63,7 @@ def ranks(folder: Path, *commands: list[str]) -> Iterator[list[Rank]]:
 def stream(url: str, max_tokens: int, began: Callable[[], object]) -> list[str]:
     """All events of an answer; `began` is called at its fifth."""
     fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    fields["stream_options"] = {"include_usage": True}
     messages, events = [{"role": "user", "content": "Tell me a story."}], []
     body = {"model": MODEL, "messages": messages, **fields}
     with httpx.stream("POST", url + CHAT, json=body, timeout=120) as answer:
@@ -111,16 +112,70 @@ def test_a_port_that_is_taken_ends_all(tmp_path):
             assert status == 2 and "Rank 0 and the others can't connect" in said
 
 
-def test_the_others_end_with_rank_zero(tmp_path):
-    with ranks(tmp_path, SERVE, SERVE) as (lead, other):
+def faulty(code: str) -> list[str]:
+    """The same server, with something broken before it begins."""
+    return ["-c", f"{code}\nimport sys\nfrom mlx_mtp.cli import main\nsys.exit(main())", *SERVE[2:]]
+
+
+def test_a_slow_rank_is_waited_for(tmp_path):
+    """Each of its steps takes 50 ms more: that is no fault."""
+    slow = faulty("""
+import time
+from mlx_mtp.engine.runner import ModelRunner
+run = ModelRunner.run
+def slowly(self, plan):
+    time.sleep(0.05)
+    return run(self, plan)
+ModelRunner.run = slowly
+""")
+    with ranks(tmp_path, SERVE, slow) as (lead, other):
         assert lead.ready.wait(120) and lead.url, lead.ended()
-
-        def stop() -> None:
-            for each in (other, lead):
-                each.process.send_signal(signal.SIGTERM)
-
-        assert stream(lead.url, 40, stop)[-1] == "[DONE]"
+        assert stream(lead.url, 100, lambda: None)[-1] == "[DONE]"
+        assert httpx.get(f"{lead.url}/health").status_code == 200
+        lead.process.terminate()
         assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
+        assert not any("WARNING" in line or "can't" in line for line in lead.said), lead.said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_full_memory_on_one_rank_ends_all(tmp_path, rank):
+    """As Metal and CUDA tell it; on a CPU mlx crashes, which is a rank that has ended."""
+    full = faulty("""
+from mlx_mtp.engine.runner import ModelRunner
+decode, steps = ModelRunner._decode, []
+def filled(self, plan):
+    steps.append(plan)
+    if len(steps) == 30:
+        raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
+    return decode(self, plan)
+ModelRunner._decode = filled
+""")
+    commands = [full if n == rank else SERVE for n in range(2)]
+    with ranks(tmp_path, *commands) as (lead, other):
+        assert lead.ready.wait(120) and lead.url, lead.ended()
+        told = json.loads(stream(lead.url, 20_000, lambda: None)[-2])["error"]["message"]
+        where = "a step failed on rank 0: " if rank == 0 else "rank 1 can't go on: a step failed: "
+        assert where in told and "memory" in told, told
+        assert (lead.ended()[0], other.ended()[0]) == (1, 1), (lead.said, other.said)
+
+
+def test_prefixes_outlive_the_ranks(tmp_path):
+    """SIGTERM ends all when what runs has ended."""
+    folder = tmp_path / "kept"
+    command = [*SERVE, "--prefix-cache-dir", str(folder), "--mtp-draft-vocab", "500"]
+    for cached in (False, True):
+        with ranks(tmp_path, command, command) as (lead, other):
+            assert lead.ready.wait(120) and lead.url, lead.ended()
+
+            def stop() -> None:
+                for each in (other, lead):
+                    each.process.send_signal(signal.SIGTERM)
+
+            *_, usage, done = stream(lead.url, 40, stop)
+            found = json.loads(usage)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert done == "[DONE]" and (found > 0) == cached, usage
+            assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
+    assert sorted(each.name for each in folder.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
 
 
 def test_ranks_that_differ_do_not_start(tmp_path):
@@ -142,10 +197,8 @@ def test_ranks_that_differ_do_not_start(tmp_path):
 
 
 def test_what_does_not_work_with_ranks_is_refused(tmp_path):
-    kept = [*SERVE, "--prefix-cache-dir", str(tmp_path / "kept")]
     for command, count, what in (
-        (kept, 2, "--prefix-cache-dir does not work with several ranks yet: leave it out."),
-        (["mlx_mtp", "generate", "Hi"], 2, "mlx.launch is for `mlx-mtp serve`"),
+        (["-m", "mlx_mtp", "generate", "Hi"], 2, "mlx.launch is for `mlx-mtp serve`"),
         (
             SERVE,
             3,

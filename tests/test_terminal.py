@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -33,6 +34,12 @@ _VARYING = {
 }
 
 
+def _own_terminal() -> None:
+    """A typed Ctrl-C is a signal, also where these tests run in a shell's background."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A process on a pseudo-terminal; `text` is what it has written, without styles."""
 
@@ -48,7 +55,7 @@ class Terminal:
             **streams,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # A typed Ctrl-C is a signal.
+            preexec_fn=_own_terminal,
         )
         os.close(other)
         self.raw = ""
@@ -60,7 +67,8 @@ class Terminal:
     def wait_for(self, pattern: str) -> re.Match[str]:
         deadline = time.monotonic() + 120
         while (found := re.search(pattern, self.text)) is None:
-            assert time.monotonic() < deadline, self.text
+            left = max(0.0, deadline - time.monotonic())
+            assert select.select([self._own], [], [], left)[0], self.text
             self._read()
         return found
 

@@ -12,6 +12,9 @@ from mlx_mtp.kernels.inputs import prepare
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.window import Convolution, Pending, Projected, Shape
 
+# State, pending window, history, and how much is kept of this window and of the next one.
+Held = tuple[mx.array, Pending | None, mx.array, mx.array | None, mx.array | None]
+
 _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
 
@@ -25,16 +28,32 @@ class GatedDeltaCache:
     packing: Packing  # of the pass
 
     def __init__(self, num_rows: int, shape: Shape, dtype: mx.Dtype) -> None:
-        _, dk, hv, dv, self.kernel_size = shape
+        _, dk, hv, dv, self._conv_size = shape
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
         self.pending: Pending | None = None  # a window that has not been folded
         # The convolution's last inputs, [B, K-1+P, C], P of the last window.
-        self.history = mx.zeros((num_rows, self.kernel_size - 1, shape.channels), dtype=dtype)
+        self.history = mx.zeros((num_rows, self._conv_size - 1, shape.channels), dtype=dtype)
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
         # The same of the next window, if it is known (a prefill, or one token a row): the state
         # then advances at once and nothing is left pending.
         self.coming: mx.array | None = None
+
+    @classmethod
+    def of(cls, held: Held) -> GatedDeltaCache:
+        """A cache to run one window, whose state is then `held`."""
+        cache = cls.__new__(cls)
+        cache.held = held
+        return cache
+
+    @property
+    def held(self) -> Held:
+        """All arrays, for what must get and return arrays alone."""
+        return self.state, self.pending, self.history, self.num_kept, self.coming
+
+    @held.setter
+    def held(self, held: Held) -> None:
+        self.state, self.pending, self.history, self.num_kept, self.coming = held
 
     def run(self, projected: Projected, convolution: Convolution) -> mx.array:
         """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
@@ -44,17 +63,17 @@ class GatedDeltaCache:
         )
         self.history, self.num_kept = conv_input, self.coming
         if self.coming is not None and window.length > _LONGEST_HISTORY:
-            self._trim()
+            self._trim(convolution.size)
         return outputs
 
     def fold(self) -> None:
         """Advance the state by the kept part of the last window, and drop the rest."""
         self.state = fold(self.pending, self.num_kept, self.state)
         self.pending = None
-        self._trim()
+        self._trim(self._conv_size)
 
-    def _trim(self) -> None:
-        self.history = conv_tail(self.history, self.num_kept, self.kernel_size - 1)
+    def _trim(self, conv_size: int) -> None:
+        self.history = conv_tail(self.history, self.num_kept, conv_size - 1)
         self.num_kept = None
 
     def select(self, rows: mx.array) -> GatedDeltaCache:

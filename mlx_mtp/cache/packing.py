@@ -5,9 +5,11 @@ The recurrence needs them as a rectangle, `rows`, and attention as one rectangle
 Which token goes where is known on the host; only the positions are on the device.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,11 +20,33 @@ from mlx_mtp.kernels.attention_plan import Plan, Row, plan
 Index = slice | mx.array
 
 
-class Packing:
-    """`lengths[b]` tokens of each row b, from position `start[b]` (int32 [B]) on."""
+class Rectangle(NamedTuple):
+    """Between tokens side by side, N, and the rectangle of B rows and T positions they lie in."""
 
-    def __init__(self, layout: Layout, start: mx.array, lengths: Sequence[int]) -> None:
-        self.layout = layout
+    rows: int
+    length: int
+    # Where each place's token is, and the place of each token, int32; None: in the same order.
+    tokens: mx.array | None
+    places: mx.array | None
+
+    def fill(self, x: mx.array, *sizes: int) -> mx.array:
+        """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite.
+
+        With sizes, a token's part gets that shape.
+        """
+        taken = x if self.tokens is None else x[self.tokens]
+        return taken.reshape(self.rows, self.length, *(sizes or x.shape[1:]))
+
+    def flat(self, x: mx.array) -> mx.array:
+        """[B, T, ..] to [N, ..]."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat if self.places is None else flat[self.places]
+
+
+class Windows:
+    """What the lengths of all rows' windows decide."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = np.array(lengths)
         self.num_tokens = int(self.lengths.sum())
         self.longest = int(self.lengths.max())
@@ -32,38 +56,54 @@ class Packing:
         # The tokens of each row, [B, T]; after its last one that again.
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
         self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
-        self._rect = _index(self.tokens.reshape(-1))
-        self._flat = _index(self.row * self.longest + self.step)
+        places = self.row * self.longest + self.step
+        size = len(lengths), self.longest
+        orders = _order(self.tokens.reshape(-1), self.num_tokens), _order(places, self.tokens.size)
+        self.rectangle = Rectangle(*size, *orders)
+        # int32: the same on the device, and the first token of each row.
+        self.rows, self.steps = _on_device(self.row), _on_device(self.step)
+        self.firsts = _on_device(self.tokens[:, :1].reshape(-1))
+
+
+_windows = functools.lru_cache(maxsize=64)(Windows)  # Steps repeat.
+
+
+class Packing:
+    """`lengths[b]` tokens of each row b, from position `start[b]` (int32 [B]) on."""
+
+    def __init__(self, layout: Layout, start: mx.array, lengths: Sequence[int]) -> None:
+        self.layout = layout
+        self.windows = _windows(tuple(lengths))
+        self.rectangle = self.windows.rectangle
+        self.num_tokens, self.longest = self.windows.num_tokens, self.windows.longest
         self._plans: dict[int, Plan] = {}
         self.positions = start  # of each token, int32
-        if self.longest > 1 or self.num_tokens < len(self.lengths):
-            where, more = (mx.array(a.astype(np.int32)) for a in (self.row, self.step))
-            self.positions = start[where] + more
+        if self.longest > 1 or self.num_tokens < len(lengths):
+            self.positions = start[self.windows.rows] + self.windows.steps
 
     def rows(self, x: mx.array) -> mx.array:
-        """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite."""
-        return x[self._rect].reshape(*self.tokens.shape, *x.shape[1:])
+        """See `Rectangle.fill`."""
+        return self.rectangle.fill(x)
 
     def flat(self, x: mx.array) -> mx.array:
-        """[B, T, ..] to [N, ..]."""
-        return x.reshape(-1, *x.shape[2:])[self._flat]
+        """See `Rectangle.flat`."""
+        return self.rectangle.flat(x)
 
     def at(self, step: mx.array) -> mx.array:
         """The token of each row at its `step[b]` (int32 [B]): int32 [B]."""
-        return mx.array(self.tokens[:, 0].astype(np.int32)) + step
+        return self.windows.firsts + step
 
     def after(self, known: mx.array, rest: mx.array) -> mx.array:
         """[N, ..] from each row's first token, [B, ..], and the others in their order."""
-        order = np.where(
-            self.step == 0, self.row, np.arange(self.num_tokens) + len(known) - 1 - self.row
-        )
+        row, step = self.windows.row, self.windows.step
+        order = np.where(step == 0, row, np.arange(self.num_tokens) + len(known) - 1 - row)
         return mx.concatenate([known, rest])[_index(order)]
 
     @cached_property
     def parts(self) -> list["Part"]:
         """The buffers that hold these rows."""
         rows = defaultdict[Buffer, list[int]](list)
-        for row in np.flatnonzero(self.lengths).tolist():
+        for row in np.flatnonzero(self.windows.lengths).tolist():
             rows[self.layout.places[row][0]].append(row)
         return [Part(self, buffer, own) for buffer, own in rows.items()]
 
@@ -72,9 +112,9 @@ class Packing:
         if group not in self._plans:
             number = {part.buffer: i for i, part in enumerate(self.parts)}
             rows = []
-            for row in np.flatnonzero(self.lengths).tolist():
+            for row in np.flatnonzero(self.windows.lengths).tolist():
                 buffer, slot = self.layout.places[row]
-                tokens = int(self.first[row]), int(self.lengths[row])
+                tokens = int(self.windows.first[row]), int(self.windows.lengths[row])
                 rows.append(Row(number[buffer], slot, buffer.capacity, *tokens))
             self._plans[group] = plan(tuple(rows), group)
         return self._plans[group]
@@ -87,8 +127,8 @@ class Packing:
     @cached_property
     def places(self) -> tuple[mx.array, mx.array]:
         """Slot and position of each token, by part: uint32 [N, 1], as indices need no cast then."""
-        slots = np.concatenate([part.slot for part in self.parts]).astype(np.uint32)
-        return mx.array(slots[:, None]), self.positions[self.by_part].astype(mx.uint32)[:, None]
+        slots = _on_device(np.concatenate([part.slot for part in self.parts]), np.uint32)
+        return slots[:, None], self.positions[self.by_part].astype(mx.uint32)[:, None]
 
     @cached_property
     def _from_parts(self) -> Index:
@@ -96,7 +136,7 @@ class Packing:
         where = np.zeros(self.num_tokens, dtype=np.int64)
         base = 0
         for part in self.parts:
-            where[part.own] = base + part.slot * part.length + self.step[part.own]
+            where[part.own] = base + part.slot * part.length + self.windows.step[part.own]
             base += part.used * part.length
         return _index(where)
 
@@ -111,18 +151,18 @@ class Part:
     """The tokens of a pass whose rows share a buffer."""
 
     def __init__(self, packing: Packing, buffer: Buffer, rows: list[int]) -> None:
-        layout, lengths = packing.layout, packing.lengths[rows]
+        layout, lengths = packing.layout, packing.windows.lengths[rows]
         self.buffer = buffer
         self.limit = min(max(layout.limits[row] for row in rows), buffer.capacity)
         self.length = int(lengths.max())
         self._slots = {layout.places[row][1]: row for row in rows}
         self.used = max(self._slots) + 1
-        pairs = zip(packing.first[rows].tolist(), lengths.tolist(), strict=True)
+        pairs = zip(packing.windows.first[rows].tolist(), lengths.tolist(), strict=True)
         # The tokens that are its own, and the slot of each.
         self.own = np.concatenate([np.arange(first, first + count) for first, count in pairs])
         self.slot = np.repeat([layout.places[row][1] for row in rows], lengths)
         # Not the packing: masks are large, and must not wait for Python to collect a cycle.
-        self._every_position, self._tokens = packing.positions, packing.tokens
+        self._every_position, self._tokens = packing.positions, packing.windows.tokens
 
     @cached_property
     def _rect(self) -> Index:
@@ -147,4 +187,19 @@ def _index(wanted: np.ndarray) -> Index:
     first, count = int(wanted[0]) if len(wanted) else 0, len(wanted)
     if np.array_equal(wanted, np.arange(first, first + count)):
         return slice(first, first + count)
-    return mx.array(wanted.astype(np.int32))
+    return _on_device(wanted)
+
+
+def _order(wanted: np.ndarray, count: int) -> mx.array | None:
+    """An index for these of some; None for all as they are."""
+    return None if np.array_equal(wanted, np.arange(count)) else _on_device(wanted)
+
+
+def _on_device(values: np.ndarray, dtype: Any = np.int32) -> mx.array:
+    return _kept(values.astype(dtype).tobytes(), dtype)
+
+
+# A new array of the host's costs a page fault on the GPU where memory is managed, as on CUDA.
+@functools.lru_cache(maxsize=256)
+def _kept(values: bytes, dtype: Any) -> mx.array:
+    return mx.array(np.frombuffer(values, dtype=dtype))

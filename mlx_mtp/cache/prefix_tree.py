@@ -27,7 +27,7 @@ Tokens = tuple[int, ...]
 
 NUM_RECENT = 3  # snapshots at the end of a chain that are not thinned
 _KEY_DIGITS = 40
-_TOKEN_BYTES = 4
+_TOKEN_BYTES = 8
 _STRIDE = 256
 
 
@@ -288,7 +288,7 @@ def prefix_keys(root: str, tokens: Sequence[int], ends: Iterable[int]) -> Iterat
 
     A key is a hash over the salt's `root_key` and the tokens, however they are cut into files.
     """
-    data = memoryview(array("I", tokens).tobytes())
+    data = memoryview(array("Q", tokens).tobytes())
     digest, done = hashlib.sha256(bytes.fromhex(root)), 0
     for end in ends:
         digest.update(data[done * _TOKEN_BYTES : end * _TOKEN_BYTES])

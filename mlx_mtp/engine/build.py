@@ -21,8 +21,10 @@ from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.first_answer import check_answers
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
-from mlx_mtp.engine.links import Links
+from mlx_mtp.engine.links import Link, Links
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
+from mlx_mtp.engine.messages import Begin
+from mlx_mtp.engine.parts import LeadStore
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.reuse import PrefixReuse
@@ -31,6 +33,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.models.fixed_rows import use_fixed_rows
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.copies import Copies
@@ -38,6 +41,7 @@ from mlx_mtp.speculative.draft_sources import make_proposer
 from mlx_mtp.speculative.prices import COPY, StepCosts
 from mlx_mtp.speculative.proposer import DraftProposer
 from mlx_mtp.speculative.worth import DraftPolicy, DraftsByWorth, FixedDepth
+from mlx_mtp.world import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ def build_engine(
     source of drafts. UsageError for a limit out of range, or wrong `draft_ids`.
     """
     check_settings(config)
+    if config.exact:
+        use_fixed_rows(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None
     if draft_ids is not None:
@@ -71,8 +77,10 @@ def build_engine(
         number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
         logger.info("Drafts come from %s tokens.", number)
         ids = None if is_all else ids
-    own = None
-    if proposer is None and "mtp" in config.drafts:
+    own, wanted = None, proposer is None and "mtp" in config.drafts
+    if links is not None:
+        links.send(Begin(vocab_size, wanted, ids))
+    if wanted:
         own = make_proposer(config.draft_source, model, ids)
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
@@ -101,7 +109,10 @@ def build_engine(
         draft_sources=sources,
     )
     of_cache = config.prefix_cache_size, config.kv_cache_quantization
-    shared = None if links is None else LeadPrefixes(links, *of_cache)
+    shared = None
+    if links is not None:
+        assert store is None or isinstance(store, LeadStore)
+        shared = LeadPrefixes(links, *of_cache, store)
     prefixes = shared or PrefixCache(*of_cache, store)
     if config.copies:
         # Earlier answers are kept where earlier prompts are.
@@ -110,7 +121,8 @@ def build_engine(
 
     def make_core(totals: EngineStats) -> EngineCore:
         turn_ends = frozenset(info.eos_token_ids)
-        reuse = PrefixReuse(prefixes.tree, turn_ends, config.prefill_step_size)
+        step, exact = config.prefill_step_size, config.exact
+        reuse = PrefixReuse(prefixes.tree, turn_ends, step, exact=exact)
         usage = None if memory is None else memory.usage
         prefills = Prefills(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
@@ -125,7 +137,12 @@ def build_engine(
 
 
 def prefix_store(
-    model: LoadedModel, config: EngineConfig, dtype: str, path: Path, max_bytes: int
+    model: LoadedModel,
+    config: EngineConfig,
+    dtype: str,
+    path: Path,
+    max_bytes: int,
+    links: Links | Link | None = None,  # to the other ranks, if there are any
 ) -> PrefixStore:
     """Open a directory of prefixes; UsageError if that can't be used. No weight is read."""
     if not config.prefix_cache_size:
@@ -138,14 +155,18 @@ def prefix_store(
         draft_source=config.draft_source,
         kv_bits=config.kv_cache_quantization,
         dtype=dtype,
+        exact=config.exact,
         # With a bound of pauses the lengths follow time in any case; and memory, on a GPU.
-        prefill_step_size=None if config.max_decode_pause else config.prefill_step_size,
+        prefill_step_size=config.prefill_step_size
+        if config.exact or not config.max_decode_pause
+        else None,
         device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
         platform=[platform.system(), platform.machine()],
         mlx=metadata.version("mlx"),
         version=__version__,
     )
-    return PrefixStore(path, mark, max_bytes)
+    parts = own_folder(path), mark, max_bytes
+    return LeadStore(links, *parts) if isinstance(links, Links) else PrefixStore(*parts)
 
 
 def plan_for(

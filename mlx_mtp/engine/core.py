@@ -138,8 +138,9 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
     """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()
-    num_verified = [length - 1 for length in steps[0].num_positions]
-    return steps[0].sequences, num_verified, steps[0].num_proposed
+    rows = steps[0].rows
+    verified, proposed = [r.num_positions - 1 for r in rows], [r.num_proposed for r in rows]
+    return steps[0].sequences, verified, proposed
 
 
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:

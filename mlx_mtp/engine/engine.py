@@ -290,7 +290,7 @@ class Engine:
         return restart
 
     def _cut_short(self, reason: str, request_ids: Iterable[str]) -> list[RequestOutput]:
-        error = EngineStoppedError(f"Cut short: {reason}.")
+        error = EngineStoppedError(f"Cut short: {reason.rstrip('.')}.")
         return [RequestOutput(n, finish_reason="error", error=error) for n in request_ids]
 
     def _post(self, note: Sequence | str | None) -> None:

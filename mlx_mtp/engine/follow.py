@@ -4,11 +4,11 @@ from collections.abc import Sequence as Many
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_state import Segment
-from mlx_mtp.cache.prefix_tree import Node
+from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.batch import Batch, hidden_states
 from mlx_mtp.engine.links import Link
-from mlx_mtp.engine.messages import Begin, Compare, Cut, Drop, Note, Release, Step
+from mlx_mtp.engine.messages import Begin, Compare, Note, Poll, Release, Step, Take
+from mlx_mtp.engine.parts import Parts
 from mlx_mtp.engine.prefix import take
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
@@ -18,19 +18,25 @@ from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.speculative.draft_sources import make_proposer
 
 
-def follow(model: LoadedModel, draft_source: str, link: Link) -> None:
+def follow(
+    model: LoadedModel, draft_source: str, link: Link, store: PrefixStore | None = None
+) -> None:
     """Run steps until rank 0 ends; RankError if it is lost, or one of them fails here."""
     follower: _Follower | None = None
     while (message := link.receive()) is not None:
         if isinstance(message, Begin):
-            proposer = make_proposer(draft_source, model, None) if message.drafts else None
-            follower = _Follower(ModelRunner(model, proposer, message.vocab_size))
+            ids = message.draft_ids
+            proposer = make_proposer(draft_source, model, ids) if message.drafts else None
+            runner = ModelRunner(model, proposer, message.vocab_size)
+            follower = _Follower(runner, Parts(link, store))
             continue
         assert follower is not None, "rank 0 begins"
         if isinstance(message, Release):
             follower.release(message)
         elif isinstance(message, Compare):
             mx.eval(hidden_states(follower.runner.batches))
+        elif isinstance(message, Poll):
+            follower.parts.poll()
         else:
             follower.run(message)
             link.own_done += 1
@@ -40,10 +46,9 @@ def follow(model: LoadedModel, draft_source: str, link: Link) -> None:
 class _Follower:
     """A runner, and what rank 0 has named: rows and segments."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, parts: Parts) -> None:
+        self.runner, self.parts = runner, parts
         self._rows: dict[int, Sequence] = {}
-        self._segments: dict[int, Segment] = {}
         self._in_flight: list[InFlightStep] = []
 
     def run(self, step: Step) -> None:
@@ -53,7 +58,7 @@ class _Follower:
         for number, cached in step.max_cached.items():
             rows[number].set_cached(cached)
         for number, names in step.prefixes.items():
-            rows[number].prefix = self._prefix(names)
+            rows[number].prefix = self.parts.prefix(names)
         plan = StepPlan(
             tuple((rows[number], start, length) for number, start, length in step.chunk),
             tuple(rows[number] for number in step.decode),
@@ -80,15 +85,12 @@ class _Follower:
 
     def _follow(self, notes: Many[Note]) -> None:
         for note in notes:
-            if isinstance(note, Drop):
-                del self._segments[note.segment]
-            elif isinstance(note, Cut):
-                whole = self._segments[note.segment]
-                self._segments[note.name] = whole.cut(note.start, note.end)
-            else:
+            if isinstance(note, Take):
                 batch, row = self._place(self._rows[note.row])
                 segments, snapshot = take(batch, row, note.start, note.end, note.bits)
-                self._segments |= zip(note.names, (*segments, snapshot), strict=True)
+                self.parts.add(note.names, (*segments, snapshot))
+            else:
+                self.parts.follow(note)
 
     def _place(self, sequence: Sequence) -> tuple[Batch, int]:
         batches = self.runner.batches
@@ -98,11 +100,3 @@ class _Follower:
             for batch in (*running, *batches.ready, *batches.prefilling)
             if sequence in batch.sequences
         )
-
-    def _prefix(self, names: tuple[int, ...]) -> Node:
-        *segments, snapshot = (self._segments[name] for name in names)
-        node = Node("", None, (), None)
-        for segment in segments:
-            node = Node("", node, (), segment)
-        node.snapshot = snapshot
-        return node

@@ -11,21 +11,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_mtp.cache.prefix_state import Segment
+from mlx_mtp.cache.prefix_tree import Node
 from mlx_mtp.engine.batch import Batch, hidden_states
 from mlx_mtp.engine.links import Links
-from mlx_mtp.engine.messages import Begin, Compare, Cut, Drop, Note, Release, Row, Step, Take
+from mlx_mtp.engine.messages import Compare, Release, Row, Step, Take
+from mlx_mtp.engine.parts import LeadStore, Notes, names_of
 from mlx_mtp.engine.prefix import PrefixCache, Save
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
-from mlx_mtp.errors import ModelError, RankError
+from mlx_mtp.errors import ModelError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.speculative.proposer import DraftProposer
 
@@ -35,38 +34,20 @@ _NOTICE_SECONDS = 0.5
 _TOLERANCE = 0.05  # of the largest hidden state
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Named(Segment):
-    """A segment that the other ranks have a part of, by this name."""
-
-    name: int
-    cache: LeadPrefixes
-
-    def cut(self, start: int, end: int) -> Segment:
-        part = self.cache.named(super().cut(start, end))
-        self.cache.notes.append(Cut(self.name, start, end, part.name))
-        return part
-
-
 class LeadPrefixes(PrefixCache):
     """A prefix cache that notes what the others have to do with their parts of it."""
 
-    def __init__(self, links: Links, limit: int = 0, bits: int | None = None) -> None:
-        super().__init__(limit, bits)
-        self.notes: list[Note] = []
+    def __init__(
+        self,
+        links: Links,
+        limit: int = 0,
+        bits: int | None = None,
+        store: LeadStore | None = None,
+    ) -> None:
+        super().__init__(limit, bits, store)
+        self.notes = Notes() if store is None else store.notes
         self.rows: dict[Sequence, int] = {}  # the others' numbers of what they know
         self._links = links
-        self._names = itertools.count()
-
-    def named(self, segment: Segment) -> _Named:
-        parts = segment.start, segment.end, segment.arrays, segment.bits
-        named = _Named(*parts, name=next(self._names), cache=self)
-        weakref.finalize(named, self.notes.append, Drop(named.name)).atexit = False
-        return named
-
-    def take_notes(self) -> list[Note]:
-        """All notes, once. That of a segment that is dropped may come at any time."""
-        return [self.notes.pop(0) for _ in range(len(self.notes))]
 
     def restore(self, batch: Batch) -> bool:
         restored = super().restore(batch)
@@ -77,10 +58,9 @@ class LeadPrefixes(PrefixCache):
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
         saves = []
         for sequence, of, segments, snapshot in super()._copy(batch, row, tokens):
-            *kv, states = map(self.named, (*segments, snapshot))
-            names = tuple(each.name for each in (*kv, states))
-            start = kv[0].start if kv else len(of)
-            self.notes.append(Take(self.rows[sequence], start, len(of), self._bits, names))
+            *kv, states = map(self.notes.named, (*segments, snapshot))
+            start, names = kv[0].start if kv else len(of), names_of([*kv, states])
+            self.notes.add(Take(self.rows[sequence], start, len(of), self._bits, names))
             saves.append(Save(sequence, of, [*kv], states))
         return saves
 
@@ -99,7 +79,6 @@ class LeadRunner(ModelRunner):
         super().__init__(model, proposer, vocab_size, prefixes)
         self._links, self._shared = links, prefixes
         self._numbers = itertools.count()
-        links.send(Begin(vocab_size, proposer is not None))
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
         self._links.send(self._step(plan))
@@ -121,7 +100,7 @@ class LeadRunner(ModelRunner):
             )
 
     def release(self) -> None:
-        self._links.send(Release(self._shared.take_notes()))
+        self._links.send(Release(self._shared.notes.take()))
         super().release()
 
     def _step(self, plan: StepPlan) -> Step:
@@ -131,10 +110,10 @@ class LeadRunner(ModelRunner):
         numbers = {s: rows[s] if s in rows else new[s] for s in named}
         self._shared.rows = numbers
         return Step(
-            self._shared.take_notes(),
+            self._shared.notes.take(),
             {number: Row.of(s) for s, number in new.items()},
             {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
-            {numbers[s]: _names(s) for s in chunk if s.prefix is not None},
+            {numbers[s]: _names(s.prefix) for s in chunk if s.prefix is not None},
             frozenset(numbers[s] for s in plan.live),
             tuple((numbers[s], start, length) for s, start, length in plan.chunk),
             tuple(numbers[s] for s in plan.decode),
@@ -150,12 +129,6 @@ class LeadRunner(ModelRunner):
         return steps
 
 
-def _names(sequence: Sequence) -> tuple[int, ...]:
-    assert sequence.prefix is not None
-    segments, snapshot = sequence.prefix.entry()
-    names = []
-    for each in (*segments, snapshot):
-        if not isinstance(each, _Named):
-            raise RankError("a prefix is on rank 0 alone")
-        names.append(each.name)
-    return tuple(names)
+def _names(prefix: Node) -> tuple[int, ...]:
+    segments, snapshot = prefix.entry()
+    return names_of([*segments, snapshot])

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.engine.messages import Answer, Failed
 from mlx_mtp.errors import RankError, UsageError
 from mlx_mtp.world import World, rank_zero_host, summed
 
@@ -56,6 +57,8 @@ class Link:
         self.num_done = 0  # steps that the peer says it has computed
         self.own_done = 0  # what it is told
         self.memory = 0  # bytes that the rank with the least has
+        self.answer = Answer(0, "")  # the peer's last one
+        self.on_answer: Callable[[], None] = lambda: None  # on a thread of the link's own
         self._on_lost = on_lost
         self._connection = Connection(sock.detach())
         # Each proves that it has the key.
@@ -72,6 +75,14 @@ class Link:
         """Send what can be pickled. A failure is noticed where the peer's messages are read."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.send_bytes(pickle.dumps(message))
+
+    def fail(self, reason: str) -> None:
+        """Tell the peer why this rank ends."""
+        self.send(Failed(reason))
+
+    def post(self, message: object) -> None:
+        """Let this rank itself receive a message."""
+        self._inbox.put(message)
 
     def receive(self) -> Any:
         """The next message; RankError when the peer is lost."""
@@ -96,11 +107,18 @@ class Link:
                     self.close()
                 if isinstance(message, int):
                     self.num_done = message
+                elif isinstance(message, Answer):
+                    self.answer = message
+                    self.on_answer()
+                elif isinstance(message, Failed):
+                    raise RankError(message.reason)
                 else:
                     self._inbox.put(message)
             reason = f"rank {self.peer} has not been heard of for {LOST_SECONDS:g} s"
         except (OSError, EOFError):
             reason = f"rank {self.peer} has ended"
+        except RankError as error:
+            reason = str(error)
         except Exception as error:  # Whatever a damaged pickle raises.
             reason = f"rank {self.peer} has sent what is no message: {error}"
         self._inbox.put(RankError(reason))

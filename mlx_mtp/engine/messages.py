@@ -15,6 +15,7 @@ class Begin(NamedTuple):
 
     vocab_size: int
     drafts: bool
+    draft_ids: tuple[int, ...] | None  # the only tokens to draft
 
 
 class Row(NamedTuple):
@@ -65,8 +66,60 @@ class Drop(NamedTuple):
     segment: int
 
 
-Note = Take | Cut | Drop
+class Keep(NamedTuple):
+    """Write a prefix to the disk."""
+
+    salt: str
+    tokens: tuple[int, ...]
+    names: tuple[int, ...]  # of its segments, and of the snapshot
+
+
+class Stored(NamedTuple):
+    """A prefix on the disk was used, or its snapshot dropped."""
+
+    salt: str
+    tokens: tuple[int, ...]
+    dropped: bool
+
+
+class Read(NamedTuple):
+    """Read a prefix from the disk, from the token `start` on, and answer."""
+
+    number: int
+    salt: str
+    tokens: tuple[int, ...]
+    start: int
+
+
+class Load(NamedTuple):
+    """Name what was read: the segment, if there is any, and the snapshot."""
+
+    names: tuple[int, ...]
+
+
+class Forget(NamedTuple):
+    """What was to be read is not wanted any more."""
+
+
+Note = Take | Cut | Drop | Keep | Stored | Read | Load | Forget
 """What happened to a prefix on rank 0."""
+
+
+class Answer(NamedTuple):
+    """To rank 0: how the read of this number went, a `Fetch` by name."""
+
+    number: int
+    state: str
+
+
+class Failed(NamedTuple):
+    """To rank 0: why this rank ends."""
+
+    reason: str
+
+
+class Poll(NamedTuple):
+    """A rank's to itself: its disk has answered."""
 
 
 class Release(NamedTuple):

@@ -25,7 +25,8 @@ class Prefills:
 
     def __init__(self, config: EngineConfig, costs: ChunkCosts | None = None) -> None:
         self._step = config.prefill_step_size
-        self._pause = config.max_decode_pause / 1e3
+        # Time must not cut what is to be exact.
+        self._pause = 0.0 if config.exact else config.max_decode_pause / 1e3
         self._costs = costs or ChunkCosts(self._step)
         self._groups: list[Group] = []  # the oldest first
         self._credit = 0.0  # seconds of others' chunks that the oldest has waited for
@@ -76,8 +77,8 @@ class Prefills:
     def observe(self, step: InFlightStep) -> None:
         """Learn from a chunk that has been read; call it before its rows are updated."""
         if self._pause and step.seconds is not None and not step.did_more:
-            rows = zip(step.sequences, step.num_positions)
-            self._costs.observe(*_size([(s, s.num_cached, n) for s, n in rows]), step.seconds)
+            rows = [(r.sequence, r.sequence.num_cached, r.num_positions) for r in step.rows]
+            self._costs.observe(*_size(rows), step.seconds)
 
     def _chunk(self, group: Group, beside: bool) -> PrefillChunk:
         rows = [s for s in group if _is_waiting(s)]

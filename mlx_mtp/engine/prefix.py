@@ -59,7 +59,7 @@ class PrefixCache:
         saves = []
         for row, sequence in enumerate(batch.sequences):
             if (end := sequence.num_computed) in sequence.save_points:
-                saves += self._copy(batch, row, sequence.prompt[:end])
+                saves += self._copy(batch, row, sequence.key[:end])
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:

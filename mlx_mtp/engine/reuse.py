@@ -1,7 +1,11 @@
 """What a request takes from the prefix cache, what it waits for, and where its prompt is saved."""
 
+from array import array
+from bisect import bisect
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Many
+from itertools import pairwise
+from zlib import crc32
 
 from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, common_length
 from mlx_mtp.engine.sequence import Sequence
@@ -21,14 +25,18 @@ class PrefixReuse:
     """
 
     def __init__(
-        self, tree: PrefixTree, turn_ends: Container[int], step: int, min_gain: int = MIN_GAIN
+        self,
+        tree: PrefixTree,
+        turn_ends: Container[int],
+        step: int,
+        min_gain: int = MIN_GAIN,
+        exact: bool = False,  # see `cuts`
     ) -> None:
         self.tree = tree
         self.num_queries = 0  # prompt tokens of the requests that were looked up
         self.num_hits = 0  # how many of them were found
         self._turn_ends = turn_ends
-        self._step = min(step, MOST_STEP)
-        self._min_gain = min_gain
+        self._step, self._min_gain, self._exact = step, min_gain, exact
         self._num_seen = 0
         # Those that wait for the disk, and the one that it reads for.
         self._reads: set[Sequence] = set()
@@ -37,7 +45,7 @@ class PrefixReuse:
     def find(self, sequence: Sequence) -> Node | None:
         if not self._looks_up(sequence):
             return None
-        return self.tree.match(sequence.salt, sequence.prompt)
+        return self.tree.match(sequence.salt, sequence.key)
 
     def must_read(self, sequence: Sequence) -> bool:
         """It should wait: its prefix is read from the disk. Call it again until it need not."""
@@ -48,7 +56,7 @@ class PrefixReuse:
             self._reader = sequence
             prefix, ends = sequence.prompt[:length], self._turn_ends
             lasting = prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
-            state = self.tree.fetch(sequence.salt, prefix, lasting)
+            state = self.tree.fetch(sequence.salt, sequence.key[:length], lasting)
             if state is Fetch.COMING:
                 return True
             if state in (Fetch.LATE, Fetch.NO_ROOM):
@@ -74,6 +82,10 @@ class PrefixReuse:
         """It should wait: for one of these prompts, which are computed, or for its turn to read."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
+            if self._exact:
+                ends = turns(sequence.prompt, self._turn_ends)
+                sequence.cuts = cuts(sequence.num_prompt, ends, self._step, self._min_gain)
+                sequence.key = by_chunk(sequence.prompt, sequence.cuts)
         if not self._looks_up(sequence):
             return False
         if self.waits(sequence):
@@ -99,8 +111,9 @@ class PrefixReuse:
             self.tree.touch(node)
             self.tree.pin(node)
         start = 0 if node is None else node.end
-        ends = turns(sequence.prompt, self._turn_ends)
-        points = save_points(sequence.num_prompt, start, ends, self._step, self._min_gain)
+        ends, end = turns(sequence.prompt, self._turn_ends), sequence.num_prompt
+        gaps = min(self._step, MOST_STEP), self._min_gain
+        points = save_points(end, start, ends, *gaps, sequence.cuts)
         sequence.begin(node, points if self.tree.limit else [], ends[0] if ends else None)
         self.num_queries += sequence.num_prompt if self._looks_up(sequence) else 0
         self.num_hits += start
@@ -125,7 +138,7 @@ class PrefixReuse:
         if self.tree.disk is None or sequence.skips_disk or not self._looks_up(sequence):
             return 0
         node = self.find(sequence)
-        length = self.tree.disk.longest(sequence.salt, sequence.prompt)
+        length = self.tree.disk.longest(sequence.salt, sequence.key)
         return length if node is None or length > node.end else 0
 
     def _end_read(self, sequence: Sequence) -> None:
@@ -140,8 +153,38 @@ def turns(prompt: Many[int], turn_ends: Container[int]) -> list[int]:
     return [i + 1 for i, token in enumerate(prompt) if token in turn_ends]
 
 
+def cuts(end: int, turns: Many[int], step: int, min_gain: int = MIN_GAIN) -> list[int]:
+    """Where the chunks of a prompt end so that the tokens before each place alone decide it.
+
+    The bits of a token's KV may depend on the chunk it was computed in. So prompts that begin alike
+    are cut alike, whatever follows and wherever one of them continues a cached prefix.
+    """
+    found = [0]
+    for turn in turns:
+        found += range(found[-1] + step, turn + 1, step)
+        if turn - found[-1] >= min_gain:
+            found.append(turn)
+    return [*found[1:], *range(found[-1] + step, end + 1, step)]
+
+
+def by_chunk(prompt: tuple[int, ...], cuts: Many[int]) -> tuple[int, ...]:
+    """A prompt's tokens, the first of each chunk marked by all that the chunk has.
+
+    Prompts that part inside a chunk share none of it: its KV is that of its own length.
+    """
+    key = list(prompt)
+    for start, end in pairwise(dict.fromkeys((0, *cuts, len(prompt)))):
+        key[start] |= crc32(array("I", prompt[start:end]).tobytes()) << 32
+    return tuple(key)
+
+
 def save_points(
-    end: int, start: int, turns: Many[int], step: int, min_gain: int = MIN_GAIN
+    end: int,
+    start: int,
+    turns: Many[int],
+    step: int,
+    min_gain: int = MIN_GAIN,
+    cuts: Many[int] | None = None,  # the only places for them
 ) -> list[int]:
     """Lengths of the prefixes to save while a prompt is computed, ascending.
 
@@ -154,8 +197,11 @@ def save_points(
         return []
     wanted = [*turns[:1], *turns[: -NUM_TURNS - 1 : -1]]
     wanted += [step << n for n in range(end.bit_length()) if step << n < end]
-    cuts = [start]
+    if cuts is not None:
+        before = {cuts[number - 1] for p in (*wanted, end) if (number := bisect(cuts, p))}
+        return sorted(point for point in before if point > start)
+    points = [start]
     for point in wanted:
-        if start < point < end and all(abs(point - cut) >= min_gain for cut in cuts):
-            cuts.append(point)
-    return [*sorted(cuts[1:]), end]
+        if start < point < end and all(abs(point - other) >= min_gain for other in points):
+            points.append(point)
+    return [*sorted(points[1:]), end]

@@ -13,7 +13,7 @@ from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.prompt_logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan
+from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan, StepRow
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _CLEAR_STEPS = 256
 _CLEAR_TOKENS = 512  # of prompts: not at each of many short chunks
+_CLEAR_TOKENS_CUDA = 16_384  # measured: to allocate anew takes as long as a third of a chunk
 
 
 class ModelRunner:
@@ -65,19 +66,19 @@ class ModelRunner:
                 step.read()
             except Exception as error:
                 logger.exception("A step failed on the device")
-                step.error = self._as_step_error(error)
-                step.num_cached = [0] * len(step.sequences)
+                failure = self._as_step_error(error)
+                step.fail(failure)
                 dropped = self.batches.drop(step.sequences)
                 others = tuple(s for s in dropped if s not in step.sequences)
-                steps.append(_failed(others, step.error))
+                steps.append(_failed(others, failure))
             else:
                 self.prefixes.commit(step.saves)
         return steps
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended."""
-        rows = (row for step in steps for row in zip(step.sequences, step.finished, step.token_ids))
-        ended = {s for s, finished, tokens in rows if finished and tokens and s.ended}
+        rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
+        ended = {row.sequence for row in rows if row.sequence.keeps_end}
         if ended and self.batches.decoding is not None:
             self.prefixes.save_ends(self.batches.decoding, ended)
 
@@ -98,24 +99,29 @@ class ModelRunner:
         batch = batch or self._new_batch(sequences)
         num_drafts = self._num_drafts(batch, drafts)
         limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
-        batch.cache.reserve(limits, [max(n, s.num_prompt) for n, s in zip(limits, sequences)])
+        rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
+        # What the trunk's attention reads depends neither on drafts nor on where a prompt began.
+        batch.cache.reserve(_limits(batch, arrays.num_computed.tolist(), [0] * len(batch)), rooms)
         if warm and not self.prefixes.restore(batch):
             for sequence in sequences:
                 sequence.restart()
-            return InFlightStep((), (), is_prefill=True)
+            return InFlightStep([], is_prefill=True)
 
         start = batch.cache.offset - arrays.before
         packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
         hidden = self._chunk_hidden(batch, arrays, packing)
         num_kept = mx.array(arrays.lengths)
         batch.keep_hidden(hidden, packing, num_kept)
-        step = InFlightStep(sequences, tuple(arrays.num_computed.tolist()), is_prefill=True)
+        computed_of = zip(sequences, arrays.num_computed.tolist())
+        rows = [StepRow(s, count, num_cached=count) for s, count in computed_of]
+        step = InFlightStep(rows, is_prefill=True)
         step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self._vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
+        batch.cache.reserve(limits, rooms)
         self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
         step.did_more = warm or bool(step.saves) or step.prompt is not None
@@ -146,7 +152,7 @@ class ModelRunner:
         window = mx.array(arrays.tokens[arrays.ends])[:, None]
         logits = self._model.logits(batch.last_hidden)
         step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
-        step.row_errors = batch.guide.errors()
+        step.note(batch.guide.errors())
         known = mx.array(arrays.following[arrays.ends])
         newest = mx.where(done, step.drawn.tokens[:, 0], known)
         return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
@@ -171,13 +177,13 @@ class ModelRunner:
         num_kept = drawn.accepted.num_kept
         batch.cache.commit(num_kept)
         batch.keep_hidden(hidden, packing, num_kept)
-        rows = tuple(batch.sequences)
-        step = InFlightStep(rows, tuple(lengths), num_drafts=batch.num_drafts, drawn=drawn)
-        step.copied = [s in plan.copies for s in rows]
+        windows = zip(batch.sequences, lengths, batch.num_drafts, strict=True)
+        rows = [StepRow(s, length, drafts, s in plan.copies) for s, length, drafts in windows]
+        step = InFlightStep(rows, drawn=drawn)
         targets = packing.flat(drawn.tokens)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
-        step.row_errors = batch.guide.errors()
+        step.note(batch.guide.errors())
         return step
 
     def _num_drafts(self, batch: Batch, wanted: Mapping[Sequence, int]) -> list[int]:
@@ -194,10 +200,11 @@ class ModelRunner:
             batch.drafts = self._proposer.propose(batch.draft_state, window, num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
-        batch.num_drafts = step.num_proposed = num_drafts
+        batch.num_drafts = num_drafts
         mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
-        for sequence, num_positions in zip(step.sequences, step.num_positions, strict=True):
-            sequence.launched(num_positions)
+        for row, number in zip(step.rows, num_drafts, strict=True):
+            row.num_proposed = number
+            row.sequence.launched(row.num_positions)
 
     def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
         state, cache = None, self._model.make_cache(len(sequences))
@@ -210,8 +217,9 @@ class ModelRunner:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
         self._num_steps += 1
         self._num_tokens += sum(length for _, _, length in plan.chunk)
-        due = not plan.decode or self._num_steps % _CLEAR_STEPS == 0
-        if due or self._failed_last or self._num_tokens >= _CLEAR_TOKENS:
+        due = not (plan.chunk or plan.decode) or self._num_steps % _CLEAR_STEPS == 0
+        most = _CLEAR_TOKENS_CUDA if mx.cuda.is_available() else _CLEAR_TOKENS
+        if due or self._failed_last or self._num_tokens >= most:
             self._num_tokens = 0
             mx.clear_cache()
         self._failed_last = False
@@ -276,4 +284,4 @@ def _limits(batch: Batch, lengths: Many[int], num_drafts: Many[int]) -> list[int
 def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:
     for sequence in rows:
         sequence.launched(0)
-    return InFlightStep(rows, (0,) * len(rows), error=error)
+    return InFlightStep([StepRow(s, 0, error=error) for s in rows], error=error)

@@ -13,7 +13,7 @@ from mlx_mtp.engine.request import Draft, FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats, Prefill
-from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan
+from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
 from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, Shape
 from mlx_mtp.speculative.worth import DecodeStep, DraftPolicy, Outcome
@@ -105,46 +105,45 @@ class Scheduler:
         outputs, self._begun = self._begun, []
         for step in steps:
             self._observe(step, seconds)
-            rows = (self._update_row(step, row) for row in range(len(step.sequences)))
-            outputs += [output for output in rows if output is not None]
+            outputs += filter(None, map(self._update_row, step.rows))
         return outputs
 
     def _observe(self, step: InFlightStep, seconds: float | None) -> None:
-        rows = [row for row in range(len(step.sequences)) if step.error_of(row) is None]
+        rows = [row for row in step.rows if row.error is None]
         if step.is_prefill:
-            self._totals.prompt_tokens += sum(step.num_positions[row] for row in rows)
+            self._totals.prompt_tokens += sum(row.num_positions for row in rows)
             if rows:
                 self._prefills.observe(step)
             return
         outcomes = []
         for row in rows:
-            num_drafts, num_accepted = step.num_drafts[row], step.num_accepted[row]
-            source = self._source(step, row)
-            self._totals.count_window(source, num_drafts, num_accepted)
-            self._totals.num_optimistic_tokens += len(step.optimistic[row])
-            if step.num_cached[row]:
-                drafting, kept = step.sequences[row].drafting, step.num_cached[row]
-                counts = num_drafts, num_accepted, kept
-                outcomes.append(Outcome(drafting, source, *counts, step.finished[row]))
+            source, counts = self._source(row), (row.num_drafts, row.num_accepted)
+            self._totals.count_window(source, *counts)
+            self._totals.num_optimistic_tokens += len(row.optimistic)
+            if row.num_cached:
+                end = row.num_cached, row.finished
+                outcomes.append(Outcome(row.sequence.drafting, source, *counts, *end))
         if rows:
-            verified = sum(step.num_positions[row] - 1 for row in rows)
-            shape = Shape(len(rows), verified, max(step.num_proposed, default=0), any(step.copied))
+            verified = sum(row.num_positions - 1 for row in rows)
+            proposed = max(row.num_proposed for row in step.rows)
+            copied = any(row.copied for row in step.rows)
+            shape = Shape(len(rows), verified, proposed, copied)
             self._drafts.observe(DecodeStep(shape, outcomes, seconds))
 
-    def _source(self, step: InFlightStep, row: int) -> str:
-        return COPY if step.copied[row] else self._config.draft_source
+    def _source(self, row: StepRow) -> str:
+        return COPY if row.copied else self._config.draft_source
 
-    def _update_row(self, step: InFlightStep, row: int) -> RequestOutput | None:
-        sequence, tokens = step.sequences[row], step.token_ids[row]
-        sequence.read(step.num_positions[row], step.num_cached[row])
+    def _update_row(self, row: StepRow) -> RequestOutput | None:
+        sequence, tokens, error = row.sequence, row.token_ids, row.error
+        sequence.read(row.num_positions, row.num_cached)
         if sequence.finished:
             return None
-        if (error := step.error_of(row)) is not None:
+        if error is not None:
             sequence.status = Status.FINISHED
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
         # The device has ended a row whose prompt isn't complete, too: it draws nothing.
-        ended = step.finished[row] and sequence.num_cached >= sequence.num_prompt
-        sequence.prompt_logprobs += step.prompt_logprobs[row]
+        ended = row.finished and sequence.num_cached >= sequence.num_prompt
+        sequence.prompt_logprobs += row.prompt_logprobs
         if not (tokens or ended):
             return None if sequence.output else _report(sequence)
         is_first = not sequence.output
@@ -165,16 +164,16 @@ class Scheduler:
         return RequestOutput(
             sequence.request_id,
             tokens,
-            step.logprobs[row],
+            row.logprobs,
             reason,
-            num_draft_tokens=step.num_drafts[row],
-            num_accepted_tokens=step.num_accepted[row],
-            optimistic=step.optimistic[row],
-            draft_source=self._source(step, row),
+            num_draft_tokens=row.num_drafts,
+            num_accepted_tokens=row.num_accepted,
+            optimistic=row.optimistic,
+            draft_source=self._source(row),
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=tuple(Draft(token, self._source(step, row)) for token in step.drafts[row])
+            drafts=tuple(Draft(token, self._source(row)) for token in row.drafts)
             if sequence.request.trace
             else None,
             progress=sequence.progress if is_first else None,
@@ -223,6 +222,8 @@ class Scheduler:
     def _admit(self, step: int) -> None:
         """Form a group of the first waiting prompts whose padded chunk has no more tokens."""
         room = self._config.max_num_seqs - len(self._admitted())
+        if self._config.exact:
+            room = min(room, 1)  # A prompt is computed alone.
         group: list[Sequence] = []
         longest = 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:

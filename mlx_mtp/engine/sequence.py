@@ -1,6 +1,7 @@
 """One row of a batch, as the host knows it."""
 
 import enum
+from bisect import bisect
 from collections.abc import Sequence as Many
 
 from mlx_mtp.cache.prefix_tree import Node, root_key
@@ -45,8 +46,10 @@ class Sequence:
 
         # Of the prefix cache (engine/reuse.py, engine/prefix.py):
         self.prefix: Node | None = None  # that its prefill continues, until it has been copied
+        self.key = self.prompt  # what the cache knows its prompt by
         self.num_reused = 0  # tokens of that prefix
         self.save_points: list[int] = []  # prefixes of its prompt to be saved, ascending lengths
+        self.cuts: list[int] | None = None  # where its chunks end if it is computed exactly
         self.first_turn: int | None = None  # where the first message of its prompt ends
         self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         # Optimistic requests share what they compute with each other alone.
@@ -63,6 +66,11 @@ class Sequence:
     def surely_finished(self) -> bool:
         """Every step emits a token, so the steps in flight reach its limit at the latest."""
         return len(self.output) + self._steps_in_flight >= self.max_new_tokens
+
+    @property
+    def keeps_end(self) -> bool:
+        """Its caches are kept at its end: unless only what was computed as a prompt is reused."""
+        return self.ended and self.cuts is None
 
     @property
     def in_flight(self) -> bool:
@@ -116,6 +124,9 @@ class Sequence:
 
     def next_cut(self, step: int) -> int:
         """Where the prefill chunk that starts at `num_computed` ends at the latest."""
+        if self.cuts is not None:
+            behind = bisect(self.cuts, self.num_computed)
+            return self.cuts[behind] if behind < len(self.cuts) else self.num_prompt
         multiple = self.num_computed - self.num_computed % step + step
         saves = (p for p in self.save_points if p > self.num_computed)
         return min(next(saves, multiple), multiple, self.num_prompt)

@@ -80,47 +80,53 @@ class PromptScores(NamedTuple):
 
 
 @dataclass(slots=True)
-class InFlightStep:
-    """A window of B rows that was launched, and what each row got once it has been read."""
+class StepRow:
+    """One row's window in a step: what was launched, and what came of it once that is read."""
 
-    sequences: tuple[Sequence, ...]
-    num_positions: tuple[int, ...]  # length of each row's window
+    sequence: Sequence
+    num_positions: int  # of its window
+    num_drafts: int = 0  # of them, that count
+    copied: bool = False  # whether these were copied
+    num_proposed: int = 0  # drafts for its next window
+    error: MlxMtpError | None = None
+    num_cached: int = 0  # positions that stay in the caches
+    token_ids: tuple[int, ...] = ()  # that it emits
+    num_accepted: int = 0  # how many of them were drafts
+    optimistic: tuple[int, ...] = ()  # which of them were not drawn
+    drafts: tuple[int, ...] = ()  # if any row wants a trace
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: bool = False  # the device ended it
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A launched window of each row; its results are in the rows once it has been read."""
+
+    rows: list[StepRow]
     is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
-    num_drafts: list[int] = field(default_factory=list)  # that count for each row
-    copied: list[bool] = field(default_factory=list)  # whether these were copied
-    num_proposed: list[int] = field(default_factory=list)  # drafts for the next window
     drawn: Drawn | None = None  # None if no row draws a token
     prompt: PromptScores | None = None  # None if no row asked for them
-    error: MlxMtpError | None = None  # the whole step failed
-    row_errors: Mapping[int, MlxMtpError] = field(default_factory=dict)  # by index
+    error: MlxMtpError | None = None  # the whole step failed: that of each row
     saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
     did_more: bool = False  # than computing tokens: restored or saved a prefix, or made logprobs
     done: mx.array | None = None  # of a chunk: is there when all of it has been computed
     launched_at: float = 0.0  # by the core's clock
-    # Valid once it has been read:
-    num_cached: list[int] = field(default_factory=list)  # positions that stay in the caches
-    token_ids: list[tuple[int, ...]] = field(default_factory=list)  # that each row emits
-    num_accepted: list[int] = field(default_factory=list)  # how many of them were drafts
-    optimistic: list[tuple[int, ...]] = field(default_factory=list)  # which were not drawn
-    drafts: list[tuple[int, ...]] = field(default_factory=list)  # if any row wants a trace
-    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)  # the device ended the row
     seconds: float | None = None  # from the end of what was before it on the device to its own
 
-    def __post_init__(self) -> None:
-        count = len(self.sequences)
-        kept = self.num_positions if self.is_prefill and self.error is None else [0] * count
-        self.num_drafts = self.num_drafts or [0] * count
-        self.copied = self.copied or [False] * count
-        self.num_cached = self.num_cached or list(kept)
-        self.token_ids = self.token_ids or [()] * count
-        self.num_accepted = self.num_accepted or [0] * count
-        self.optimistic = self.optimistic or [()] * count
-        self.drafts = self.drafts or [()] * count
-        self.logprobs = self.logprobs or [()] * count
-        self.prompt_logprobs = self.prompt_logprobs or [()] * count
-        self.finished = self.finished or [False] * count
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return tuple(row.sequence for row in self.rows)
+
+    def note(self, errors: Mapping[int, MlxMtpError]) -> None:
+        """Keep what went wrong in single rows, by index."""
+        for index, error in errors.items():
+            self.rows[index].error = error
+
+    def fail(self, error: MlxMtpError) -> None:
+        self.error = error
+        for row in self.rows:
+            row.error, row.num_cached = error, 0
 
     def read(self) -> None:
         """Wait for the device; raises what it raises, and then nothing has been read."""
@@ -128,37 +134,32 @@ class InFlightStep:
             mx.eval(self.done)
             self.done = None
         if self.prompt is not None:
-            self.prompt_logprobs = self.prompt.read(self.sequences)
+            for row, scores in zip(self.rows, self.prompt.read(self.sequences)):
+                row.prompt_logprobs = scores
             self.prompt = None
         if self.drawn is None:
             return
         tokens, accepted, logprobs, window, replaced = self.drawn
-        drawn = np.array(tokens).tolist()
-        num_kept, num_accepted, finished = (np.array(a).tolist() for a in accepted[:3])
-        if logprobs is not None:
-            tables = [np.array(a) for a in logprobs]
-            self.logprobs = [
-                _token_logprobs(
-                    [table[row, :kept] for table in tables], s.request.sampling.top_logprobs
-                )
-                for row, (s, kept) in enumerate(zip(self.sequences, num_kept))
-            ]
-        self.token_ids = [tuple(row[:kept]) for row, kept in zip(drawn, num_kept)]
-        self.finished = finished
-        if not self.is_prefill:
-            self.num_cached, self.num_accepted = num_kept, num_accepted
-            # A row that had ended before verifies nothing.
-            self.num_drafts = [n if kept else 0 for n, kept in zip(self.num_drafts, num_kept)]
-        if replaced is not None:
-            rows = zip(np.array(replaced), num_accepted)
-            self.optimistic = [tuple(np.flatnonzero(row[:n]).tolist()) for row, n in rows]
-        if any(s.request.trace for s in self.sequences):
-            rows = np.array(window)[:, 1:].tolist()
-            self.drafts = [tuple(row[:n]) for row, n in zip(rows, self.num_drafts)]
+        counts = (np.array(each).tolist() for each in accepted[:3])
+        tables = None if logprobs is None else [np.array(each) for each in logprobs]
+        swapped = None if replaced is None else np.array(replaced)
+        traced = any(s.request.trace for s in self.sequences)
+        drafts = np.array(window)[:, 1:].tolist() if traced else None
+        drawn = zip(self.rows, np.array(tokens).tolist(), *counts)
+        for index, (row, own, num_kept, num_accepted, finished) in enumerate(drawn):
+            row.token_ids, row.finished = tuple(own[:num_kept]), finished
+            if not self.is_prefill:
+                row.num_cached, row.num_accepted = num_kept, num_accepted
+                # A row that had ended before verifies nothing.
+                row.num_drafts = row.num_drafts if num_kept else 0
+            if swapped is not None:
+                row.optimistic = tuple(np.flatnonzero(swapped[index, :num_accepted]).tolist())
+            if drafts is not None:
+                row.drafts = tuple(drafts[index][: row.num_drafts])
+            if tables is not None:
+                top = row.sequence.request.sampling.top_logprobs
+                row.logprobs = _token_logprobs([t[index, :num_kept] for t in tables], top)
         self.drawn = None
-
-    def error_of(self, row: int) -> MlxMtpError | None:
-        return self.error or self.row_errors.get(row)
 
 
 def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:

@@ -16,10 +16,10 @@ import mlx.core as mx
 from mlx_mtp.kernels import self_check
 from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan, Row, plan
 from mlx_mtp.kernels.few_rows import CUDA
-from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher
+from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher, lean
 
 LONGEST = 17  # window
-DIMS = (128, 256)
+DIMS = (64, 128, 256)
 _AHEAD = 2  # loads of keys, and of values
 _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
@@ -42,7 +42,8 @@ _BOUNDS = """
 # Scores are scaled for powers of two.
 _COMMON = r"""
     constexpr float LEAST = -1e30f;
-    constexpr float SCALE = 1.44269504f * (D == 256 ? 0.0625f : 0.08838834764831845f);
+    constexpr float ROOT = D == 256 ? 16.0f : D == 128 ? 11.313708499f : 8.0f;
+    constexpr float SCALE = 1.44269504f / ROOT;
     const int lane = threadIdx.x, warp = threadIdx.y;
 """
 # Scores are computed as K Q^T and outputs as V^T P^T, so that keys and values are left operands,
@@ -226,7 +227,8 @@ _ADD = r"""
         ((size_t)(token[1] + pair / ROWS) * KV + head / GROUP) * ROWS + pair % ROWS;
     SHARED(shared);
     float* const sums = reinterpret_cast<float*>(shared);
-    float most = LEAST, sum = 0.0f, outs[D / 32] = {};
+    constexpr int EACH = (D + 127) / 128;  // fours of a lane; of 64 dimensions half have one
+    float most = LEAST, sum = 0.0f, outs[4 * EACH] = {};
     for (int p = lane; p < pieces; p += 32) most = fmaxf(most, stats[2 * (at + p * step)]);
     #pragma unroll
     for (int other = 16; other > 0; other /= 2)
@@ -237,7 +239,8 @@ _ADD = r"""
       const float weight = exp2f((stats[2 * from] - most) * SCALE);
       sum = fmaf(weight, stats[2 * from + 1], sum);
       #pragma unroll
-      for (int i = 0; i < D / 128; ++i) {
+      for (int i = 0; i < EACH; ++i) {
+        if (D < 128 && lane >= D / 4) break;
         const float4 own = reinterpret_cast<const float4*>(parts)[from * (D / 4) + lane + 32 * i];
         outs[4 * i] = fmaf(weight, own.x, outs[4 * i]);
         outs[4 * i + 1] = fmaf(weight, own.y, outs[4 * i + 1]);
@@ -246,8 +249,9 @@ _ADD = r"""
       }
     }
     #pragma unroll
-    for (int i = 0; i < D / 32; ++i)
-      sums[warp * (D + 1) + 4 * (lane + 32 * (i / 4)) + i % 4] = outs[i];
+    for (int i = 0; i < 4 * EACH; ++i)
+      if (D >= 128 || lane < D / 4)
+        sums[warp * (D + 1) + 4 * (lane + 32 * (i / 4)) + i % 4] = outs[i];
     if (lane == 0) sums[warp * (D + 1) + D] = sum;
     __syncthreads();
     for (int d = warp * 32 + lane; d < D; d += WARPS * 32) {
@@ -351,7 +355,7 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     )
     body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
     bounds = _BOUNDS.replace("THREADS", str(dim)) if buffers else ""
-    header, source = matrix + STREAM + bounds, _COMMON + body
+    header, source = lean(matrix + STREAM + bounds), lean(_COMMON + body)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"attention_{buffers}", header, source),
         input_names=names,

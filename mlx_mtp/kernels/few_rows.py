@@ -1,4 +1,4 @@
-"""Quantized products of few rows, where a row's result does not depend on the rows beside it.
+"""Products of few rows, where a row's result does not depend on the rows beside it.
 
 For CUDA: the weights are the left operand of the tensor core's m16n8k16, and read once for up to 16
 rows, which are the right one. A block computes 16 features; its warps share the columns, and their
@@ -12,15 +12,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gpu import backend, kernel_name, launcher
+from mlx_mtp.kernels.formats import BASES, DECODING, Weight
+from mlx_mtp.kernels.gpu import backend, kernel_name, launcher, lean
 
-_BITS, _GROUP_SIZE = (4, 8), 64
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block, and rows of the left operand
+# mlx's product reads bfloat16 and float16 once for more rows, too.
+MOST_PLAIN_ROWS = 8
 _TILE = 8  # rows of x beside each other in a product
 _MOST_TILES = 2
 _MOST_WARPS = 16
 _STAGES = 2  # chunks in flight
+_MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
 
 # What the body needs of the hardware; the tests have it in C++.
 CUDA = r"""
@@ -36,19 +39,28 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
                :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
 }
-__device__ __forceinline__ void copy8(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
+template <int bytes>
+__device__ __forceinline__ void copy(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"(bytes));
+}
+// Two products of bfloat16 each.
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+  unsigned c;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(0x80008000u));
+  return c;
+}
+// Two bfloat16 in each.
+__device__ __forceinline__ unsigned multiply_add(unsigned a, unsigned b, unsigned c) {
+  unsigned d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int left>
 __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left)); }
 """
 _HEADER = r"""
-__device__ __forceinline__ float low(unsigned v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(unsigned v) { return __uint_as_float(v & 0xffff0000u); }
-// Two codes q of 4 bits, as two bfloat16 of 128 + q: exact, with one operation.
-__device__ __forceinline__ unsigned codes(unsigned w) { return (w & 0x000f000fu) | 0x43004300u; }
 __device__ __forceinline__ float swiglu(const float* gate_up) {
   return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
 }
@@ -60,19 +72,23 @@ _ROWS = r"""
     #define SOURCE(r) (first + (r))
     #define TARGET(r) (first + (r))
 """
-# ... and of experts: pairs of token and expert are sorted by expert, and the block that is at the
-# first of up to 8 pairs of an expert computes them all. PAIRS of them have one row of x.
+# ... and of experts: pairs of token and expert are sorted by expert and cut at each multiple of 8.
+# A block computes those of one expert between two cuts, or with a SPAN of 8 all between two cuts,
+# one expert after the other; so few blocks have nothing to do. PAIRS of them have one row of x.
 _PAIRS = r"""
-    const int first = blockIdx.y, expert = experts[first];
-    int before = 0;
-    while (before < first && experts[first - before - 1] == expert) ++before;
-    if (before % 8) return;
-    int count = 1;
-    const int most = min(8, experts_shape[0] - first);
-    while (count < most && experts[first + count] == expert) ++count;
+    const int last = min((int)experts_shape[0], ((int)blockIdx.y * SPAN / 8 + 1) * 8);
+    int first = blockIdx.y * SPAN, count;
+    if (SPAN == 1 && first % 8 && experts[first] == experts[first - 1]) return;
+    do {
+    const int expert = experts[first];
+    for (count = 1; first + count < last && experts[first + count] == expert; ++count) {}
     size_t base = (size_t)expert * N;
     #define SOURCE(r) (order[first + (r)] / PAIRS)
     #define TARGET(r) order[first + (r)]
+"""
+_NEXT_PAIRS = """
+    __syncthreads();
+    } while (SPAN > 1 && (first += count) < last);
 """
 # The expert behind the last one, which all tokens share, has weights of its own.
 _SHARED = """
@@ -82,41 +98,41 @@ _SHARED = """
       w_up = wL, s_up = sL, b_up = bL;
     }
 """
-# A lane has features g and g + 8 of the block and columns 16 t ... of a group. A code of 8 bits is
-# two of 4. x and the weights are both taken in the order in which masks find the codes, 0 4 1 5 2 6
-# 3 7 of a word of 4 bits and 0 2 1 3 of one of 8, which a sum does not see.
+# A lane has features g and g + 8 of the block and columns 8 t ... of each 32.
 _BODY = r"""
-    constexpr int HALVES = BITS / 4, WORDS = BITS / 2, UNITS = 2 * BITS;
-    constexpr int SIDE = 256 * BITS / 8 * 16, BYTES = (SIDE + 256) * PARTS, CHUNKS = K / 256;
+    constexpr int HALVES = AFFINE && BITS == 8 ? 2 : 1, UNITS = 2 * BITS;
+    // A row's padding puts what lanes read at once into different banks.
+    constexpr int ROW = (UNITS + (BITS < 8 ? 1 : BITS / 4)) * 16, CHUNKS = K / 256;
+    constexpr int GROUPS = 256 / GROUP, SIDE = GROUPS * (AFFINE ? 2 : 1);
+    constexpr int SIDES = AFFINE ? 32 : BITS < 16 ? 16 : 0, BYTES = 16 * ROW + SIDES * SIDE;
     SHARED(shared);
-    unsigned char* const ring = shared + warp * (STAGES * BYTES);
+    unsigned char* const ring = shared + warp * (STAGES * PARTS * BYTES);
     // Behind the last feature that one is computed again, and not written.
     auto feature = [=](int r) { return base + min(f0 + r, N - 1); };
-    // Sixteen bytes are put elsewhere in each row: lanes then read different banks.
-    auto unit = [](int row, int u) {
-      return (row * UNITS + (u ^ (BITS == 4 ? (row & 3) << 1 : (row & 1) << 2))) * 16;
-    };
     const uint4* rows[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       const int r = 8 * n + g;
       const size_t row = SOURCE(r < count ? r : 0);
-      rows[n] = reinterpret_cast<const uint4*>(x) + row * (K / 8) + 2 * t;
+      rows[n] = reinterpret_cast<const uint4*>(x) + row * (K / 8) + t;
     }
     auto load = [&](int chunk, int slot) {
       if (chunk < CHUNKS) {
         #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
           const char* w = reinterpret_cast<const char*>(p ? w_up : w_at);
-          const char* side = reinterpret_cast<const char*>(
-              lane < 16 ? (p ? s_up : s_at) : (p ? b_up : b_at));
-          unsigned char* to = ring + slot * BYTES + p * (SIDE + 256);
+          const char* side = lane < 16 ? reinterpret_cast<const char*>(p ? s_up : s_at)
+                                       : reinterpret_cast<const char*>(p ? b_up : b_at);
+          unsigned char* to = ring + (slot * PARTS + p) * BYTES;
           #pragma unroll
-          for (int i = 0; i < UNITS / 2; ++i) {
-            const int r = (i * 32 + lane) / UNITS, u = lane % UNITS;
-            copy16(to + unit(r, u), w + (feature(r) * (K / 256) + chunk) * (UNITS * 16) + u * 16);
+          for (int i = 0; i < BITS; ++i) {
+            const int r = (i * 32 + lane) / UNITS, u = (i * 32 + lane) % UNITS;
+            copy16(to + r * ROW + u * 16,
+                   w + (feature(r) * CHUNKS + chunk) * (UNITS * 16) + u * 16);
           }
-          copy8(to + SIDE + lane * 8, side + (feature(lane & 15) * (K / 64) + chunk * 4) * 2);
+          if (lane < SIDES)
+            copy<SIDE>(to + 16 * ROW + lane * SIDE,
+                       side + (feature(lane & 15) * CHUNKS + chunk) * SIDE);
         }
       }
       commit();
@@ -128,7 +144,7 @@ _BODY = r"""
     #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       next[n][0] = __ldg(rows[n] + warp * 32);
-      next[n][1] = __ldg(rows[n] + warp * 32 + 1);
+      next[n][1] = __ldg(rows[n] + warp * 32 + 4);
     }
     int slot = 0;
     #pragma unroll 1
@@ -136,82 +152,79 @@ _BODY = r"""
       wait<STAGES - 2>();
       __syncwarp();
       load(chunk + (STAGES - 1) * WARPS, slot == 0 ? STAGES - 1 : slot - 1);
-      const unsigned char* here = ring + slot * BYTES;
+      const unsigned char* here = ring + slot * PARTS * BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
-      uint2 scales[PARTS][2], biases[PARTS][2];  // of the four groups, for both features
+      Vector<SCALE, GROUPS> scales[PARTS][2], biases[PARTS][2];  // for both features
       #pragma unroll
       for (int p = 0; p < PARTS; ++p)
         #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned char* at = here + p * (SIDE + 256) + SIDE + (8 * i + g) * 8;
-          scales[p][i] = *reinterpret_cast<const uint2*>(at);
-          biases[p][i] = *reinterpret_cast<const uint2*>(at + 128);
+        for (int i = 0; i < 2 && SIDES > 0; ++i) {
+          const auto from = reinterpret_cast<const Vector<SCALE, GROUPS>*>(
+              here + p * BYTES + 16 * ROW) + 8 * i + g;
+          scales[p][i] = from[0];
+          if (AFFINE) biases[p][i] = from[16];
         }
       #pragma unroll
-      for (int k = 0; k < 4; ++k) {  // groups of 64
-        unsigned words[PARTS][2][WORDS];
+      for (int k = 0; k < 4; ++k) {  // 64 columns, two runs of a lane
+        unsigned runs[PARTS][2][2][BITS < 8 ? 2 : BITS / 4], factors[PARTS][2][2] = {};
         #pragma unroll
         for (int p = 0; p < PARTS; ++p)
           #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int u = BITS == 4 ? 2 * k + (t >> 1) : 4 * k + t;
-            const unsigned char* at = here + p * (SIDE + 256) + unit(8 * i + g, u);
-            if constexpr (BITS == 4) {
-              const uint2 found = *reinterpret_cast<const uint2*>(at + ((t & 1) << 3));
-              words[p][i][0] = found.x, words[p][i][1] = found.y;
-            } else {
-              const uint4 found = *reinterpret_cast<const uint4*>(at);
-              words[p][i][0] = found.x, words[p][i][1] = found.y;
-              words[p][i][2] = found.z, words[p][i][3] = found.w;
+          for (int i = 0; i < 4; ++i) {
+            const int f = i & 1, j = i >> 1, at = (2 * k + j) * 32;
+            const int byte = at * BITS / 8 + BITS * t;
+            const unsigned char* row = here + p * BYTES + (8 * f + g) * ROW;
+            load_run<BITS>(runs[p][f][j], row + (byte & ~3), byte % 4);
+            if constexpr (BITS < 16 && !AFFINE) {
+              const auto& codes = scales[p][f].at;
+              const int second = GROUP == 16 ? at / GROUP + 1 : at / GROUP;
+              factors[p][f][j] = scale_of<BITS, GROUP>(t < 2 ? codes[at / GROUP] : codes[second]);
             }
           }
         #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          unsigned b[8];
-          #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const uint4 q = next[n][e];
-            const unsigned upper = BITS == 4 ? q.z : q.y, lower = BITS == 4 ? q.y : q.z;
-            b[4 * e] = __byte_perm(q.x, upper, 0x5410);
-            b[4 * e + 1] = __byte_perm(q.x, upper, 0x7632);
-            b[4 * e + 2] = __byte_perm(lower, q.w, 0x5410);
-            b[4 * e + 3] = __byte_perm(lower, q.w, 0x7632);
-          }
           const int after = k < 3 ? chunk * 32 + (k + 1) * 8 : min(chunk + WARPS, CHUNKS - 1) * 32;
-          next[n][0] = __ldg(rows[n] + after);
-          next[n][1] = __ldg(rows[n] + after + 1);
-          const unsigned ones[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
+          const unsigned ones[4] = {ONES, ONES, ONES, ONES};
           float total[4] = {}, part[PARTS][HALVES][4] = {};
           #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            multiply(total, ones, b[2 * e], b[2 * e + 1]);
+          for (int j = 0; j < 2; ++j) {
+            unsigned b[4];
+            load_x<BITS>(b, next[n][j]);
+            next[n][j] = __ldg(rows[n] + after + 4 * j);
             #pragma unroll
-            for (int p = 0; p < PARTS; ++p)
+            for (int e = 0; e < 4; e += 2) {
+              if (AFFINE) multiply(total, ones, b[e], b[e + 1]);
               #pragma unroll
-              for (int h = 0; h < HALVES; ++h) {
-                const int at = BITS == 4 ? e / 2 : e, by = BITS == 4 ? e % 2 * 8 : 4 * h;
-                const unsigned u = words[p][0][at] >> by, d = words[p][1][at] >> by;
-                const unsigned a[4] = {codes(u), codes(d), codes(u >> BITS), codes(d >> BITS)};
-                multiply(part[p][h], a, b[2 * e], b[2 * e + 1]);
-              }
-          }
-          // scale * (sum of q x) + bias * (sum of x), and 128 was added to each 4 bits.
-          #pragma unroll
-          for (int p = 0; p < PARTS; ++p)
-            #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const unsigned both = k < 2 ? scales[p][i].x : scales[p][i].y;
-              const unsigned zero = k < 2 ? biases[p][i].x : biases[p][i].y;
-              const float s = k & 1 ? high(both) : low(both);
-              const float added = BITS == 4 ? -128.0f : -128.0f * 17;
-              const float z = fmaf(added, s, k & 1 ? high(zero) : low(zero));
-              #pragma unroll
-              for (int j = 2 * i; j < 2 * i + 2; ++j) {
-                float sum = part[p][0][j];
-                if constexpr (BITS == 8) sum = fmaf(16.0f, part[p][1][j], sum);
-                sums[n][p][j] = fmaf(s, sum, fmaf(z, total[j - 2 * i], sums[n][p][j]));
-              }
+              for (int p = 0; p < PARTS; ++p)
+                #pragma unroll
+                for (int h = 0; h < HALVES; ++h) {
+                  unsigned a[4];
+                  #pragma unroll
+                  for (int i = 0; i < 4; ++i)
+                    a[i] = numbers<BITS, AFFINE>(
+                        runs[p][i & 1][j], e + i / 2, h, factors[p][i & 1][j]);
+                  multiply(AFFINE ? part[p][h] : sums[n][p], a, b[e], b[e + 1]);
+                }
             }
+            if constexpr (AFFINE) {
+              if (j == 0 && GROUP > 32) continue;
+              // scale * (sum of q x) + bias * (sum of x), and BASE was added to each code.
+              #pragma unroll
+              for (int p = 0; p < PARTS; ++p)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  const int f = i >> 1, group = (2 * k + j) * 32 / GROUP;
+                  const float s = static_cast<float>(scales[p][f].at[group]);
+                  const float z = static_cast<float>(biases[p][f].at[group]);
+                  float sum = part[p][0][i];
+                  if (HALVES == 2) sum = fmaf(16.0f, part[p][HALVES - 1][i], sum);
+                  const float zero = fmaf(HALVES == 2 ? -17 * BASE : -BASE, s, z);
+                  sums[n][p][i] = fmaf(s, sum, fmaf(zero, total[i & 1], sums[n][p][i]));
+                  part[p][0][i] = part[p][HALVES - 1][i] = 0.0f;
+                }
+              total[0] = total[1] = 0.0f;
+            }
+          }
         }
       }
     }
@@ -234,6 +247,8 @@ _BODY = r"""
       #pragma unroll
       for (int p = 0; p < PARTS; ++p)
         for (int s = 0; s < WARPS; ++s) done[p] += parts[s * EACH + (n * PARTS + p) * 128 + rest];
+      if (BITS < 16 && !AFFINE)
+        for (int p = 0; p < PARTS; ++p) done[p] *= BITS == 4 ? 0x1p63f : 0x1p60f;  // 2^UP
       const int r = 8 * n + 2 * (l & 3) + (j & 1), f = f0 + 8 * (j >> 1) + (l >> 2);
       if (r < count && f < N)
         y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
@@ -254,25 +269,20 @@ _NEXT = """
     }
 """
 
-Quantized = tuple[mx.array, mx.array, mx.array]  # codes, scales and biases
+
+def fits(weight: Weight, dtype: mx.Dtype) -> bool:
+    """Whether the kernel is made for such a weight, activations, and this backend."""
+    # A scale of mxfp has more than float16's range.
+    wide = dtype == mx.bfloat16 or (dtype == mx.float16 and weight.scales.dtype == dtype)
+    return backend() == "cuda" and wide and weight.fits(dtype) and weight.inputs % _CHUNK == 0
 
 
-def fits(inputs: int, bits: int, group_size: int, dtype: mx.Dtype) -> bool:
-    """Whether the kernel is made for such weights, affine, and this backend."""
-    return (
-        backend() == "cuda"
-        and bits in _BITS
-        and (group_size, dtype) == (_GROUP_SIZE, mx.bfloat16)
-        and inputs % _CHUNK == 0
-    )
-
-
-def products(x: mx.array, weights: Sequence[Quantized]) -> list[mx.array]:
-    """x [M, K] times the transpose of each of some weights [N, K] of the same bits: [M, N] each."""
+def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """x [M, K] times the transpose of each of some weights [N, K] of one format: [M, N] each."""
     return _launch(x, weights, 1, ())
 
 
-def gate_and_up(x: mx.array, gate: Quantized, up: Quantized) -> mx.array:
+def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
     """silu(x times the transpose of gate [N, K]) times that of up: [M, N]."""
     (y,) = _launch(x, [gate, up], 2, ())
     return y
@@ -280,8 +290,8 @@ def gate_and_up(x: mx.array, gate: Quantized, up: Quantized) -> mx.array:
 
 def experts(
     x: mx.array,  # [S, K]
-    weights: Sequence[Quantized],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
-    shared: Sequence[Quantized],  # of expert E, the same without an axis of experts; or none
+    weights: Sequence[Weight],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
+    shared: Sequence[Weight],  # of expert E, the same without an axis of experts; or none
     chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
     order: mx.array,  # int32 [P], which pair each of these is
 ) -> mx.array:
@@ -292,38 +302,43 @@ def experts(
 
 def _launch(
     x: mx.array,
-    weights: Sequence[Quantized],
+    weights: Sequence[Weight],
     parts: int,  # 2: the weights are gate and up, else each has a result of its own
     pairs: Sequence[mx.array],
 ) -> list[mx.array]:
     tiles = 1 if pairs or len(x) <= _TILE else _MOST_TILES
-    across = pairs[0].size if pairs else -(-len(x) // (tiles * _TILE))
-    codes, inner = weights[0][0], x.shape[1]
-    bits = codes.shape[-1] * 32 // inner
+    rows = pairs[0].size if pairs else len(x)
+    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE
+    across = -(-rows // span)
+    (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
+    inner, plain, affine = x.shape[1], bits == 16, bits < 16 and scale == x.dtype
     chunks = inner // _CHUNK
     # The sums' order follows from it, so that it must not depend on the rows.
-    most = max(1, _MOST_WARPS * 4 // bits // parts**2)
+    most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
     least = max(1, min(chunks, most // 2))
     warps = min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
-    ring = _STAGES * parts * _FEATURES * (_CHUNK * bits // 8 + 2 * 2 * _CHUNK // _GROUP_SIZE)
-    template = {"T": x.dtype, "K": inner, "BITS": bits, "WARPS": warps}
+    sides = 0 if plain else _CHUNK // group * (4 if affine else 1)
+    feature = 16 * (2 * bits + max(1, bits // 4)) + sides
+    ring = _STAGES * parts * _FEATURES * feature
+    template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
+    template |= {"AFFINE": affine, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
-    template["PAIRS"] = across // len(x) if pairs else 1
-    rows = pairs[0].size if pairs else len(x)
-    outputs = [each.shape[-2] for each, _, _ in (weights[:1] if pairs else weights[::parts])]
+    if pairs:
+        template |= {"PAIRS": rows // len(x), "SPAN": span}
+    outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)
     launch = launcher(
-        _kernel(len(weights), parts, bool(pairs), warps * max(ring, tiles * parts * 512)),
+        _kernel(len(weights), parts, bool(pairs), x.dtype, warps * max(ring, tiles * parts * 512)),
         tuple(template.items()),
         (32 * blocks, warps * across, 1),
         (32, warps, 1),
         tuple(((rows, features), x.dtype) for features in outputs),
     )
-    return launch(x, *itertools.chain(*weights), *pairs)
+    return launch(x, *itertools.chain(*(each[:3] for each in weights)), *pairs)
 
 
 @functools.cache
-def _kernel(count: int, parts: int, of_experts: bool, shared: int) -> Any:
+def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int) -> Any:
     source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
     if of_experts:
         source += _PAIRS
@@ -332,7 +347,9 @@ def _kernel(count: int, parts: int, of_experts: bool, shared: int) -> Any:
     else:
         numbers = range(1, count if parts == 1 else 1)
         source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
-    header, source = CUDA + _HEADER, source + _BODY
+    source += _BODY + (_NEXT_PAIRS if of_experts else "")
+    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
+    header, source = lean(matrix + BASES[dtype] + DECODING + _HEADER), lean(source)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
         input_names=[

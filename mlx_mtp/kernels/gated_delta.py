@@ -6,7 +6,8 @@ next call folds the accepted prefix in before it runs its own window.
 
 On a GPU one kernel runs all of it, prompts too. L lanes share R rows of one head's state, so that
 the dot products of a position are a few shuffles. The state is read once and written once, and a
-position's inputs while the one before is computed. Elsewhere it is matrix products (`portable.py`).
+position's inputs while those before it are computed. Elsewhere it is matrix products, in
+`portable.py`.
 """
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlx_mtp.kernels.window import Pending, Shape, Window
 
 # Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
+_AHEAD = 4  # positions of a prompt whose inputs are read before they are needed
 
 _BODY = """
     const int part = lane % L;
@@ -65,82 +67,82 @@ _BODY = """
       }
     }
 
-    // What a position needs is read while the one before is computed. The first turn, before them
-    // all, leaves the state as it is.
+    // What a position needs is read while the AHEAD before it are computed.
     const int valid = ADVANCE ? lengths[b] : length;
     const auto all_keys = k + b * k_strides[0] + hk * k_strides[2] + part;
     const auto all_queries = q + b * q_strides[0] + hk * q_strides[2] + part;
     const auto all_values = v + b * v_strides[0] + hv * v_strides[2] + first;
-    InT next_key[N];
-    InT next_query[N];
-    float next_value[R];
-    float next_strength = 0.0f;
-    float next_decay = 1.0f;
-    for (int i = 0; i < N; ++i) {
-      next_key[i] = next_query[i] = static_cast<InT>(0.0f);
-    }
-    for (int r = 0; r < R; ++r) {
-      next_value[r] = 0.0f;
-    }
-    for (int t = valid > 0 ? -1 : 0; t < valid; ++t) {
-      float key[N];
-      float query[N];
-      float value[R];
-      const float decay = next_decay;
-      const float strength = next_strength;
-      for (int i = 0; i < N; ++i) {
-        key[i] = static_cast<float>(next_key[i]);
-        query[i] = static_cast<float>(next_query[i]);
-      }
-      for (int r = 0; r < R; ++r) {
-        value[r] = next_value[r];
-      }
-      const int coming = t + 1 < valid ? t + 1 : t;
-      const auto keys = all_keys + coming * k_strides[1];
-      const auto queries = all_queries + coming * q_strides[1];
-      const auto values = all_values + coming * v_strides[1];
-      for (int i = 0; i < N; ++i) {
-        next_key[i] = keys[L * i];
-        next_query[i] = queries[L * i];
-      }
-      for (int r = 0; r < R; ++r) {
-        next_value[r] = static_cast<float>(values[r]);
-      }
-      next_decay = static_cast<float>(g[(b * length + coming) * Hv + hv]);
-      next_strength = static_cast<float>(beta[(b * length + coming) * Hv + hv]);
-
-      // Of the state before the position, so that all sums go through the lanes together:
-      // y = S' q = decay S q + d (k q) with S' = decay S + d k, d = strength (v - decay S k).
-      float alike = 0.0f;
-      float memory[R];
-      float result[R];
-      for (int i = 0; i < N; ++i) {
-        alike = fma(key[i], query[i], alike);
-      }
-      for (int r = 0; r < R; ++r) {
-        memory[r] = result[r] = 0.0f;
+    InT next_key[AHEAD][N];
+    InT next_query[AHEAD][N];
+    ValueT next_value[AHEAD][R];
+    float next_decay[AHEAD];
+    StrengthT next_strength[AHEAD];
+    for (int begin = valid > 0 ? -AHEAD : 0; begin < valid; begin += AHEAD) {
+      #pragma unroll
+      for (int ahead = 0; ahead < AHEAD; ++ahead) {
+        const int t = begin + ahead;
+        float key[N];
+        float query[N];
+        float value[R];
+        const float decay = next_decay[ahead];
+        const float strength = static_cast<float>(next_strength[ahead]);
         for (int i = 0; i < N; ++i) {
-          memory[r] = fma(s[r][i], key[i], memory[r]);
-          result[r] = fma(s[r][i], query[i], result[r]);
+          key[i] = static_cast<float>(next_key[ahead][i]);
+          query[i] = static_cast<float>(next_query[ahead][i]);
         }
-      }
-      for (int other = L / 2; other > 0; other /= 2) {
-        alike += SHUFFLE_XOR(alike, other);
         for (int r = 0; r < R; ++r) {
-          memory[r] += SHUFFLE_XOR(memory[r], other);
-          result[r] += SHUFFLE_XOR(result[r], other);
+          value[r] = static_cast<float>(next_value[ahead][r]);
         }
-      }
-      const int out = ((b * length + t) * Hv + hv) * Dv + first;
-      for (int r = 0; r < R; ++r) {
-        const float d = (value[r] - decay * memory[r]) * strength;
+        const int coming = t + AHEAD < valid ? t + AHEAD : valid - 1;
+        const auto keys = all_keys + coming * k_strides[1];
+        const auto queries = all_queries + coming * q_strides[1];
+        const auto values = all_values + coming * v_strides[1];
         for (int i = 0; i < N; ++i) {
-          s[r][i] = fma(key[i], d, s[r][i] * decay);
+          next_key[ahead][i] = keys[L * i];
+          next_query[ahead][i] = queries[L * i];
         }
-        if (part == 0 && t >= 0) {
-          y[out + r] = static_cast<InT>(fma(d, alike, decay * result[r]) * scale);
-          if (!ADVANCE) {
-            delta[out + r] = d;
+        for (int r = 0; r < R; ++r) {
+          next_value[ahead][r] = values[r];
+        }
+        next_decay[ahead] = g[(b * length + coming) * Hv + hv];
+        next_strength[ahead] = beta[(b * length + coming) * Hv + hv];
+        if (t < 0 || t >= valid) {
+          continue;
+        }
+
+        // Of the state before the position, so that all sums go through the lanes together:
+        // y = S' q = decay S q + d (k q) with S' = decay S + d k, d = strength (v - decay S k).
+        float alike = 0.0f;
+        float memory[R];
+        float result[R];
+        for (int i = 0; i < N; ++i) {
+          alike = fma(key[i], query[i], alike);
+        }
+        for (int r = 0; r < R; ++r) {
+          memory[r] = result[r] = 0.0f;
+          for (int i = 0; i < N; ++i) {
+            memory[r] = fma(s[r][i], key[i], memory[r]);
+            result[r] = fma(s[r][i], query[i], result[r]);
+          }
+        }
+        for (int other = L / 2; other > 0; other /= 2) {
+          alike += SHUFFLE_XOR(alike, other);
+          for (int r = 0; r < R; ++r) {
+            memory[r] += SHUFFLE_XOR(memory[r], other);
+            result[r] += SHUFFLE_XOR(result[r], other);
+          }
+        }
+        const int out = ((b * length + t) * Hv + hv) * Dv + first;
+        for (int r = 0; r < R; ++r) {
+          const float d = (value[r] - decay * memory[r]) * strength;
+          for (int i = 0; i < N; ++i) {
+            s[r][i] = fma(key[i], d, s[r][i] * decay);
+          }
+          if (part == 0) {
+            y[out + r] = static_cast<InT>(fma(d, alike, decay * result[r]) * scale);
+            if (!ADVANCE) {
+              delta[out + r] = d;
+            }
           }
         }
       }
@@ -222,8 +224,8 @@ def launch(
     outputs, after, delta = _KERNEL(
         [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
         [
-            ("InT", q.dtype),
-            ("ADVANCE", advance),
+            *(("InT", q.dtype), ("ValueT", window.v.dtype), ("StrengthT", window.beta.dtype)),
+            *(("ADVANCE", advance), ("AHEAD", _AHEAD if advance and window.length > _AHEAD else 1)),
             *_shape(window).sizes(),
             ("L", lanes),
             ("R", rows),

@@ -1,9 +1,11 @@
 """What the GPU kernels share: the backend, its shuffle, and the check before first use."""
 
+import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,11 +18,13 @@ Launch = Callable[..., Sequence[Any]]
 
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
-MOST_ROWS = 64  # tokens of a step; more are a prompt's, which mlx's own operations serve well
+MOST_ROWS = 128  # tokens; more are a prompt's, unless they are said to be a step's
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
 _TOLERANCE = 1e-4
+
+_of_step = ContextVar("of_step", default=False)
 
 _HEADERS: dict[Backend, str] = {
     "metal": """
@@ -62,6 +66,21 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
+def few(rows: int) -> bool:
+    """Whether so many tokens are computed as a decode step's, where a row's bits are its own."""
+    return rows > 0 and (rows <= MOST_ROWS or _of_step.get())
+
+
+@contextlib.contextmanager
+def step(is_step: bool = True) -> Iterator[None]:
+    """A pass whose tokens are a decode step's, however many they are."""
+    token = _of_step.set(is_step)
+    try:
+        yield
+    finally:
+        _of_step.reset(token)
+
+
 @functools.cache
 def zeros(rows: int) -> mx.array:
     """int32 [B], made once: in a step it would be a launch."""
@@ -73,6 +92,12 @@ def zeros(rows: int) -> mx.array:
 def kernel_name(name: str, *source: str) -> str:
     """A name for mlx, which keeps compiled CUDA kernels on disk by their names alone."""
     return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
+
+
+def lean(source: str) -> str:
+    """The source without comments and indentation: mlx hashes it at each launch on CUDA."""
+    lines = (line.partition("//")[0].strip() for line in source.split("\n"))
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE) -> bool:
@@ -145,7 +170,7 @@ class Kernel:
         assert where is not None
         if where not in self._built:
             make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-            header, source = _HEADERS[where], _PROLOGUES[where] + self.body
+            header, source = _HEADERS[where], lean(_PROLOGUES[where] + self.body)
             self._built[where] = make(
                 name=kernel_name(self.name, header, source),
                 input_names=self.inputs,

@@ -1,7 +1,8 @@
 """From a GatedDeltaNet layer's projections to the inputs of its recurrence.
 
 On a GPU one kernel replaces some twenty operations: a warp gathers the convolution's inputs of one
-head at one position, convolves, applies silu and the l2 norm of q and k, and computes the gates.
+head at one position, of a prompt at a few, convolves, applies silu and the l2 norm of q and k, and
+computes the gates.
 """
 
 import mlx.core as mx
@@ -9,14 +10,18 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.window import Convolution, Projected, Shape, Window
 
+_RUN = 4  # positions of a prompt for a warp
+_LONGEST_WINDOW = 17  # positions; more are a prompt's
+
 _BODY = """
     const int head = grid_y;
     if (head >= 2 * Hk + Hv) {
       return;
     }
     const int length = q_shape[1];
-    const int b = grid_x / length;
-    const int t = grid_x % length;
+    const int runs = (length + RUN - 1) / RUN;
+    const int b = grid_x / runs;
+    const int begin = grid_x % runs * RUN;
     const bool is_value = head >= 2 * Hk;
     const bool is_key = !is_value && head >= Hk;
     // The head among its own kind, and among the key heads.
@@ -35,53 +40,72 @@ _BODY = """
     const auto before = history + (b * history_shape[1] + num_kept[b]) * C + channel;
     const auto after = conv_input + b * (SIZE - 1 + length) * C + channel;
 
-    float x[N];
-    float squares = 0.0f;
+    InT taps[RUN + SIZE - 1][N];  // the convolution's inputs of all of the warp's positions
+    float filter[N][SIZE];
     for (int i = 0; i < dim / 32; ++i) {
       const int c = 32 * i + lane;
-      float sum = 0.0f;
+      for (int j = 0; j < RUN + SIZE - 1; ++j) {
+        const int at = begin + j < length + SIZE - 1 ? begin + j : length + SIZE - 2;
+        taps[j][i] = at < SIZE - 1 ? before[at * C + c] : row[(at - SIZE + 1) * stride + c];
+      }
       for (int j = 0; j < SIZE; ++j) {
-        const int at = t + j;
-        const auto value = at < SIZE - 1 ? before[at * C + c] : row[(at - SIZE + 1) * stride + c];
-        sum = fma(static_cast<float>(value),
-                  static_cast<float>(weight[(channel + c) * SIZE + j]), sum);
-        if (t == 0 && at < SIZE - 1) {
-          after[at * C + c] = value;
+        filter[i][j] = static_cast<float>(weight[(channel + c) * SIZE + j]);
+      }
+    }
+    for (int i = 0; i < dim / 32; ++i) {
+      for (int j = 0; j < RUN + SIZE - 1; ++j) {
+        if ((begin == 0 || j >= SIZE - 1) && begin + j < length + SIZE - 1) {
+          after[(begin + j) * C + 32 * i + lane] = taps[j][i];
         }
       }
-      after[(SIZE - 1 + t) * C + c] = row[t * stride + c];
-      // Rounded as an array of the activations' type would be.
-      x[i] = static_cast<float>(static_cast<InT>(sum / (1.0f + exp(-sum))));
-      squares = fma(x[i], x[i], squares);
     }
-    if (!is_value) {
-      for (int other = 16; other > 0; other /= 2) {
-        squares += SHUFFLE_XOR(squares, other);
+    #pragma unroll
+    for (int step = 0; step < RUN; ++step) {
+      const int t = begin + step;
+      if (t >= length) {
+        continue;
       }
-      const float norm = sqrt(squares + 1.0f / INVERSE_EPS);
-      const auto out = (is_key ? unit_k : unit_q) + ((b * length + t) * Hk + own) * Dk;
-      for (int i = 0; i < Dk / 32; ++i) {
-        out[32 * i + lane] = static_cast<InT>(x[i] / norm);
+      float x[N];
+      float squares = 0.0f;
+      for (int i = 0; i < dim / 32; ++i) {
+        float sum = 0.0f;
+        for (int j = 0; j < SIZE; ++j) {
+          sum = fma(static_cast<float>(taps[step + j][i]), filter[i][j], sum);
+        }
+        // Rounded as an array of the activations' type would be.
+        x[i] = static_cast<float>(static_cast<InT>(sum / (1.0f + exp(-sum))));
+        squares = fma(x[i], x[i], squares);
       }
-      return;
-    }
-    const int gate = (b * length + t) * Hv + own;
-    for (int i = 0; i < Dv / 32; ++i) {
-      value_out[gate * Dv + 32 * i + lane] = static_cast<InT>(x[i]);
-    }
-    if (lane == 0) {
-      const float raw = static_cast<float>(
-          a[b * a_strides[0] + t * a_strides[1] + hk * a_strides[2] + in_hk * a_strides[3]])
-          + static_cast<float>(dt_bias[own]);
-      const float strength = static_cast<float>(
-          bb[b * bb_strides[0] + t * bb_strides[1] + hk * bb_strides[2] + in_hk * bb_strides[3]]);
-      // softplus = max(x, 0) + log(1 + u), whose digits a plain sum would lose for a small u.
-      const float u = exp(-fabs(raw));
-      const float w = 1.0f + u;
-      const float log_w = w == 1.0f ? u : log(w) * u / (w - 1.0f);
-      const float softplus = (raw > 0.0f ? raw : 0.0f) + log_w;
-      g[gate] = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
-      beta[gate] = static_cast<InT>(1.0f / (1.0f + exp(-strength)));
+      if (!is_value) {
+        for (int other = 16; other > 0; other /= 2) {
+          squares += SHUFFLE_XOR(squares, other);
+        }
+        const float norm = sqrt(squares + 1.0f / INVERSE_EPS);
+        const auto out = (is_key ? unit_k : unit_q) + ((b * length + t) * Hk + own) * Dk;
+        for (int i = 0; i < Dk / 32; ++i) {
+          out[32 * i + lane] = static_cast<InT>(x[i] / norm);
+        }
+        continue;
+      }
+      const int gate = (b * length + t) * Hv + own;
+      for (int i = 0; i < Dv / 32; ++i) {
+        value_out[gate * Dv + 32 * i + lane] = static_cast<InT>(x[i]);
+      }
+      if (lane == 0) {
+        const float raw = static_cast<float>(
+            a[b * a_strides[0] + t * a_strides[1] + hk * a_strides[2] + in_hk * a_strides[3]])
+            + static_cast<float>(dt_bias[own]);
+        const float strength = static_cast<float>(
+            bb[b * bb_strides[0] + t * bb_strides[1] + hk * bb_strides[2]
+               + in_hk * bb_strides[3]]);
+        // softplus = max(x, 0) + log(1 + u), whose digits a plain sum would lose for a small u.
+        const float u = exp(-fabs(raw));
+        const float w = 1.0f + u;
+        const float log_w = w == 1.0f ? u : log(w) * u / (w - 1.0f);
+        const float softplus = (raw > 0.0f ? raw : 0.0f) + log_w;
+        g[gate] = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
+        beta[gate] = static_cast<InT>(1.0f / (1.0f + exp(-strength)));
+      }
     }
 """
 
@@ -119,14 +143,15 @@ def launch(
     if num_kept is None:
         num_kept = gpu.zeros(batch)
     by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
+    run = _RUN if length > _LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     q, k, v, g, beta, conv_input = _KERNEL(
         [*projected, *convolution, history, num_kept],
         [
-            *(("InT", dtype), ("SIZE", shape.conv_size)),
+            *(("InT", dtype), ("SIZE", shape.conv_size), ("RUN", run)),
             *(("INVERSE_EPS", round(1 / portable.EPS)), *shape.sizes()),
         ],
-        (batch * length, 2 * shape.key_heads + shape.value_heads, 1),
+        (batch * -(-length // run), 2 * shape.key_heads + shape.value_heads, 1),
         [
             *((by_key, dtype), (by_key, dtype), ((*by_head, shape.value_dim), dtype)),
             *((by_head, mx.float32), (by_head, dtype), (history_shape, dtype)),

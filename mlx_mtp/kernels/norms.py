@@ -165,7 +165,7 @@ class Operation:
         self.kernel = gpu.Kernel(self.name, inputs, self.outputs, self.body, self.check)
 
     def __call__(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
-        used = rows <= gpu.MOST_ROWS and self.fits(shape, inputs[0].dtype)
+        used = self.fits(shape, inputs[0].dtype)
         return self.launch(shape, rows, *inputs) if used else self.portable(shape, *inputs)
 
     def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
@@ -211,6 +211,12 @@ def _add_norm(shape: Shape, x: mx.array, added: mx.array, weight: mx.array) -> l
     return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
 
 
+def add_up(experts: mx.array, weights: mx.array) -> mx.array:
+    """What experts give, [N * K, D], by their weights float32 [N, K]: [N, D]."""
+    by_token = experts.reshape(*weights.shape, -1)
+    return (by_token * weights.astype(experts.dtype)[..., None]).sum(axis=-2)
+
+
 def _mix_norm(
     shape: Shape,
     x: mx.array,
@@ -218,15 +224,13 @@ def _mix_norm(
     weights: mx.array,  # float32 [N, K]
     weight: mx.array,
 ) -> list[mx.array]:
-    by_token = experts.reshape(*x.shape[:2], -1, x.shape[2])
-    mixed = (by_token * weights.astype(x.dtype)[None, :, :, None]).sum(axis=-2)
-    return _add_norm(shape, x, mixed, weight)
+    return _add_norm(shape, x, add_up(experts, weights), weight)
 
 
 def _gated_norm(shape: Shape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:
     normed = mx.fast.rms_norm(x, weight, shape.eps).astype(mx.float32)
     gated = normed * nn.silu(z.astype(mx.float32)).reshape(x.shape)
-    return [gated.astype(x.dtype).reshape(1, len(x), -1)]
+    return [gated.astype(x.dtype).reshape(len(x), -1)]
 
 
 def _rotate(
@@ -253,7 +257,7 @@ def _rotation(base: float, scale: float) -> mx.array:
 
 
 def _stream(shape: Shape, rows: int) -> tuple[int, ...]:
-    return 1, rows, shape.dim
+    return rows, shape.dim
 
 
 ADD_NORM = Operation(
@@ -285,7 +289,7 @@ GATED_NORM = Operation(
     _gated_norm,
     lambda s, n: (
         [(n, s.heads, s.dim), (n, s.heads // s.ratio, s.ratio, s.dim), (s.dim,)],
-        [(1, n, s.heads * s.dim)],
+        [(n, s.heads * s.dim)],
     ),
     by_head=True,
 )

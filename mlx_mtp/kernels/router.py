@@ -13,6 +13,7 @@ from mlx_mtp.kernels import gpu, self_check
 
 _MOST_EXPERTS = 1024  # a lane has their logits in registers
 _MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
+MOST_PAIRS = 8192  # of token and expert, which are sorted in a threadgroup's memory
 _MOST_WARPS = 16  # more would have too few registers
 
 # A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
@@ -113,7 +114,8 @@ def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     """Routes of a step's tokens by logits [.., E], and by the shared expert's [.., 1]."""
     rows, (experts, chosen, normalize) = gate.size, router
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
-    constants |= {"MOST_ROWS": gpu.MOST_ROWS, "MOST_WARPS": _MOST_WARPS}
+    most_rows = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS
+    constants |= {"MOST_ROWS": most_rows, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
     routes = _KERNEL(

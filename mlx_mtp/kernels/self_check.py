@@ -72,12 +72,13 @@ def gated_delta(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     """The largest difference of windows by `gated_delta.launch`, in float32's measure."""
     cases = Cases(0, shape, dtype)
     first, second, state = cases.window(2, 2), cases.window(2, 3), cases.state(2)
+    prompt, most = cases.window(2, 6), mx.array([6, 5], dtype=mx.int32)
     kept = mx.array([1, 2], dtype=mx.int32)
 
     def windows(step: Launch) -> list[mx.array]:
         _, folded, pending = step(*first, state, None, None)
         y, folded, after = step(*second, folded, pending, kept)
-        _, advanced, _ = step(*second, state, pending, kept, kept)
+        _, advanced, _ = step(*prompt, state, pending, kept, most)
         return [y, folded, after.delta, advanced]
 
     return _difference(windows, launch, portable.step)
@@ -87,7 +88,7 @@ def inputs(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     """As `gated_delta`, for `inputs.launch`."""
     cases = Cases(0, shape, dtype)
     convolution, history = cases.convolution(), cases.history(2, 0)
-    first, second = cases.projected(2, 2), cases.projected(2, 3)
+    first, second = cases.projected(2, 2), cases.projected(2, 18)  # as many as a prompt's
     kept = mx.array([1, 2], dtype=mx.int32)
 
     def windows(prepare: Launch) -> list[mx.array]:

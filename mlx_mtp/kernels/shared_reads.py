@@ -8,9 +8,9 @@ hold before it is used. The body runs on CUDA too, where `kernels.few_rows` is f
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.formats import Weight
 
 MOST_ROWS = 8
-_BITS, _GROUP_SIZES = (4, 8), (32, 64, 128)
 _COLUMNS = 8  # of a lane at once: within a group
 _ROWS, _FEATURES = 4, 4  # of a warp; their product is the number of its sums
 
@@ -23,7 +23,6 @@ _BODY = """
       return;
     }
     const int last = x_shape[0] - 1;
-    constexpr int WORDS = COLUMNS * BITS / 32;
 
     float sums[FEATURES][ROWS];
     for (int f = 0; f < FEATURES; ++f) {
@@ -45,14 +44,32 @@ _BODY = """
       }
       for (int f = 0; f < FEATURES; ++f) {
         const int feature = first + f < N ? first + f : N - 1;
-        const float scale = static_cast<float>(scales[feature * (K / GROUP) + at / GROUP]);
-        const float bias = static_cast<float>(biases[feature * (K / GROUP) + at / GROUP]);
+        const int group = feature * (K / GROUP) + at / GROUP;
+        const float bias = AFFINE ? static_cast<float>(biases[group]) : 0.0f;
+        float scale = static_cast<float>(scales[group]);
+        if (!AFFINE) {  // an e4m3 or a power of two, times the unit of the numbers below
+          const int code = static_cast<int>(scales[group]);
+          const int digits = code < 8 ? code : (8 + code % 8) << (code / 8 & 15) >> 1;
+          scale = GROUP == 16 ? digits / 1024.0f : ldexp(1.0f, code - (BITS == 4 ? 128 : 136));
+        }
+        // Eight codes are BITS bytes, and so begin with a byte of a word.
+        const int byte = (feature * (K / 8) + at / 8) * BITS;
+        uint64_t run = w[byte / 4];
+        if (byte % 4 * 8 + 8 * BITS > 32) {
+          run |= static_cast<uint64_t>(w[byte / 4 + 1]) << 32;
+        }
+        run >>= byte % 4 * 8;
+        const uint32_t halves[2] = {static_cast<uint32_t>(run),
+                                    static_cast<uint32_t>(run >> 4 * BITS)};
         float codes[COLUMNS];
-        for (int i = 0; i < WORDS; ++i) {
-          auto word = w[feature * (K * BITS / 32) + at * BITS / 32 + i];
-          for (int j = 0; j < 32 / BITS; ++j) {
-            codes[i * (32 / BITS) + j] = static_cast<float>(word & ((1 << BITS) - 1));
-            word >>= BITS;
+        for (int i = 0; i < COLUMNS; ++i) {
+          const int code = halves[i / 4] >> i % 4 * BITS & ((1 << BITS) - 1);
+          codes[i] = static_cast<float>(code);
+          if (!AFFINE) {  // sign, exponent, and one or three digits, as an integer
+            constexpr int ONE = BITS == 4 ? 2 : 8;
+            const int rest = code % (1 << (BITS - 1));
+            const int digits = rest < ONE ? rest : (ONE + rest % ONE) << rest / ONE >> 1;
+            codes[i] = static_cast<float>(code > rest ? -digits : digits);
           }
         }
         for (int r = 0; r < ROWS; ++r) {
@@ -79,24 +96,25 @@ _BODY = """
 _KERNEL = gpu.Kernel("shared_reads", ["x", "w", "scales", "biases"], ["y"], _BODY)
 
 
-def fits(inputs: int, bits: int, group_size: int) -> bool:
-    """Whether the kernel is made for such weights, affine, and this backend."""
-    known = bits in _BITS and group_size in _GROUP_SIZES
-    return gpu.backend() == "metal" and known and inputs % group_size == 0
+def fits(weight: Weight, dtype: mx.Dtype) -> bool:
+    """Whether the kernel is made for such a weight, activations, and this backend."""
+    return gpu.backend() == "metal" and weight.form.bits <= 8 and weight.fits(dtype)
 
 
-def product(
-    x: mx.array,  # [M, K]
-    weight: tuple[mx.array, mx.array, mx.array],  # codes [N, K / 8 or / 4], scales and biases
-) -> mx.array:
-    """x times the transpose of an affine quantized weight, summed in float32: [M, N]."""
-    codes, scales, _ = weight
-    (rows, inputs), outputs = x.shape, codes.shape[0]
-    constants = {"K": inputs, "N": outputs, "BITS": codes.shape[1] * 32 // inputs}
-    constants |= {"GROUP": inputs // scales.shape[1]}
+def serves(x: mx.array) -> bool:
+    """Whether these rows [.., K] are as many as it is faster for."""
+    return 2 <= x.size // x.shape[-1] <= MOST_ROWS
+
+
+def product(x: mx.array, weight: Weight) -> mx.array:
+    """x [M, K] times the transpose of a quantized weight [N, K], summed in float32: [M, N]."""
+    (rows, inputs), outputs = x.shape, weight.codes.shape[0]
+    _, bits, group = weight.form
+    constants = {"K": inputs, "N": outputs, "BITS": bits, "GROUP": group}
+    constants |= {"AFFINE": weight.form.mode == "affine"}
     constants |= {"ROWS": _ROWS, "FEATURES": _FEATURES, "COLUMNS": _COLUMNS}
     (y,) = _KERNEL(
-        [mx.contiguous(x), *weight],
+        [mx.contiguous(x), *weight[:3]],
         [("T", x.dtype), *constants.items()],
         (-(-rows // _ROWS), -(-outputs // _FEATURES), 1),
         [((rows, outputs), x.dtype)],

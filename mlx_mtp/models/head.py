@@ -42,20 +42,20 @@ class MTPHead(nn.Module):
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         z = self.fc(mx.concatenate(parts, axis=-1))
         layer = self.layers[0]
-        return z, *layer.self_attn.entries(layer.input_layernorm(z)[None], positions)
+        return z, *layer.self_attn.entries(layer.input_layernorm(z), positions)
 
     def ask(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """The layer's queries for z, [N, H], and the gate of their answer."""
         layer = self.layers[0]
         queries: tuple[mx.array, mx.array] = layer.self_attn.queries(
-            layer.input_layernorm(z)[None], positions
+            layer.input_layernorm(z), positions
         )
         return queries
 
     def after(self, z: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
         """m [N, H], the head's output, from what has been attended to."""
-        _, m = self.layers[0].after(z[None], self.norm.weight, attended, gate)
-        return m.squeeze(0)
+        _, m = self.layers[0].after(z, self.norm.weight, attended, gate)
+        return m
 
     def write(
         self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing

@@ -14,10 +14,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.specs import LayerSpec
+from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
+from mlx_mtp.kernels.attention import DIMS, LONGEST
+from mlx_mtp.kernels.gpu import backend, step
 from mlx_mtp.models.family import Family, text_config
-from mlx_mtp.models.few_rows import use_few_rows
+from mlx_mtp.models.few_rows import serves, use_few_rows
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 from mlx_mtp.world import gathered
@@ -121,6 +123,18 @@ class LoadedModel:
     def without_head(self) -> LoadedModel:
         return replace(self, head_source=None)
 
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether a token's bits can be those of its own text, whatever else is computed."""
+        attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
+        alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
+        return alone and all(spec.head_dim in DIMS for spec in attention)
+
+    @property
+    def is_best_exact(self) -> bool:
+        """Whether that makes no product slower. No weight is read."""
+        return self.can_be_exact and serves(self.model, self.dtype)
+
     def make_cache(self, num_rows: int) -> BatchCache:
         layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
         return BatchCache(layers, num_rows)
@@ -129,18 +143,21 @@ class LoadedModel:
         """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
         trunk = self.causal_lm.model
         first, *others = [layer.input_layernorm for layer in trunk.layers]
-        x = self.embed(tokens[None])
+        x = self.embed(tokens)
         normed = first(x)
-        for layer, own, norm in zip(trunk.layers, cache.layers, [*others, trunk.norm]):
-            x, normed = layer.step(x, normed, own, norm.weight)
-        return normed.squeeze(0)  # An index would be a launch.
+        with step(cache.layers[0].packing.longest <= LONGEST):
+            for layer, own, norm in zip(trunk.layers, cache.layers, [*others, trunk.norm]):
+                x, normed = layer.step(x, normed, own, norm.weight)
+        return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
         own = self.output_layer if layer is None else layer
-        if hasattr(own, "as_linear"):  # tied, and so whole on each rank
-            return own.as_linear(hidden)
-        return gathered(own(hidden)) if layer is None else own(hidden)
+        with step():
+            if hasattr(own, "as_linear"):  # tied, and so whole on each rank
+                return own.as_linear(hidden)
+            found = own(hidden)
+        return gathered(found) if layer is None else found
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.causal_lm.model.embed_tokens(tokens)
@@ -160,13 +177,15 @@ class DraftHead:
         # A shallow copy: parameters that are replaced there stay in the layer itself.
         self.layer = copy.copy(layer)
         for name, value in tree_flatten(layer.parameters()):
+            if value.ndim and value.shape[0] * model.num_ranks == vocab_size:
+                value = gathered(value.T).T  # Each rank has a part of the tokens.
             if "." in name or value.ndim == 0 or value.shape[0] != vocab_size:
                 raise ModelError(
                     f"No rows can be taken from lm_head: its {name} is {list(value.shape)} and not "
                     f"{vocab_size} rows. Draft without --mtp-draft-vocab."
                 )
             self.layer[name] = value[self.ids]
-        mx.eval(self.ids, self.layer.parameters())  # else every step would copy them anew
+            mx.eval(self.ids, self.layer[name])  # else every step would copy them anew
 
     @property
     def nbytes(self) -> int:

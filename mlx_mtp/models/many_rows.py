@@ -1,20 +1,29 @@
-"""Quantized products of a prompt's many rows on CUDA, where expanding the weights first pays.
+"""Quantized products of a prompt's many rows on CUDA, where expanding the weights pays.
 
 mlx's quantized product takes as long for each further row; an expanded weight is read by the
-library's own product. From how many rows on that is faster is measured when a model is loaded.
+library's own product, those of experts in `kernels.grouped`. From how many rows on that is faster
+is measured when a model is loaded.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels import grouped
+from mlx_mtp.kernels.expand import expanded
+from mlx_mtp.kernels.formats import weight_of
+from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 
-_ROWS = (2048, 1024, 512, 256, 128)  # that are tried, as long as expanding is faster
+logger = logging.getLogger(__name__)
+
+_ROWS = (2048, 1024, 512, 256, MOST_ROWS + 1)  # that are tried, as long as ours is faster
 _ROUNDS = 3
 _MOST_OUTPUTS = 1 << 16  # lm_head has more, and is asked for few rows
+_CHOSEN = 8  # experts of each row
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 Shape = tuple[tuple[int, ...], int, int, str]
@@ -29,12 +38,31 @@ class ExpandedLinear(nn.QuantizedLinear):
         if x.size // x.shape[-1] < self.least_rows:
             return super().__call__(x)
         weights = self.weight, self.scales, self.biases
-        full = mx.dequantize(*weights, self.group_size, self.bits, self.mode, dtype=x.dtype)
-        product = x @ full.T
+        product = x @ expanded(*weights, self.group_size, self.bits).T
         return product + self.bias if "bias" in self else product
 
 
-def use_expanded(model: nn.Module, dtype: mx.Dtype) -> None:
+class GroupedExperts(SwitchGLU):
+    """Experts that expand their weights in registers from `least_rows` tokens on."""
+
+    least_rows: float = float("inf")
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) < self.least_rows:
+            return super().__call__(x, indices)
+        weights = list(map(weight_of, _layers(self)))
+        return grouped.swiglu(rows, weights, *sorted_pairs(indices)).reshape(*indices.shape, -1)
+
+
+def sorted_pairs(indices: mx.array) -> tuple[mx.array, mx.array]:
+    """int32 [P]: the experts of all pairs of token and expert, ascending; which pair each is."""
+    pairs = indices.reshape(-1).astype(mx.int32)
+    order = mx.argsort(pairs).astype(mx.int32)
+    return pairs[order], order
+
+
+def use_many_rows(model: nn.Module, dtype: mx.Dtype) -> None:
     """Let products of many rows expand their weights, each shape from where it is faster."""
     if backend() != "cuda":
         return
@@ -42,22 +70,44 @@ def use_expanded(model: nn.Module, dtype: mx.Dtype) -> None:
     for module in model.modules():
         if type(module) is nn.QuantizedLinear and module.mode == "affine":
             module.__class__ = ExpandedLinear
-        if not isinstance(module, ExpandedLinear) or module.weight.shape[0] > _MOST_OUTPUTS:
+        if not _expands(module):
             continue
-        shape = tuple(module.weight.shape), module.bits, module.group_size, str(module.scales.dtype)
+        first = _layers(module)[0]
+        shape = tuple(first.weight.shape), first.bits, first.group_size, str(first.scales.dtype)
         if shape not in found:
-            found[shape] = _least_rows(module, dtype)
+            found[shape] = _least_rows(module, first, dtype)
         module.least_rows = found[shape]
 
 
-def _least_rows(module: ExpandedLinear, dtype: mx.Dtype) -> float:
-    width, least = module.scales.shape[-1] * module.group_size, float("inf")
+def _expands(module: nn.Module) -> bool:
+    if isinstance(module, ExpandedLinear):
+        return module.mode == "affine" and module.weight.shape[0] <= _MOST_OUTPUTS
+    return isinstance(module, GroupedExperts) and all(
+        grouped.fits(weight_of(each)) for each in _layers(module)
+    )
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    names = ("gate_proj", "up_proj", "down_proj")
+    return [module[name] for name in names] if isinstance(module, SwitchGLU) else [module]
+
+
+def _least_rows(module: nn.Module, first: nn.Module, dtype: mx.Dtype) -> float:
+    width, least = first.scales.shape[-1] * first.group_size, float("inf")
     for rows in _ROWS:
-        x = mx.random.normal((1, rows, width), key=mx.random.key(0)).astype(dtype)
+        given = [mx.random.normal((1, rows, width), key=mx.random.key(0)).astype(dtype)]
+        if first is not module:
+            chosen = (1, rows, _CHOSEN)
+            given.append(mx.random.randint(0, len(first.weight), chosen, key=mx.random.key(1)))
         module.least_rows = float("inf")
-        usual, seconds = _timed(lambda: module(x))  # noqa: B023
+        usual, seconds = _timed(lambda: module(*given))  # noqa: B023
         module.least_rows = rows
-        ours, faster = _timed(lambda: module(x))  # noqa: B023
+        try:
+            ours, faster = _timed(lambda: module(*given))  # noqa: B023
+        except Exception as problem:
+            told = "Weights of %s are not expanded, it does not run here: %s"
+            logger.warning(told, first.weight.shape, problem)
+            break
         error = mx.abs(ours.astype(mx.float32) - usual.astype(mx.float32)).max()
         largest = mx.abs(usual.astype(mx.float32)).max()
         if faster >= seconds or not (error <= _TOLERANCE * largest).item():

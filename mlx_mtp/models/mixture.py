@@ -12,17 +12,23 @@ from mlx_mtp.world import summed, world
 def add_mlp(
     x: mx.array, normed: mx.array, mlp: nn.Module, weight: mx.array, eps: float
 ) -> list[mx.array]:
-    """x [1, N, H] plus an MLP of its norm; and that normed again, by the weight given."""
-    width = norms.Shape(x.shape[-1], eps)
-    # Between what several ranks compute and a norm is a sum over them.
-    alone = world().size == 1
-    if alone and few(x) and type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
-        mixed = width._replace(chosen=mlp.top_k + 1)
+    """x [N, H] plus an MLP of its norm; and that normed again, by the weight given."""
+    width, rows = norms.Shape(x.shape[-1], eps), len(x)
+    if few(x) and type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
+        if rows * (mlp.top_k + 1) > router.MOST_PAIRS:
+            halves = slice(rows // 2), slice(rows // 2, None)
+            parts = [add_mlp(x[own], normed[own], mlp, weight, eps) for own in halves]
+            return [mx.concatenate(list(pair)) for pair in zip(*parts)]
         way = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
-        if router.fits(way, x.dtype) and norms.MIX_NORM.fits(mixed, x.dtype):
-            found = _mixture(normed, mlp, way)
-            return norms.MIX_NORM.launch(mixed, x.shape[1], x, *found, weight)
-    return norms.ADD_NORM(width, x.shape[1], x, summed(mlp(normed)), weight)
+        if router.fits(way, x.dtype):
+            found, weights = _mixture(normed, mlp, way)
+            if world().size == 1:
+                mixed = width._replace(chosen=mlp.top_k + 1)
+                return norms.MIX_NORM(mixed, rows, x, found, weights, weight)
+            # Between what several ranks compute and a norm is a sum over them.
+            part = norms.add_up(found, weights)
+            return norms.ADD_NORM(width, rows, x, summed(part), weight)
+    return norms.ADD_NORM(width, rows, x, summed(mlp(normed)), weight)
 
 
 def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, mx.array]:
@@ -32,7 +38,6 @@ def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array,
     if type(mlp) is FewRowsMixture:
         found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
     else:
-        x = x.squeeze(0)
         routed = mlp.switch_mlp(x, routes.experts[:, :-1])
         found = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)
     return found, routes.weights

@@ -3,6 +3,7 @@
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
+from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.few_rows import project
@@ -11,21 +12,21 @@ from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
-    def before(self, x: mx.array, positions: mx.array) -> tuple[Projected, mx.array]:
+    def before(self, x: mx.array, order: Rectangle) -> tuple[Projected, mx.array]:
         """q, k and v come from one projection, the others from one each."""
-        ratio = self.num_v_heads // self.num_k_heads
-        by_key = (x.shape[1], self.num_k_heads)
+        heads, ratio = self.num_k_heads, self.num_v_heads // self.num_k_heads
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
         qkv, z, a, b = project(x, *layers)
-        q, k, v = mx.split(qkv, [self.key_dim, 2 * self.key_dim], axis=-1)
+        q, k, v = mx.split(order.fill(qkv, -1), [self.key_dim, 2 * self.key_dim], axis=-1)
+        by_key = (*q.shape[:2], heads)
         projected = Projected(
             q.reshape(*by_key, self.head_k_dim),
             k.reshape(*by_key, self.head_k_dim),
             v.reshape(*by_key, ratio, self.head_v_dim),
-            a.reshape(*by_key, ratio),
-            b.reshape(*by_key, ratio),
+            order.fill(a, heads, ratio),
+            order.fill(b, heads, ratio),
         )
-        return projected, z.reshape(projected.v.shape)
+        return projected, z.reshape(len(x), heads, ratio, self.head_v_dim)
 
 
 class _Layer(PartedLayer, DecoderLayer):

@@ -3,6 +3,7 @@
 import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 
+from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.few_rows import project
@@ -10,17 +11,17 @@ from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
-    def before(self, x: mx.array, positions: mx.array) -> tuple[Projected, mx.array]:
+    def before(self, x: mx.array, order: Rectangle) -> tuple[Projected, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
-        by_head = (x.shape[1], self.num_k_heads)
         qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba)
-        qkvz = qkvz.reshape(*by_head, 2 * dim + 2 * width)
-        q, k, v, z = mx.split(qkvz, [dim, 2 * dim, 2 * dim + width], axis=-1)
-        b, a = mx.split(ba.reshape(*by_head, 2 * ratio), 2, axis=-1)
-        v = v.reshape(*v.shape[:2], ratio, self.head_v_dim)
-        return Projected(q, k, v, a, b), z.reshape(v.shape)
+        by_head = order.fill(qkvz, self.num_k_heads, 2 * dim + 2 * width)
+        q, k, v, _ = mx.split(by_head, [dim, 2 * dim, 2 * dim + width], axis=-1)
+        b, a = mx.split(order.fill(ba, self.num_k_heads, 2 * ratio), 2, axis=-1)
+        v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
+        z = qkvz.reshape(len(x), self.num_k_heads, -1)[..., 2 * dim + width :]
+        return Projected(q, k, v, a, b), z.reshape(*z.shape[:2], ratio, self.head_v_dim)
 
 
 class _Layer(PartedLayer, Qwen3NextDecoderLayer):

@@ -11,7 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_mtp.models.few_rows import REPLACED
+from mlx_mtp.kernels.formats import Weight, weight_of
+from mlx_mtp.models.few_rows import REPLACED, apply
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
 
@@ -57,8 +58,7 @@ class _Plain:
         self.layer = layer
 
     def __call__(self, x: mx.array) -> mx.array:
-        result: mx.array = self.layer(x)
-        return result
+        return apply(self.layer, x)
 
     def share(self, rows: int) -> float:
         return 1.0
@@ -69,10 +69,10 @@ def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
     kinds: dict[str, list[_Experts | _Plain]] = {}
     for module in model.model.modules():
         if "switch_mlp" in module:  # a mixture of experts
-            inner = _name(module.switch_mlp.gate_proj)
+            inner = _name(module.switch_mlp)
             name = f"{module.top_k} of {module.num_experts} experts, {inner}"
             kinds.setdefault(name, []).append(_Experts(module))
-        elif isinstance(module, nn.Linear | nn.QuantizedLinear):
+        elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
             kinds.setdefault(_name(module), []).append(_Plain(module))
     found = []
     for name, layers in sorted(kinds.items(), key=lambda kind: -sum(map(_nbytes, kind[1]))):
@@ -84,7 +84,7 @@ def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
 def _measured(name: str, layers: Sequence[_Experts | _Plain], dtype: mx.Dtype) -> Product:
     weights = [[array for _, array in tree_flatten(each.layer.parameters())] for each in layers]
     once = _microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
-    most = mx.random.normal((ROWS[-1], _sizes(layers[0].layer)[0]), key=mx.random.key(0))
+    most = mx.random.normal((ROWS[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
     rows = [most[:count].astype(dtype) for count in ROWS]
     times = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
     first = [layers[0](x)[0] for x in rows]
@@ -121,16 +121,18 @@ def _seconds(launch: Callable[[], list[mx.array]], repeats: int) -> float:
     return time.perf_counter() - began
 
 
-def _sizes(layer: nn.Module) -> tuple[int, int]:
-    layer = layer.get("gate_proj", layer)
-    outputs, packed = layer.weight.shape[-2:]
-    return packed * 32 // layer.bits if "bits" in vars(layer) else packed, outputs
+def _weight(layer: nn.Module) -> Weight:
+    return weight_of(layer.get("gate_proj", layer))
 
 
 def _name(layer: nn.Module) -> str:
-    inputs, outputs = _sizes(layer)
-    bits = getattr(layer, "bits", None)
-    return f"{inputs} -> {outputs}, " + (f"{bits} bit" if bits else name_of(layer.weight.dtype))
+    weight = _weight(layer)
+    mode, bits, group_size = weight.form
+    stored = {
+        "affine": f"{bits} bit in groups of {group_size}",
+        "plain": name_of(weight.codes.dtype),
+    }
+    return f"{weight.inputs} -> {weight.codes.shape[-2]}, {stored.get(mode, mode)}"
 
 
 def _nbytes(product: _Experts | _Plain) -> int:

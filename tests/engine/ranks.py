@@ -20,7 +20,7 @@ from tests.engine.cases import EOS, STEP, Erratic, RandomChunks, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB
 
-PROCESSES = ("qwen3_next", "erratic", "sampled grammars")
+PROCESSES = ("erratic", "sampled grammars")
 
 
 def requests_of(kind):
@@ -31,7 +31,7 @@ def requests_of(kind):
     return [*requests, replace(longest, request_id="branch", prompt_token_ids=prompt)]
 
 
-def answers(model, links, depth, kind, *, few=False, cache=1 << 20):
+def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
     """Two rounds of requests that come and go, the second with the prefixes of the first.
 
     Returns the tokens by round and request, and how many of the prompts' were reused.
@@ -49,6 +49,7 @@ def answers(model, links, depth, kind, *, few=False, cache=1 << 20):
         depth=Erratic(seed=5) if depth == "erratic" else None,
         prefills=Prefills if few else RandomChunks,
         links=links,
+        draft_ids=ids,
     )
     driver.add(replace(requests[0], request_id="first"))
     while driver.runner.batches.decoding is None:
@@ -67,15 +68,16 @@ def answers(model, links, depth, kind, *, few=False, cache=1 << 20):
     return found, reused
 
 
-def main(folder: Path) -> None:
-    """Be one of several processes; rank 0 writes the answers."""
-    ranks, (family, *case) = world(), PROCESSES
-    model = load_model(folder / family, enable_mtp=True, part=(ranks.rank, ranks.size))
-    links = connect(ranks, {"family": family}, 1 << 30, _give_up)
+def main(path: Path, folder: Path) -> None:
+    """Be one of several processes that have a model; rank 0 writes the answers."""
+    ranks = world()
+    model = load_model(path, enable_mtp=True, part=(ranks.rank, ranks.size))
+    links = connect(ranks, {"model": str(path)}, 1 << 30, _give_up)
     if isinstance(links, Link):
         follow(model, "mtp", links)
     else:
-        (folder / "answers.json").write_text(json.dumps(answers(model, links, *case, few=True)))
+        found = answers(model, *PROCESSES, links=links, few=True, cache=1 << 24)
+        (folder / "answers.json").write_text(json.dumps(found))
         links.close()
 
 
@@ -85,4 +87,4 @@ def _give_up(reason: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -18,7 +18,7 @@ from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
 from tests.engine.cases import ask, driver, words
@@ -70,8 +70,8 @@ class World:
             self.step()
 
     def launch(self, step: InFlightStep, seconds: float) -> None:
-        for row, count in zip(step.sequences, step.num_positions):
-            row.launched(count)
+        for row in step.rows:
+            row.sequence.launched(row.num_positions)
         step.seconds = seconds
         self.free = max(self.free, self.now) + seconds
         self.in_flight.append((step, self.free))
@@ -79,16 +79,18 @@ class World:
     def step(self) -> None:
         plan, before = self.policy.schedule(), len(self.in_flight)
         if plan.chunk:
-            rows, starts, lengths = zip(*plan.chunk, strict=True)
-            tokens = [(7,) if s + n == row.num_prompt else () for row, s, n in plan.chunk]
-            ends = [bool(t) and row.max_new_tokens == 1 for t, row in zip(tokens, rows)]
-            chunk = InFlightStep(rows, lengths, is_prefill=True, token_ids=tokens, finished=ends)
+            rows = []
+            for s, start, length in plan.chunk:
+                tokens = (7,) if start + length == s.num_prompt else ()
+                end = bool(tokens) and s.max_new_tokens == 1
+                rows.append(StepRow(s, length, num_cached=length, token_ids=tokens, finished=end))
+            _, starts, lengths = zip(*plan.chunk, strict=True)
             seconds = self.cost(sum(lengths), sum(starts) / len(rows))
             self.chunks.append((sum(lengths), seconds, bool(plan.decode)))
-            self.launch(chunk, seconds)
-        if count := len(plan.decode):
-            read = {"num_cached": [1] * count, "token_ids": [(7,)] * count}
-            self.launch(InFlightStep(plan.decode, (1,) * count, **read), DECODE)
+            self.launch(InFlightStep(rows, is_prefill=True), seconds)
+        if plan.decode:
+            rows = [StepRow(s, 1, num_cached=1, token_ids=(7,)) for s in plan.decode]
+            self.launch(InFlightStep(rows), DECODE)
         number = before if self.overlap else len(self.in_flight)
         ready, self.in_flight = self.in_flight[:number], self.in_flight[number:]
         for step, end in ready:
@@ -315,7 +317,7 @@ def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
     expected, found = [], []
 
     def run(_: StepPlan) -> list[InFlightStep]:
-        steps = [InFlightStep((row,), (1,), is_prefill=True), InFlightStep((row,), (1,))]
+        steps = [InFlightStep([StepRow(row, 1)], is_prefill=p) for p in (True, False)]
         for step in steps:
             expected.append(next(costs))
             world.launch(step, expected[-1])

@@ -7,6 +7,7 @@ import pickle
 import queue
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,16 +16,16 @@ from mlx_mtp import ranks
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import links
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.follow import follow
 from mlx_mtp.engine.messages import Compare
 from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.world import World
 from tests.conftest import DEMO, DENSE_DEMO
-from tests.engine.cases import EOS
+from tests.engine.cases import EOS, make_requests
 from tests.engine.ranks import PROCESSES, answers, requests_of
-from tests.exchange import Exchange
-from tests.harness import greedy, plain, request
+from tests.engine.test_optimistic import optimistic, replay
+from tests.exchange import Exchange, Queue, led
+from tests.harness import Driver, greedy, plain, request
 from tests.process import start_ranks
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
@@ -35,44 +36,17 @@ QUICK = {
     ("qwen3_5", 3, "sampled"),
     ("qwen3_5_moe", 1, "greedy grammars"),
 }
+full = partial(pytest.param, marks=pytest.mark.full)
 CASES = [
-    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
+    pytest.param(*case) if case in QUICK else full(*case)
     for case in itertools.product(FAMILIES, DEPTHS, KINDS)
 ]
 
 
-class Queue:
-    """Both ends of a link between threads."""
-
-    def __init__(self) -> None:
-        self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.own_done = self.nbytes = 0
-
-    def send(self, message: object) -> None:
-        self.messages.put(pickle.dumps(message))
-
-    def receive(self) -> object:
-        return pickle.loads(self.messages.get(timeout=60))
-
-    def close(self) -> None:
-        pass
-
-
 def by_threads(monkeypatch, models, *case, **more):
     """What rank 0 answers, led by it on as many threads as there are models."""
-    ends = [Queue() for _ in models[1:]]
-    together = links.Links(pytest.fail)
-    together.all = ends
-
-    def work(rank: int):
-        if rank:
-            return follow(models[rank], "mtp", ends[rank - 1])
-        try:
-            return answers(models[0], together, *case, **more)
-        finally:
-            together.close()
-
-    found, reused = Exchange(len(models), monkeypatch).run(work)[0]
+    work = partial(answers, models[0], *case, **more)
+    found, reused = led(monkeypatch, models, lambda together: work(links=together))
     assert reused > 20, "the second round begins with what the first has saved"
     return found
 
@@ -90,7 +64,26 @@ def test_ranks_answer_as_one(
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     wanted, few = with_branch(references, tiny_models, family, kind), (family, depth, kind) in QUICK
-    check(ties, wanted, by_threads(monkeypatch, models, depth, kind, few=few))
+    ids = range(EOS, VOCAB, 2) if depth == 3 else None  # of a reduced draft vocabulary
+    check(ties, wanted, by_threads(monkeypatch, models, depth, kind, few=few, ids=ids))
+
+
+@pytest.mark.parametrize("family", [FAMILIES[0], *(full(each) for each in FAMILIES[1:])])
+def test_optimistic_acceptance(tmp_path, monkeypatch, tiny_models, family):
+    """Each step is the rule on its drafts, which all ranks keep."""
+    write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
+    models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
+    shares = itertools.cycle((0.5, 0.0, 1e-3))
+    requests = [optimistic(*each, trace=True) for each in zip(make_requests("sampled"), shares)]
+
+    def work(together):
+        run = Driver(models[0], vocab_size=VOCAB, stop_ids=(EOS,), links=together)
+        run.run_arrivals({0: requests[:5], 4: requests[5:]})
+        return run.outputs
+
+    outputs = led(monkeypatch, models, work)
+    monkeypatch.undo()
+    assert sum(replay(tiny_models[family], r, outputs[r.request_id]) for r in requests) > 3
 
 
 @pytest.mark.full
@@ -104,14 +97,18 @@ def test_the_bundled_model_and_its_sibling(monkeypatch, ties, path, size):
     check(ties, wanted, by_threads(monkeypatch, models, "erratic", kind, cache=1 << 24))
 
 
-def test_processes_answer_as_one(tmp_path, tiny_models, references, ties):
-    family, _, kind = PROCESSES
-    write_checkpoint(tmp_path / family, Layout(family))
-    started = start_ranks(tmp_path, [["tests.engine.ranks", str(tmp_path)]] * 2)
-    said = [each.communicate(timeout=300)[0] for each in started]
-    assert [each.returncode for each in started] == [0, 0], said
+@pytest.mark.parametrize(("path", "size"), [(None, 2), full(DEMO, 4)])
+def test_processes_answer_as_one(tmp_path, ties, path, size):
+    if path is None:
+        path = tmp_path / "tiny"
+        write_checkpoint(path, Layout("qwen3_next"))
+    command = ["-m", "tests.engine.ranks", str(path), str(tmp_path)]
+    started = start_ranks(tmp_path, [command] * size)
+    said = [each.communicate(timeout=600)[0] for each in started]
+    assert [each.returncode for each in started] == [0] * size, said
     found, reused = json.loads((tmp_path / "answers.json").read_text())
-    check(ties, with_branch(references, tiny_models, family, kind), found)
+    model, asked = load_model(path, enable_mtp=True), requests_of(PROCESSES[1])
+    check(ties, {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in asked}, found)
     assert reused > 20
 
 

@@ -10,7 +10,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, save_points, turns
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
@@ -61,20 +61,22 @@ class World:
                 self.admitted.append(row.request_id)
             row.launched(length)
             if fail:
-                steps.append(InFlightStep((row,), (length,), error=StepError("broken")))
+                failed = StepError("broken")
+                steps.append(InFlightStep([StepRow(row, length, error=failed)], error=failed))
                 continue
             self.computed[row.request_id] = self.computed.get(row.request_id, 0) + length
             end = start + length
             if end in row.save_points:
                 if self.saves:
-                    put(self.tree, row.prompt[:end], row.salt)
+                    put(self.tree, row.key[:end], row.salt)
                 row.saved(end)
             tokens = (7,) if end == row.num_prompt else ()
-            steps.append(InFlightStep((row,), (length,), is_prefill=True, token_ids=[tokens]))
+            computed = StepRow(row, length, num_cached=length, token_ids=tokens)
+            steps.append(InFlightStep([computed], is_prefill=True))
         for row in plan.decode:
             row.launched(1)
-            read = {"num_cached": [1], "token_ids": [(7,)], "finished": [len(row.output) >= 1]}
-            steps.append(InFlightStep((row,), (1,), **read))
+            read = {"num_cached": 1, "token_ids": (7,), "finished": len(row.output) >= 1}
+            steps.append(InFlightStep([StepRow(row, 1, **read)]))
         self.policy.update(steps)
         return plan
 

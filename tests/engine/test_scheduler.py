@@ -11,7 +11,7 @@ from mlx_mtp.engine.core import StepTimer
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.prices import Shape
@@ -36,22 +36,22 @@ def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
     """What a runner would report of a plan's chunk: a first token where a prompt ends."""
     assert plan.chunk
-    rows, _, lengths = zip(*plan.chunk, strict=True)
-    for row, length in zip(rows, lengths):
+    rows = []
+    for row, at, length in plan.chunk:
         row.launched(length)
-    ends = [row.num_prompt == at + n for row, at, n in plan.chunk]
-    tokens = [(7,) if end else () for end in ends]
-    return policy.update([InFlightStep(rows, lengths, is_prefill=True, token_ids=tokens)])
+        tokens = (7,) if row.num_prompt == at + length else ()
+        rows.append(StepRow(row, length, num_cached=length, token_ids=tokens))
+    return policy.update([InFlightStep(rows, is_prefill=True)])
 
 
 def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[RequestOutput]:
     """What a runner would report of a plan's rows: a token each, the last where they must end."""
-    rows, count = plan.decode, len(plan.decode)
-    for row in rows:
+    rows = []
+    for row in plan.decode:
         row.launched(3)
-    finished = [stop or len(row.output) + 1 == row.max_new_tokens for row in rows]
-    kept = {"num_cached": [1] * count, "token_ids": [(7,)] * count}
-    return policy.update([InFlightStep(rows, (3,) * count, finished=finished, **kept)])
+        end = stop or len(row.output) + 1 == row.max_new_tokens
+        rows.append(StepRow(row, 3, num_cached=1, token_ids=(7,), finished=end))
+    return policy.update([InFlightStep(rows)])
 
 
 def names(rows) -> list[str]:
@@ -106,17 +106,15 @@ def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
 
 def test_finish_reasons_and_output_after_the_end():
     policy = scheduler()
-    rows = decoding(policy, "abc")
-    first = InFlightStep(
-        rows,
-        (3, 3, 3),
-        num_cached=[2, 2, 0],
-        token_ids=[(5, 1), (5, 6), ()],
-        finished=[True, True, False],
-        row_errors={2: StepError("broken")},
-    )
-    assert [o.finish_reason for o in policy.update([first])] == ["stop", "length", "error"]
-    late = InFlightStep(rows, (3, 3, 3), num_cached=[1, 1, 1], token_ids=[(9,)] * 3)
+    rows = a, b, c = decoding(policy, "abc")
+    first = [
+        StepRow(a, 3, num_cached=2, token_ids=(5, 1), finished=True),
+        StepRow(b, 3, num_cached=2, token_ids=(5, 6), finished=True),
+        StepRow(c, 3, error=StepError("broken")),
+    ]
+    outputs = policy.update([InFlightStep(first)])
+    assert [o.finish_reason for o in outputs] == ["stop", "length", "error"]
+    late = InFlightStep([StepRow(row, 3, num_cached=1, token_ids=(9,)) for row in rows])
     assert policy.update([late]) == []
     assert policy.idle
     assert policy.schedule().live == frozenset()
@@ -137,24 +135,20 @@ class Watched(FixedDepth):
 def test_the_policy_learns_of_decode_steps_alone():
     depth = Watched()
     policy = Scheduler(EngineConfig(), depth)
-    rows = a, b, _, d = decoding(policy, "abcd")
+    a, b, c, d = decoding(policy, "abcd")
     assert depth.seen == []
     # b ends with a draft, d with what replaced one.
-    first = InFlightStep(
-        rows,
-        (3, 3, 3, 3),
-        num_drafts=[2, 2, 0, 2],
-        num_proposed=[2, 2, 2, 2],
-        num_cached=[2, 1, 0, 2],
-        num_accepted=[1, 1, 0, 1],
-        token_ids=[(5, 6), (1,), (), (5, 1)],
-        finished=[False, True, False, True],
-        row_errors={2: StepError("broken")},
-    )
+    drafted = {"num_positions": 3, "num_drafts": 2, "num_proposed": 2, "num_accepted": 1}
+    first = [
+        StepRow(a, **drafted, num_cached=2, token_ids=(5, 6)),
+        StepRow(b, **drafted, num_cached=1, token_ids=(1,), finished=True),
+        StepRow(c, 3, num_proposed=2, error=StepError("broken")),
+        StepRow(d, **drafted, num_cached=2, token_ids=(5, 1), finished=True),
+    ]
     # A row that had ended before brings nothing, but its window was computed.
-    second = InFlightStep((a, b), (3, 3), num_cached=[1, 0], token_ids=[(5,), ()])
-    policy.update([first], seconds=0.5)
-    policy.update([second])
+    second = [StepRow(a, 3, num_cached=1, token_ids=(5,)), StepRow(b, 3)]
+    policy.update([InFlightStep(first)], seconds=0.5)
+    policy.update([InFlightStep(second)])
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
     assert (one.shape, one.seconds) == (Shape(3, 6, 2, False), 0.5)
@@ -250,9 +244,7 @@ class Clock:
 
 
 def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
-    return [
-        InFlightStep(rows, (window + 1,) * len(rows), num_proposed=[proposed] * len(rows), **more)
-    ]
+    return [InFlightStep([StepRow(s, window + 1, num_proposed=proposed) for s in rows], **more)]
 
 
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
@@ -275,7 +267,7 @@ def test_steps_in_an_unbroken_row_are_timed():
     assert laps(*change, overlap=False) == [None, 1, 2, 3, 4, 5, 6]
 
 
-PREFILL = [InFlightStep(ROWS[:1], (9,), is_prefill=True)]
+PREFILL = [InFlightStep([StepRow(ROWS[0], 9)], is_prefill=True)]
 BREAKS = {
     "idle": [],
     "chunk": [*PREFILL, *decode(2, 2)],

@@ -3,8 +3,19 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import gated_delta, gpu, inputs, norms, router, shared_reads
-from tests.kernels.emulator import WHY_NOT, EmulatedKernel
+from mlx_mtp.kernels import (
+    attention,
+    expand,
+    few_rows,
+    gated_delta,
+    gpu,
+    grouped,
+    inputs,
+    norms,
+    router,
+    shared_reads,
+)
+from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT, EmulatedKernel
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +45,26 @@ def emulated(request, monkeypatch, compiled):
         monkeypatch.setattr(kernel, "_built", {})
         monkeypatch.setattr(kernel, "_works", {})
     return request.param
+
+
+@pytest.fixture
+def matrix_units(monkeypatch, compiled):
+    """The kernels for CUDA alone find it, and its matrix units."""
+    if WHY_NOT is not None:
+        pytest.skip(WHY_NOT)
+    for module in (attention, few_rows, gpu):
+        monkeypatch.setattr(module, "backend", lambda: "cuda")
+    for module in (attention, few_rows, grouped):
+        monkeypatch.setattr(module, "CUDA", MATRIX_UNITS)
+    for kernel in (grouped._LIST, expand._KERNEL):
+        monkeypatch.setattr(kernel, "_built", {})
+    monkeypatch.setattr(attention, "STREAM", "")
+    monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    of_attention = attention._kernel, attention._works, attention._launchers, attention.plan
+    cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention)
+    for each in cached:
+        each.cache_clear()
+    yield
+    for each in cached:
+        each.cache_clear()

@@ -25,6 +25,7 @@ _TYPES = {
     mx.float16: "_Float16",
     mx.int32: "int",
     mx.uint32: "unsigned",
+    mx.uint8: "unsigned char",
 }
 _CANARY = 256
 
@@ -105,6 +106,13 @@ static float as_float(unsigned word) {
 }
 
 static float bf16_value(uint16_t bits) { return as_float(unsigned(bits) << 16); }
+static unsigned bf16_bits(float value) { return bfloat16_t(value).bits; }
+static unsigned f16_bits(float value) {
+  const _Float16 half = value;
+  uint16_t bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
 static float f16_value(uint16_t bits) {
   _Float16 value;
   memcpy(&value, &bits, 2);
@@ -128,11 +136,15 @@ static void threadgroup_barrier(int) { threadgroup_barrier(); }
 #define __syncthreads() threadgroup_barrier()
 #define __syncwarp() exchange({})
 #define __uint_as_float(word) as_float(word)
+#define __float_as_uint(value) as_word(value)
 #define __expf(value) expf(value)
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float4 { float x, y, z, w; };
 static uint4 __ldg(const uint4* from) { return *from; }
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return (low | (uint64_t(high) << 32)) >> (by & 31);
+}
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   const uint64_t both = a | (uint64_t(b) << 32);
   unsigned word = 0;
@@ -159,7 +171,15 @@ static void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
   }
 }
 static void copy16(void* to, const void* from) { memcpy(to, from, 16); }
-static void copy8(void* to, const void* from) { memcpy(to, from, 8); }
+template <int bytes> static void copy(void* to, const void* from) { memcpy(to, from, bytes); }
+static unsigned times(unsigned a, unsigned b) {
+  const unsigned low = bf16_bits(element(a, 0) * element(b, 0));
+  return bf16_bits(element(a, 1) * element(b, 1)) << 16 | low;
+}
+static unsigned multiply_add(unsigned a, unsigned b, unsigned c) {
+  const unsigned low = bf16_bits(element(a, 0) * element(b, 0) + element(c, 0));
+  return bf16_bits(element(a, 1) * element(b, 1) + element(c, 1)) << 16 | low;
+}
 static void commit() {}
 template <int left> static void wait() {}
 static uint4 stream16(const uint4* from) { return *from; }

@@ -7,14 +7,14 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention, attention_plan, gpu
+from mlx_mtp.kernels import attention, attention_plan
 from mlx_mtp.selftest.kernels import check_attention
-from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT
 
 BF16, F16 = mx.bfloat16, mx.float16
 # Query heads, KV heads, dimension, type.
 CASES = [
     (8, 2, 128, BF16),
+    (4, 2, 64, BF16),
     *(
         pytest.param(*case, marks=pytest.mark.full)
         for case in [(8, 1, 256, BF16), (2, 2, 128, F16), (16, 1, 256, F16), (6, 1, 128, BF16)]
@@ -22,27 +22,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch, compiled):
-    if WHY_NOT is not None:
-        pytest.skip(WHY_NOT)
-    monkeypatch.setattr(attention, "backend", lambda: "cuda")
-    monkeypatch.setattr(attention, "CUDA", MATRIX_UNITS)
-    monkeypatch.setattr(attention, "STREAM", "")
-    monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
-    monkeypatch.setattr(mx, "compile", lambda function: function)
-    cached = (
-        gpu.launcher,
-        attention._kernel,
-        attention._works,
-        attention._launchers,
-        attention.plan,
-    )
-    for each in cached:
-        each.cache_clear()
-    yield
-    for each in cached:
-        each.cache_clear()
+pytestmark = pytest.mark.usefixtures("matrix_units")
 
 
 def normal(*shape, seed=0, dtype=BF16):
@@ -63,7 +43,7 @@ def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, d
 def test_the_self_test_shows_it(monkeypatch):
     found = check_attention("small", 4, 1, 128)
     assert found.ok and 0 < found.difference < attention.TOLERANCE
-    assert not check_attention("tiny", 4, 1, 64).applies
+    assert not check_attention("tiny", 4, 1, 32).applies
     monkeypatch.setattr(attention, "_ADD", attention._ADD.replace("out / total", "out"))
     attention._kernel.cache_clear()
     attention._launchers.cache_clear()

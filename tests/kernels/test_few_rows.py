@@ -10,42 +10,50 @@ from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import few_rows, gpu
+from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models import few_rows as layers
-from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT, EmulatedKernel
 
-BF16 = mx.bfloat16
+BF16, F16 = mx.bfloat16, mx.float16
+REAL = layers._is_worth_it
+
+
+pytestmark = pytest.mark.usefixtures("matrix_units")
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch, tmp_path):
-    if WHY_NOT is not None:
-        pytest.skip(WHY_NOT)
-    monkeypatch.setattr(few_rows, "backend", lambda: "cuda")
-    monkeypatch.setattr(few_rows, "CUDA", MATRIX_UNITS)
-    monkeypatch.setattr(
-        mx.fast, "cuda_kernel", lambda **asked: EmulatedKernel(tmp_path, **asked), raising=False
-    )
-    monkeypatch.setattr(mx, "compile", lambda function: function)
-    cached = (few_rows._kernel, gpu.launcher)
-    for each in cached:
-        each.cache_clear()
-    yield
-    for each in cached:
-        each.cache_clear()
+def always_faster(monkeypatch):
+    monkeypatch.setattr(layers, "_is_worth_it", lambda *_: True)
 
 
-def linear(inputs, outputs, bits, seed):
+AFFINE4, AFFINE8 = Format("affine", 4, 64), Format("affine", 8, 64)
+PLAIN = Format("plain", 16, 64)
+MX4, MX8, NV4 = Format("mxfp4", 4, 32), Format("mxfp8", 8, 32), Format("nvfp4", 4, 16)
+FORMATS = [
+    *(AFFINE4, AFFINE8, Format("affine", 6, 32), MX4, MX8, NV4, PLAIN),
+    *(
+        pytest.param(Format("affine", *each), marks=pytest.mark.full)
+        for each in [(2, 64), (3, 32), (3, 64), (4, 32), (4, 128), (5, 64), (6, 64), (8, 32)]
+    ),
+]
+
+
+def linear(inputs, outputs, form, seed, dtype=BF16):
     weight = mx.random.normal((outputs, inputs), key=mx.random.key(seed)) * inputs**-0.5
-    layer = nn.QuantizedLinear(inputs, outputs, bias=False, group_size=64, bits=bits)
-    layer.weight, layer.scales, layer.biases = mx.quantize(weight.astype(BF16), 64, bits)
-    return layer
+    layer = nn.Linear(inputs, outputs, bias=False)
+    layer.weight = weight.astype(dtype)
+    how = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
+    return layer if form.bits == 16 else nn.QuantizedLinear.from_linear(layer, **how)
 
 
-def exact(x, weight, scales, biases, bits):
+def exact(x, weight):
     """In float64."""
-    scales, biases = (a.astype(mx.float32) for a in (scales, biases))
-    full = np.array(mx.dequantize(weight, scales, biases, 64, bits), dtype=np.float64)
-    return np.array(x.astype(mx.float32), dtype=np.float64) @ full.swapaxes(-1, -2)
+    full, (mode, bits, group_size) = weight.codes, weight.form
+    if bits < 16:
+        parts = [a.astype(mx.float32) if mode == "affine" else a for a in weight[1:3]]
+        biases = parts[1] if mode == "affine" else None
+        full = mx.dequantize(full, parts[0], biases, group_size, bits, mode)
+    full, x = (np.array(a.astype(mx.float32), dtype=np.float64) for a in (full, x))
+    return x @ full.swapaxes(-1, -2)
 
 
 def near(ours, true, lost=2e-4):
@@ -54,49 +62,70 @@ def near(ours, true, lost=2e-4):
     np.testing.assert_allclose(found, true, rtol=2**-8, atol=lost * np.abs(true).max())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("inputs", [256, 1280])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(bits, inputs):
-    layer = linear(inputs, 32, bits, seed=inputs + bits)
-    weights = layer.weight, layer.scales, layer.biases
-    x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(BF16)
-    other = linear(inputs, 17, bits, seed=9)  # One more than a block has.
-    both = [weights, (other.weight, other.scales, other.biases), weights]
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.full)])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(form, dtype):
+    inputs = 1280 if form == AFFINE4 else 512
+    weight = weight_of(linear(inputs, 32, form, seed=inputs + form.bits, dtype=dtype))
+    if not few_rows.fits(weight, dtype):
+        assert dtype == F16 and form in (MX4, MX8, NV4)
+        return
+    x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(dtype)
+    other = weight_of(linear(inputs, 17, form, seed=9, dtype=dtype))  # One more than a block has.
+    both = [weight, other, weight]
     most = few_rows.products(x, both)
     for found, each in zip(most, both, strict=True):
-        near(found, exact(x, *each, bits))
-    gated = few_rows.gate_and_up(x, weights, weights)
-    up = exact(x, *weights, bits)
+        near(found, exact(x, each))
+    gated = few_rows.gate_and_up(x, weight, weight)
+    up = exact(x, weight)
     near(gated, up / (1 + np.exp(-up)) * up)
     for rows in (slice(0, 1), slice(3, 11), slice(18, 19), slice(2, 18)):
-        assert mx.array_equal(few_rows.products(x[rows], both[:1])[0], most[0][rows])
-        assert mx.array_equal(few_rows.gate_and_up(x[rows], weights, weights), gated[rows])
+        assert mx.array_equal(few_rows.products(x[rows], both)[0], most[0][rows])
+        assert mx.array_equal(few_rows.gate_and_up(x[rows], weight, weight), gated[rows])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_experts(bits):
+@pytest.mark.parametrize("form", [MX4, MX8])
+def test_scales_far_from_one(form):
+    """Also numbers without a leading digit, with the smallest scale and with large ones."""
+    layer = linear(256, 16, form, seed=0)
+    codes = mx.arange(256 * 16 * form.bits // 8, dtype=mx.uint32).astype(mx.uint8)
+    if form.bits == 8:
+        codes = mx.where(codes % 128 == 127, 0, codes)  # not a number
+    layer.weight = codes.view(mx.uint32).reshape(16, -1)
+    for scale in (100, 127, 150):
+        layer.scales = mx.full(layer.scales.shape, scale, dtype=mx.uint8)
+        weight, x = weight_of(layer), mx.eye(256)[:64].astype(BF16)
+        (found,) = few_rows.products(x, [weight])
+        np.testing.assert_array_equal(np.array(found.astype(mx.float32)), exact(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("form", "many"), [(AFFINE4, 256), (AFFINE4, 3), (AFFINE8, 256), (NV4, 256), (PLAIN, 256)]
+)
+def test_experts(form, many, monkeypatch):
     """Experts of no pair, of one, and of more pairs than a block takes; and each pair alone."""
+    monkeypatch.setattr(few_rows, "_MANY_PAIRS", many)  # which have blocks of several experts
     block = SwitchGLU(256, 512, 5)
     for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
-        outputs = 768 - inner
-        each = [linear(inner, outputs, bits, seed) for seed in range(5)]
-        block[name] = block[name].to_quantized(64, bits)
-        for part in ("weight", "scales", "biases"):
+        each = [linear(inner, 768 - inner, form, seed) for seed in range(5)]
+        if form.bits < 16:
+            block[name] = block[name].to_quantized(form.group_size, form.bits, form.mode)
+        for part in each[0].parameters():
             block[name][part] = mx.stack([layer[part] for layer in each])
     x = mx.random.normal((11, 256), key=mx.random.key(2)).astype(BF16)
     indices = mx.array([[3, 1]] * 9 + [[1, 4], [0, 3]])
     block.__class__ = layers.FewRowsExperts
     found = block(x, indices)
+    whole = [weight_of(block[name]) for name in ("gate_proj", "up_proj", "down_proj")]
     for row, chosen in enumerate(indices.tolist()):
         for place, expert in enumerate(chosen):
             gate, up, down = (
-                [block[name][part][expert] for part in ("weight", "scales", "biases")]
-                for name in ("gate_proj", "up_proj", "down_proj")
+                Weight(*(part[expert] for part in weight[:3]), weight.form) for weight in whole
             )
-            g, u = exact(x[row], *gate, bits), exact(x[row], *up, bits)
+            g, u = exact(x[row], gate), exact(x[row], up)
             inner = mx.array(g / (1 + np.exp(-g)) * u).astype(BF16)
             # What is between the products may be rounded to the next number.
-            near(found[row, place], exact(inner, *down, bits), lost=2e-3)
+            near(found[row, place], exact(inner, down), lost=2e-3)
     assert mx.array_equal(block(x[7:8], indices[7:8]), found[7:8])
 
 
@@ -125,31 +154,88 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.ours = [linear(256, 32, 4, 0), linear(256, 1, 4, 1), linear(512, 16, 8, 2)]
-            self.narrow = linear(128, 16, 4, 3)
-            self.coarse = nn.QuantizedLinear(256, 32, bias=False, group_size=128)
-            self.biased = nn.QuantizedLinear(256, 32, bias=True)
+            self.ours = [
+                linear(256, 32, AFFINE4, 0),
+                linear(256, 1, AFFINE4, 1),
+                linear(512, 16, AFFINE8, 2),
+                linear(256, 32, MX4, 3),
+                linear(256, 32, PLAIN, 4),
+            ]
+            self.others = [
+                linear(128, 16, AFFINE4, 3),
+                nn.QuantizedLinear(256, 32, bias=True),
+                linear(256, 32, AFFINE4, 4, F16),
+                linear(256, 32, PLAIN, 5, mx.float32),
+            ]
             self.mlp = Qwen3NextMLP(256, 256)
             for name in ("gate_proj", "up_proj", "down_proj"):
-                self.mlp[name] = linear(256, 256, 4, 5)
+                self.mlp[name] = linear(256, 256, AFFINE4, 5)
 
+    kinds = [layers.FewRowsLinear] * 4 + [layers.FewRowsPlainLinear]
     model = Model()
+    before = [type(layer) for layer in model.others]
     assert layers.use_few_rows(model, BF16)
-    assert [type(layer) for layer in model.ours] == [layers.FewRowsLinear] * 3
+    assert [type(layer) for layer in model.ours] == kinds
     assert type(model.mlp) is layers.FewRowsMLP
     assert "WARNING" not in caplog.text
-    others = (model.narrow, model.coarse, model.biased)
-    assert all(type(layer) is nn.QuantizedLinear for layer in others)
-    for layer in model.ours[:2]:
-        ones = mx.ones((1, 256), dtype=BF16)
-        near(layer(ones[None])[0], exact(ones, layer.weight, layer.scales, layer.biases, 4))
-        many = mx.ones((gpu.MOST_ROWS + 1, 256), dtype=BF16)
-        assert mx.array_equal(layer(many), nn.QuantizedLinear.__call__(layer, many))
-    assert not layers.use_few_rows(Model(), mx.float16), "of another type"
+    assert before == [nn.QuantizedLinear] * 3 + [nn.Linear]
+    for layer in model.ours:
+        weight = weight_of(layer)
+        ones = mx.ones((1, weight.inputs), dtype=BF16)
+        near(layer(ones[None])[0], exact(ones, weight))
+        many = mx.ones((gpu.MOST_ROWS + 1, weight.inputs), dtype=BF16)
+        assert mx.array_equal(layer(many), layers.REPLACED[type(layer)].__call__(layer, many))
+    mixed = layers.project(ones, *model.ours[:2], *model.ours[3:])
+    assert all(mx.array_equal(a, layer(ones)) for a, layer in zip(mixed, model.ours[:2]))
 
-    monkeypatch.setattr(few_rows, "_BODY", few_rows._BODY.replace("-128.0f", "-127.0f"))
+    monkeypatch.setattr(few_rows, "_BODY", few_rows._BODY.replace("-17 * BASE : -BASE", "0 : 0"))
     few_rows._kernel.cache_clear()
     model = Model()
-    assert not layers.use_few_rows(model, BF16)
-    assert all(type(layer) is nn.QuantizedLinear for layer in model.ours)
+    assert layers.use_few_rows(model, BF16), "those that are not affine"
+    assert [type(layer) for layer in model.ours[:3]] == [nn.QuantizedLinear] * 3
     assert "not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ours", "most"), [(layers.FewRowsLinear, layers._WORTH), (layers.SharedReadsLinear, 1)]
+)
+def test_what_is_slower_is_not_used(ours, most, monkeypatch, caplog):
+    """Rows that don't depend on each other may take somewhat longer, shared reads not."""
+    clock, took = [0.0], {nn.QuantizedLinear: 1.0}
+
+    def apply(module, x):
+        clock[0] += took[type(module)]
+        return x
+
+    monkeypatch.setattr(layers, "apply", apply)
+    monkeypatch.setattr(layers, "_problem", lambda *_: None)
+    monkeypatch.setattr(layers, "_class_for", lambda *_: ours)
+    monkeypatch.setattr(layers, "_is_worth_it", REAL)
+    monkeypatch.setattr(layers.time, "perf_counter", lambda: clock[0])
+    for factor, kind in ((0.99, ours), (1.01, nn.QuantizedLinear)):
+        took[ours] = most * factor
+        layer = linear(256, 32, AFFINE4, 0)
+        assert layers.use_few_rows(layer, BF16) == (kind is ours)
+        assert type(layer) is kind
+    assert "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize("form", [AFFINE4, PLAIN])
+def test_an_embedding_that_is_lm_head(form):
+    model = nn.Module()
+    model.embed_tokens = nn.Embedding(40, 256)
+    model.embed_tokens.set_dtype(BF16)
+    if form.bits < 16:
+        model.embed_tokens = model.embed_tokens.to_quantized(64, form.bits)
+    theirs, x = type(model.embed_tokens), mx.random.normal((9, 256)).astype(BF16)
+    assert layers.use_few_rows(model, BF16)
+    own = model.embed_tokens
+    assert layers.REPLACED[type(own)] is theirs
+    near(own.as_linear(x), exact(x, weight_of(own)))
+    assert mx.array_equal(own.as_linear(x[:1]), own.as_linear(x)[:1])
+    assert mx.array_equal(own(mx.array([3])), theirs.__call__(own, mx.array([3])))
+
+    model.embed_tokens.__class__ = theirs
+    model.lm_head = linear(256, 40, form, 0)
+    assert layers.use_few_rows(model, BF16)
+    assert type(model.embed_tokens) is theirs, "it is only looked up"

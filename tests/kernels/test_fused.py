@@ -9,9 +9,10 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.kernels import gpu, norms, router
 from mlx_mtp.kernels.router import Router
+from mlx_mtp.models import mixture
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.mixture import add_mlp
 from mlx_mtp.selftest import kernels
+from mlx_mtp.world import World
 from tests.tiny_models import Layout, write_checkpoint
 
 ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
@@ -65,9 +66,9 @@ def test_router(emulated, normalize):
     way = Router(64, 5, normalize)
     assert router.fits(way, mx.float32) and router.fits(way, mx.bfloat16)
     draw = np.random.default_rng(2)
-    logits = mx.array(draw.integers(-40, 40, (gpu.MOST_ROWS, 64)).astype(np.float32) / 4)
+    logits = mx.array(draw.integers(-40, 40, (gpu.MOST_ROWS + 6, 64)).astype(np.float32) / 4)
     gate = mx.contiguous(logits[:, :1])
-    for rows in (1, 3, gpu.MOST_ROWS):
+    for rows in (1, 3, gpu.MOST_ROWS + 6):
         inputs = logits[:rows], gate[:rows]
         found, true = router.launch(*inputs, way), router.portable(*inputs, way)
         for ours, theirs in zip(found, true, strict=True):
@@ -75,19 +76,25 @@ def test_router(emulated, normalize):
     assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], way).weights)
 
 
-def test_a_mixture(emulated):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mixture(emulated, monkeypatch, ranks):
     """The block that joins router, experts and sums, against mlx-lm's."""
+    monkeypatch.setattr(mixture, "world", lambda: World(size=ranks))
+    monkeypatch.setattr(mixture, "summed", lambda part: ranks * part)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     how = {"num_experts": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(SimpleNamespace(**sizes, **how))
-    x, normed = (mx.random.normal((1, 5, 64), key=mx.random.key(i)) for i in range(2))
+    x, normed = (mx.random.normal((5, 64), key=mx.random.key(i)) for i in range(2))
     weight = mx.random.normal((64,), key=mx.random.key(2))
-    found = add_mlp(x, normed, block, weight, 1e-6)
-    true = x + block(normed)
+    found = mixture.add_mlp(x, normed, block, weight, 1e-6)
+    true = x + ranks * block(normed)
     np.testing.assert_allclose(found[0], true, atol=1e-5)
     np.testing.assert_allclose(found[1], mx.fast.rms_norm(true, weight, 1e-6), atol=1e-5)
-    launched = norms.MIX_NORM.kernel._works.values()
-    assert all(launched) and launched, "by the kernel"
+    monkeypatch.setattr(router, "MOST_PAIRS", 12)
+    halves = mixture.add_mlp(x, normed, block, weight, 1e-6)
+    np.testing.assert_allclose(halves, found, atol=1e-6)
+    for kernel in (router._KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
+        assert kernel._works and all(kernel._works.values()), "by the kernel"
 
 
 def test_the_self_test_compares_them(emulated, tmp_path):

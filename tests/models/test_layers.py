@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.models import layers
+from mlx_mtp.models import layers, shared
 from mlx_mtp.models.loader import load_model
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
@@ -18,19 +18,31 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
     compiled = []
     compile_part = mx.compile
     monkeypatch.setattr(mx, "compile", lambda part: compiled.append(part) or compile_part(part))
+    monkeypatch.setattr(shared, "_compiled", {})
 
     def logits(backend):
         monkeypatch.setattr(layers, "backend", lambda: backend)
         cache, found = model.make_cache(2), []
-        for lengths in ([3, 2], [1, 1], [1, 4], [1, 1]):
-            cache.reserve([16, 16])
-            packing = cache.begin(lengths, mx.array(lengths))
+        for lengths, kept in (
+            *(([3, 2], [3, 2]), ([1, 1], [1, 1]), ([1, 4], None), ([3, 3], None)),
+            *(([1, 1], [1, 1]), ([2, 1], None), ([1, 1], [1, 0])),
+        ):
+            cache.reserve([24, 24])
+            packing = cache.begin(lengths, kept and mx.array(kept))
             tokens = mx.arange(packing.num_tokens) * 7 % VOCAB
             found.append(model.logits(model.hidden(tokens, cache)))
-            cache.commit(mx.array(lengths))
+            cache.commit(mx.array(kept or [1, lengths[1] - 1]))
         return mx.concatenate(found)
 
     plain = logits(None)
     assert not compiled
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
-    assert len(compiled) == 2 * len(model.layer_specs)
+    assert len(compiled) == 3, "layers of a kind share what they are compiled to"
+    layer = model.causal_lm.model.layers[0]
+    layer.post_attention_layernorm.eps *= 2
+    shared.compiled(layer, "recur")
+    assert len(compiled) == 4, "one that differs in a number does not"
+    layer.post_attention_layernorm.eps /= 2
+    monkeypatch.setattr(shared, "_MOST_TRACES", 2)
+    assert mx.array_equal(logits("cuda"), logits("cuda")) and len(compiled) > 4, "traced anew"
+    assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp.models import many_rows
 from mlx_mtp.models.few_rows import FewRowsLinear
-from mlx_mtp.models.many_rows import ExpandedLinear, use_expanded
+from mlx_mtp.models.many_rows import ExpandedLinear, use_many_rows
 
 
 class Model(nn.Module):
@@ -29,7 +29,7 @@ def measured(monkeypatch):
     def timed(call):
         result = call()
         _, rows, outputs = result.shape
-        layer = call.__closure__[0].cell_contents
+        layer = call.__closure__[-1].cell_contents
         expands = layer.least_rows <= rows
         tried.append((outputs, rows, expands))
         return result, 1.0 if not expands else 0.9 if outputs == 48 and rows >= 512 else 1.0
@@ -43,7 +43,7 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
     model = Model()
     x = mx.random.normal((1, 600, 128), key=mx.random.key(0))
     before = [layer(x) for layer in model.layers]
-    use_expanded(model, mx.float32)
+    use_many_rows(model, mx.float32)
     assert [layer.least_rows for layer in model.layers] == [512, 512]
     assert model.few.least_rows == model.lm_head.least_rows == float("inf")
     assert type(model.few) is FewRowsLinear and type(model.plain) is nn.Linear
@@ -55,15 +55,16 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
         np.testing.assert_allclose(layer(x), true, rtol=1e-4, atol=1e-4)
 
 
-def test_what_computes_something_else_is_not_used(measured, monkeypatch):
+@pytest.mark.parametrize("wrong", [lambda full: full * mx.nan, lambda full: 1 / 0])
+def test_what_computes_something_else_or_nothing_is_not_used(measured, monkeypatch, wrong):
     real = mx.dequantize
-    monkeypatch.setattr(mx, "dequantize", lambda *given, **more: real(*given, **more) * mx.nan)
+    monkeypatch.setattr(mx, "dequantize", lambda *given, **more: wrong(real(*given, **more)))
     model = Model()
-    use_expanded(model, mx.float32)
+    use_many_rows(model, mx.float32)
     assert all(layer.least_rows == float("inf") for layer in model.layers)
 
 
 def test_elsewhere_mlx_own_products_run():
     model = Model()
-    use_expanded(model, mx.float32)
+    use_many_rows(model, mx.float32)
     assert all(type(layer) is nn.QuantizedLinear for layer in model.layers)

@@ -206,7 +206,7 @@ class Coupled(Alone):
 @pytest.mark.parametrize("kind", [Alone, Coupled])
 def test_a_row_that_depends_on_others_is_told(kind, monkeypatch):
     monkeypatch.setitem(few_rows.REPLACED, Coupled, Alone)
-    model = SimpleNamespace(model=kind(32, 16, bias=False), dtype=mx.float32)
+    model = SimpleNamespace(model=kind(32, 16, bias=False), output_layer=None, dtype=mx.float32)
     (found,) = measure_products(model, float("inf"))
     assert (found.name, found.layers) == ("32 -> 16, float32", 1)
     assert found.independent == (kind is Alone)

@@ -1,0 +1,248 @@
+"""Products of a prompt's tokens with their experts, whose weights are expanded in registers.
+
+For CUDA: the pairs of token and expert, sorted by expert, are cut into blocks that have one expert
+and up to 64 pairs each, so that the work follows the pairs however unevenly they are routed.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.few_rows import CUDA
+from mlx_mtp.kernels.formats import Format, Weight
+
+_TILES = 8  # of eight pairs in a block
+_WARPS, _BANDS = 4, 2  # of a block, and of a warp: bands of 16 features
+_STAGES = 2  # loads in flight, of 128 columns each
+
+# One threadgroup finds where each expert's pairs begin, and lists expert, first pair and count of
+# each block; the blocks behind the last one have no pairs.
+_LIST_BODY = """
+    THREADGROUP(int, begins, E + 1);
+    THREADGROUP(int, before, E + 1);
+    const int me = 32 * warp + lane;
+    for (int e = me; e <= E; e += 32 * WARPS) {
+      int low = 0;
+      int high = experts_shape[0];
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if (experts[middle] < e) {
+          low = middle + 1;
+        } else {
+          high = middle;
+        }
+      }
+      begins[e] = low;
+    }
+    BARRIER;
+    for (int e = me; e <= E; e += 32 * WARPS) {
+      int sum = 0;
+      for (int i = 0; i < e; ++i) {
+        sum += (begins[i + 1] - begins[i] + ROWS - 1) / ROWS;
+      }
+      before[e] = sum;
+    }
+    BARRIER;
+    for (int e = me; e < E; e += 32 * WARPS) {
+      for (int block = before[e]; block < before[e + 1]; ++block) {
+        const int first = begins[e] + (block - before[e]) * ROWS;
+        const int left = begins[e + 1] - first;
+        blocks[3 * block] = e;
+        blocks[3 * block + 1] = first;
+        blocks[3 * block + 2] = left < ROWS ? left : ROWS;
+      }
+    }
+    for (int block = before[E] + me; block < BLOCKS; block += 32 * WARPS) {
+      blocks[3 * block + 2] = 0;
+    }
+"""
+
+# A lane has features g and g + 8 of a band, and columns 16 t ... of a group of 64, in the order in
+# which masks find the codes, 0 4 1 5 2 6 3 7 of a word. x lies in that order.
+_BODY = r"""
+    constexpr int ROWS = 8 * TILES, THREADS = 32 * WARPS, FEATURES = 16 * BANDS * WARPS;
+    constexpr int UNITS = 4, STAGE = ROWS * 256 + FEATURES * (16 * UNITS + 8);
+    constexpr int OWN = 16 * BANDS / PARTS;  // features of a warp's results
+    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
+    const int me = 32 * warp + lane, N = w0_shape[1], f0 = blockIdx.x * (OWN * WARPS);
+    const int first = blocks[3 * blockIdx.y + 1], count = blocks[3 * blockIdx.y + 2];
+    if (count == 0) return;
+    const size_t base = (size_t)blocks[3 * blockIdx.y] * N;
+    SHARED(shared);
+    // Sixteen bytes are put elsewhere in each row: lanes then read different banks.
+    auto x_unit = [](int row, int u) { return (row * 16 + (u ^ (row & 1))) * 16; };
+    auto w_unit = [](int row, int u) { return (row * UNITS + (u ^ (row & 2))) * 16; };
+    auto feature = [=](int row) { return base + f0 + row / (16 * BANDS) * OWN + row % OWN; };
+    int source[ROWS * 16 / THREADS];
+    #pragma unroll
+    for (int i = 0; i < ROWS * 16 / THREADS; ++i) {
+      const int r = (i * THREADS + me) / 16;
+      source[i] = r < count ? order[first + r] / PAIRS : -1;
+    }
+    auto load = [&](int chunk) {
+      if (chunk < K / 128) {
+        unsigned char* const to = shared + chunk % STAGES * STAGE;
+        #pragma unroll
+        for (int i = 0; i < ROWS * 16 / THREADS; ++i) {
+          const int r = (i * THREADS + me) / 16, u = me % 16;
+          if (source[i] >= 0)
+            copy16(to + x_unit(r, u), x + (size_t)source[i] * K + chunk * 128 + u * 8);
+        }
+        unsigned char* const weights = to + ROWS * 256;
+        #pragma unroll
+        for (int i = 0; i < FEATURES * UNITS / THREADS; ++i) {
+          const int r = (i * THREADS + me) / UNITS, u = me % UNITS;
+          const bool up = PARTS == 2 && r / OWN % 2;
+          copy16(weights + w_unit(r, u),
+                 reinterpret_cast<const char*>(up ? w_up : w0)
+                     + (feature(r) * (K / 128) + chunk) * (16 * UNITS) + u * 16);
+        }
+        #pragma unroll
+        for (int i = 0; i < FEATURES / THREADS; ++i) {
+          const int r = i * THREADS + me;
+          const bool up = PARTS == 2 && r / OWN % 2;
+          const size_t at = feature(r) * (K / 64) + chunk * 2;
+          unsigned char* const side = weights + FEATURES * 16 * UNITS + r * 8;
+          copy<4>(side, (up ? s_up : s0) + at);
+          copy<4>(side + 4, (up ? b_up : b0) + at);
+        }
+      }
+      commit();
+    };
+    float sums[BANDS][TILES][4] = {};
+    #pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) load(i);
+    #pragma unroll 1
+    for (int chunk = 0; chunk < K / 128; ++chunk) {
+      wait<STAGES - 2>();
+      __syncthreads();
+      load(chunk + STAGES - 1);
+      const unsigned char* const here = shared + chunk % STAGES * STAGE;
+      const unsigned char* const weights = here + ROWS * 256;
+      #pragma unroll 1
+      for (int half = 0; half < 4; ++half) {  // of the two groups of 64
+        const int k = half / 2, h = half % 2;
+        unsigned a[BANDS][2][4];
+        #pragma unroll
+        for (int m = 0; m < BANDS; ++m)
+          #pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int r = (warp * BANDS + m) * 16 + 8 * i + g;
+            const unsigned word = *reinterpret_cast<const unsigned*>(
+                weights + w_unit(r, 2 * k + t / 2) + t % 2 * 8 + 4 * h);
+            const uint2 side = *reinterpret_cast<const uint2*>(
+                weights + FEATURES * 16 * UNITS + r * 8);
+            const unsigned scale = __byte_perm(side.x, 0, k ? 0x3232 : 0x1010);
+            const unsigned bias = __byte_perm(side.y, 0, k ? 0x3232 : 0x1010);
+            #pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              a[m][e][i] = expanded(codes(word >> 8 * e), scale, bias);
+              a[m][e][2 + i] = expanded(codes(word >> (8 * e + 4)), scale, bias);
+            }
+          }
+        #pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          if (8 * n >= count) break;
+          const uint4 b = *reinterpret_cast<const uint4*>(
+              here + x_unit(8 * n + g, 8 * k + 2 * t + h));
+          #pragma unroll
+          for (int m = 0; m < BANDS; ++m) {
+            multiply(sums[m][n], a[m][0], b.x, b.y);
+            multiply(sums[m][n], a[m][1], b.z, b.w);
+          }
+        }
+      }
+    }
+    wait<0>();
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n)
+      #pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int r = 8 * n + 2 * t + j % 2;
+        if (r >= count) continue;
+        const size_t row = (size_t)order[first + r] * N;
+        #pragma unroll
+        for (int m = 0; m < BANDS / PARTS; ++m) {
+          const int f = f0 + warp * OWN + 16 * m + g + j / 2 * 8;
+          const float both[2] = {sums[m][n][j], sums[m + BANDS - BANDS / PARTS][n][j]};
+          // What gate and up give is x of the next product.
+          const int at = PARTS == 1 ? f : f / 8 * 8 + f % 4 * 2 + f / 4 % 2;
+          y[row + at] = (T)(PARTS == 1 ? both[0] : both[0] / (1.0f + __expf(-both[0])) * both[1]);
+        }
+      }
+"""
+_START = "    const auto w_up = w{0}; const auto s_up = s{0}; const auto b_up = b{0};\n"
+_EXPANDED = r"""
+// Two codes q of 4 bits, as two bfloat16 of 128 + q: exact, with one operation.
+__device__ __forceinline__ unsigned codes(unsigned w) { return (w & 0x000f000fu) | 0x43004300u; }
+// Codes, from those, times a scale plus a bias.
+__device__ __forceinline__ unsigned expanded(unsigned codes, unsigned scale, unsigned bias) {
+  return multiply_add(multiply_add(codes, 0x3f803f80u, 0xc300c300u), scale, bias);
+}
+"""
+
+
+def fits(weight: Weight) -> bool:
+    """Whether the kernel is made for this; N and K are multiples of 256, as `few_rows` asks."""
+    return weight.form == Format("affine", 4, 64) and weight.fits(mx.bfloat16)
+
+
+def swiglu(
+    x: mx.array,  # [S, H]
+    weights: Sequence[Weight],  # of all experts: gate and up [E, N, H], down [E, H, N]
+    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
+    order: mx.array,  # int32 [P], which pair each of these is
+) -> mx.array:
+    """Each pair's result, [P, H]; P / S pairs in a row have one row of x."""
+    blocks = _list(chosen, len(weights[0].codes))
+    x = x.reshape(len(x), -1, 2, 4).swapaxes(2, 3).reshape(x.shape)
+    return _launch(_launch(x, weights[:2], blocks, order), weights[2:], blocks, order)
+
+
+def _list(chosen: mx.array, experts: int) -> mx.array:
+    """int32 [B, 3]: expert, first pair and number of pairs of each block."""
+    rows = 8 * _TILES
+    most = chosen.size // rows + min(experts, chosen.size)
+    warps = min(-(-experts // gpu.LANES), 16)
+    constants = {"E": experts, "ROWS": rows, "BLOCKS": most, "WARPS": warps}
+    output = (most, 3), mx.int32
+    return _LIST([chosen], list(constants.items()), (1, warps, 1), [output], warps=warps)[0]
+
+
+def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
+    parts, (outputs, inner) = len(weights), (weights[0].codes.shape[1], x.shape[1])
+    features = 16 * _BANDS * _WARPS
+    template = {"T": x.dtype, "K": inner, "PARTS": parts, "PAIRS": order.size // len(x)}
+    template |= {"TILES": _TILES, "BANDS": _BANDS, "WARPS": _WARPS, "STAGES": _STAGES}
+    launch = gpu.launcher(
+        _kernel(parts, _STAGES * (8 * _TILES * 256 + features * 72)),
+        tuple(template.items()),
+        (32 * (outputs * parts // features), _WARPS * len(blocks), 1),
+        (32, _WARPS, 1),
+        (((order.size, outputs), x.dtype),),
+    )
+    return launch(x, *itertools.chain(*(each[:3] for each in weights)), blocks, order)[0]
+
+
+@functools.cache
+def _kernel(parts: int, shared: int) -> Any:
+    header, source = CUDA + _EXPANDED, _START.format(parts - 1) + _BODY
+    return mx.fast.cuda_kernel(
+        name=gpu.kernel_name(f"grouped_{parts}", header, source, str(shared)),
+        input_names=[
+            "x",
+            *(f"{name}{number}" for number in range(parts) for name in "wsb"),
+            *("blocks", "order"),
+        ],
+        output_names=["y"],
+        header=header,
+        source=source,
+        shared_memory=shared,
+    )
+
+
+_LIST = gpu.Kernel("grouped_list", ["experts"], ["blocks"], _LIST_BODY)

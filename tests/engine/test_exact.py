@@ -1,0 +1,145 @@
+"""Exact answers: a prompt's chunks, and what of it is reused, are functions of its tokens alone."""
+
+import itertools
+from itertools import pairwise
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_mtp.cache.prefix_tree import PrefixTree
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, cuts, save_points, turns
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.worth import FixedDepth
+from tests.engine.test_reuse import END, GAIN, STEP, World, messages
+from tests.harness import Driver, request
+from tests.tiny_models import VOCAB
+
+TEXTS = st.lists(st.sampled_from([END, 5, 5, 5, 6]), min_size=1, max_size=80)
+
+
+def cuts_of(prompt, step=STEP, gain=GAIN):
+    return cuts(len(prompt), turns(prompt, {END}), step, gain)
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_what_follows_a_cut_does_not_move_it(start, one, other):
+    """And each is the first possible: after a whole step, or at the end of a turn."""
+    first, second = (
+        [cut for cut in cuts_of([*start, *rest]) if cut <= len(start)] for rest in (one, other)
+    )
+    assert first == second
+    for low, high in pairwise([0, *first]):
+        ends = [p for p in turns(start, {END}) if low + GAIN <= p <= low + STEP]
+        assert high == min([low + STEP, *ends])
+
+
+@given(TEXTS, st.integers(0, 60))
+def test_prefixes_are_saved_at_cuts_alone(prompt, start):
+    saved = save_points(len(prompt), start, turns(prompt, {END}), STEP, GAIN, cuts_of(prompt))
+    assert {*saved} <= {cut for cut in cuts_of(prompt) if cut > start}
+    assert saved == sorted(saved)
+    if (last := max(cuts_of(prompt), default=0)) > start:
+        assert saved[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("prompt", "points"),
+    [
+        # The end of the prompt is no cut: a token behind it would be in the same chunk.
+        ([*messages(100, 200, 300, 400), *[5] * 7], [100, 300, 600, 1000]),
+        ([*messages(100, 30), *[5] * 7], [100]),
+        (messages(20), []),
+        ([5] * 3000, [512, 1024, 2048, 2560]),
+        # Where the first message has no cut at its end, the one before it is shared.
+        ([*messages(520, 10), *[5] * 3], [512]),
+    ],
+)
+def test_points_where_a_prompt_is_saved(prompt, points):
+    ends = turns(prompt, {END})
+    where = cuts(len(prompt), ends, 512)
+    assert save_points(len(prompt), 0, ends, 512, MIN_GAIN, where) == points
+
+
+class Exact(World):
+    """Notes every chunk, and that no two prompts share one."""
+
+    def __init__(self, rows: int = 8) -> None:
+        super().__init__(rows)
+        self.tree = PrefixTree(100_000)
+        self.reuse = PrefixReuse(self.tree, {END}, STEP, GAIN, exact=True)
+        config = EngineConfig(
+            max_num_seqs=rows, prefill_step_size=STEP, exact=True, max_decode_pause=1.0
+        )
+        self.policy = Scheduler(config, FixedDepth(2), self.reuse)
+        self.chunks: dict[str, list[tuple[int, int]]] = {}
+
+    def step(self, fail: bool = False):
+        plan = super().step(fail)
+        assert len(plan.chunk) <= 1
+        for row, start, length in plan.chunk:
+            self.chunks.setdefault(row.request_id, []).append((start, start + length))
+        return plan
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), TEXTS), min_size=1, max_size=8),
+    st.lists(st.integers(0, 3), min_size=8, max_size=8),
+)
+def test_a_prompt_is_cut_alike_under_any_load(texts, pauses):
+    """Whatever runs, waits, or is cached: each chunk is one of those that it has alone and cold."""
+    shared = [messages(20), messages(9, 30), [5] * 40]
+    world = Exact()
+    prompts = {str(i): [*shared[which], *text] for i, (which, text) in enumerate(texts)}
+    for (name, prompt), pause in zip(prompts.items(), pauses):
+        world.add(name, prompt)
+        for _ in range(pause):
+            world.step()
+    while not world.policy.idle:
+        world.step()
+    for name, prompt in prompts.items():
+        alone = Exact()
+        alone.add("alone", prompt)
+        alone.step()
+        while not alone.policy.idle:
+            alone.step()
+        found, all_of = world.chunks[name], alone.chunks["alone"]
+        assert found in ([*all_of[len(all_of) - len(found) :]], [(len(prompt), len(prompt))])
+
+
+def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
+    """After others that share some of it, with and without drafts: attention reads as much, too."""
+    model, bits, read = tiny_models["qwen3_5_moe"], set(), set()
+    attend = mx.fast.scaled_dot_product_attention
+
+    def noted(queries, keys, *rest, **more):
+        read.add((queries.shape[2], keys.shape[2]))
+        return attend(queries, keys, *rest, **more)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    # Of 128 tokens, so that a draft lies beyond what attention reads for the prompt alone.
+    chat = [*range(2, 40), END, *range(3, 60), END, *range(20, 51)]
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, top_logprobs=3, ignore_eos=True)
+    earlier = [[], [chat[:50]], [chat, chat], [[*chat[:45], 9], chat[:97]]]
+    # It shares three tokens of a chunk that ends elsewhere.
+    earlier.append([[*chat[:100], END, 7, 8], chat])
+    for depth, before in itertools.product((0, 3), earlier):
+        config = EngineConfig(depth, prefill_step_size=16, prefix_cache_size=1 << 30, exact=True)
+        driver = Driver(model, vocab_size=VOCAB, stop_ids=(END,), config=config)
+        for number, prompt in enumerate([*before, chat]):
+            driver.add(request(str(number), prompt, sampling))
+            driver.run()
+        name = str(len(before))
+        assert (driver.reused(name) > 0) == bool(before)
+        assert driver.reused(name) in [0, *cuts_of(chat)]
+        bits.add(driver.outputs[name][0].logprobs)
+    last = len(chat) - max(cuts_of(chat))
+    assert len(bits) == len([keys for tokens, keys in read if tokens == last]) == 1
+    # An answer's end is not reused: its bits are not those of a prompt.
+    answered = [*chat, *driver.tokens(name), 7]
+    driver.add(request("next", answered, sampling))
+    driver.run()
+    assert driver.reused("next") == max(cuts_of(chat))

@@ -1,0 +1,170 @@
+"""Each rank has its part of a prefix on its own disk: all of them have it, or none."""
+
+import threading
+import time
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_mtp.cache.prefix_files import PrefixDirectory
+from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import parts
+from mlx_mtp.engine.parts import LeadStore
+from mlx_mtp.models.loader import load_model
+from tests.cache.prefixes import FINGERPRINT, flush
+from tests.conftest import DEMO
+from tests.engine.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
+from tests.exchange import led
+from tests.harness import Driver, greedy, plain, request
+from tests.tiny_models import VOCAB, Layout, write_checkpoint
+
+HISTORY = [*words(1, 20), EOS, *words(2, 30), EOS, 5]
+FIRST = request("first", HISTORY, greedy(13, ignore_eos=True))
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """A model, and the two parts of it."""
+    write_checkpoint(tmp_path / "model", Layout("qwen3_next"))
+    load = partial(load_model, tmp_path / "model", enable_mtp=True)
+    return load(), [load(part=(rank, 2)) for rank in range(2)]
+
+
+def serve(monkeypatch, folder: Path, models, *rounds, bits=None):
+    """Let two ranks that have just been started answer some requests at a time, on their disks."""
+    with ExitStack() as stack:
+        other = stack.enter_context(closing(PrefixStore(folder / "1", FINGERPRINT, 1 << 30)))
+
+        def work(together) -> Driver:
+            store = LeadStore(together, folder / "0", FINGERPRINT, 1 << 30)
+            config = EngineConfig(
+                num_draft_tokens=2,
+                prefill_step_size=STEP,
+                prefix_cache_size=ROOM,
+                kv_cache_quantization=bits,
+            )
+            parts = {"vocab_size": VOCAB, "stop_ids": (EOS,), "config": config}
+            with closing(store):
+                run = Driver(models[0], links=together, store=store, **parts)
+                for each in rounds:
+                    if callable(each):
+                        each(run)
+                        continue
+                    for wanted in each:
+                        run.add(wanted)
+                    run.run()
+                run.core.rest()
+                assert flush(store)
+            return run
+
+        run = led(monkeypatch, models, work, [other])
+        assert flush(other)
+    return run
+
+
+def delete(file: Path) -> None:
+    file.unlink()
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def files(folder: Path, *, snapshot: bool) -> list[Path]:
+    """The files of a rank, that of the longest prefix first."""
+    found = [(int(f.stem.rsplit("-", 1)[1]), f) for f in folder.glob("*.safetensors")]
+    kind = [(end, f) for end, f in found if (f.name.split("-")[4][-1] == "s") == snapshot]
+    return [file for _, file in sorted(kind, reverse=True)]
+
+
+ALL = [len(HISTORY) + 12, 32, len(HISTORY)]
+LESS = [len(HISTORY), *ALL[1:]]
+CASES = [
+    (None, 0, True, ALL),
+    (delete, 1, True, LESS),
+    pytest.param(truncate, 0, True, LESS, marks=pytest.mark.full),
+    pytest.param(damage, 1, False, LESS, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("spoil", "rank", "snapshot", "reused"), CASES)
+def test_after_a_restart_all_parts_are_there_or_none(
+    tmp_path, monkeypatch, ranks, ties, spoil, rank, snapshot, reused
+):
+    """With a file of one rank gone or broken, a shorter prefix is used on all."""
+    whole, models = ranks
+    told = plain(whole, FIRST, VOCAB).tokens
+    serve(monkeypatch, tmp_path, models, [FIRST])
+    if spoil is not None:
+        spoil(files(tmp_path / str(rank), snapshot=snapshot)[0])
+    again = [
+        request("goes on", [*HISTORY, *told, EOS, 9, 7], SAMPLED[0]),
+        request("branch", [*HISTORY[:40], *words(4, 12)], greedy(9)),
+        request("again", HISTORY, SAMPLED[1]),
+    ]
+    # What was missing is there again after the next start.
+    for expected in (reused, [len(again[0].prompt_token_ids), 52, len(HISTORY)]):
+        run = serve(monkeypatch, tmp_path, models, *([each] for each in again))
+        for each in again:
+            reference = plain(whole, each, VOCAB, (EOS,))
+            ties.check(each.request_id, run.tokens(each.request_id), reference)
+        assert [run.reused(each.request_id) for each in again] == expected
+
+
+def test_a_disk_that_hangs_on_one_rank_is_not_waited_for(tmp_path, monkeypatch, ranks, ties):
+    """Its prefix is computed by all, and read when it is asked for later."""
+    whole, models = ranks
+    serve(monkeypatch, tmp_path, models, [FIRST])
+    answers, read = threading.Event(), PrefixDirectory.read
+
+    def late(directory: PrefixDirectory, file) -> bytes:
+        assert directory.path.name == "0" or answers.wait(60)
+        return read(directory, file)
+
+    monkeypatch.setattr(PrefixDirectory, "read", late)
+    monkeypatch.setattr(parts, "READ_SECONDS", 0.5)
+    again = [request(f"{n}", HISTORY, SAMPLED[n]) for n in range(2)]
+
+    def hanging(run: Driver) -> None:
+        run.add(again[0])
+        while not run.core.idle:
+            run.step()
+            time.sleep(0.01)
+        run.prefixes.clear()
+        monkeypatch.setattr(parts, "READ_SECONDS", 60.0)
+        answers.set()
+
+    run = serve(monkeypatch, tmp_path, models, hanging, again[1:])
+    for each in again:
+        ties.check(each.request_id, run.tokens(each.request_id), plain(whole, each, VOCAB, (EOS,)))
+    assert [run.reused(each.request_id) for each in again] == [0, len(HISTORY)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_prefixes_are_those_of_one_machine(tmp_path, monkeypatch, demo_model, bits):
+    prompt = [int(t) for t in np.random.default_rng(4).integers(2, VOCAB, 100)]
+    first = request("first", prompt, greedy(20, ignore_eos=True))
+    after = request("after", [*prompt, 7, 8], greedy(30, ignore_eos=True))
+    models = [load_model(DEMO, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
+    found = [[], []]
+    for turn in range(4):  # First alone, then led, each with a restart.
+        if turn < 2:
+            with closing(PrefixStore(tmp_path / "one", FINGERPRINT, 1 << 30)) as store:
+                run = driver(demo_model, store=store, kv_cache_quantization=bits)
+                for each in (first, after):
+                    ask(run, each)
+        else:
+            run = serve(monkeypatch, tmp_path, models, [first], [after], bits=bits)
+        found[turn // 2].append((run.tokens("first"), run.tokens("after"), run.reused("after")))
+    assert found[0] == found[1] and found[0][1][2] == len(prompt) + 2

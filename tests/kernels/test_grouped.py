@@ -1,0 +1,49 @@
+"""Experts of prompts, and expanded weights: the real sources on an emulated GPU."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from mlx_mtp.kernels import expand, grouped
+from mlx_mtp.kernels.formats import Format, weight_of
+from mlx_mtp.models import few_rows as layers
+from tests.kernels.test_few_rows import BF16, exact, linear, near
+
+pytestmark = pytest.mark.usefixtures("matrix_units")
+
+AFFINE4 = Format("affine", 4, 64)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
+def test_experts_of_a_prompt(spread):
+    """Evenly routed, to some more often, and nearly all to two."""
+    block, single = SwitchGLU(256, 512, 7), [[] for _ in range(7)]
+    for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
+        each = [linear(inner, 768 - inner, AFFINE4, seed) for seed in range(7)]
+        block[name] = block[name].to_quantized(64, 4)
+        for part in each[0].parameters():
+            block[name][part] = mx.stack([layer[part] for layer in each])
+        for expert, layer in zip(single, each, strict=True):
+            expert.append(weight_of(layer))
+    assert all(grouped.fits(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
+    x = mx.random.normal((70, 256), key=mx.random.key(2)).astype(BF16)
+    drawn = mx.random.gumbel((70, 7), key=mx.random.key(3)) - spread * mx.arange(7)
+    indices = mx.argsort(-drawn, axis=-1)[:, :2]
+    block.__class__, block.least_rows = layers.FewRowsExperts, 65
+    found = block(x, indices)
+    for row, chosen in enumerate(indices.tolist()):
+        for place, expert in enumerate(chosen):
+            gate, up, down = single[expert]
+            g, u = exact(x[row], gate), exact(x[row], up)
+            inner = mx.array(g / (1 + np.exp(-g)) * u).astype(BF16)
+            near(found[row, place], exact(inner, down), lost=1e-2)  # Weights are rounded.
+    assert mx.array_equal(block(x[:65], indices[:65]), found[:65]), "a row depends on the others"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_expanded_weights(bits):
+    """Of a width that is no multiple of a warp's."""
+    weight = weight_of(linear(320, 7, Format("affine", bits, 64), seed=4))
+    found = expand.expanded(*weight[:3], 64, bits)
+    near(found, exact(mx.eye(320, dtype=BF16), weight).T)
