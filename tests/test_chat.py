@@ -165,7 +165,8 @@ def test_in_a_terminal_with_its_own_engine():
     """Typed, stopped by Ctrl-C, ended by Ctrl-D; at 80 columns."""
     with terminal("chat", "--temperature", "0", "--seed", "1") as shown:
         shown.wait_for("> ")
-        answer = shown.type("Tell me a story.\n", "accepted\\]\n> ")
+        # A first start drafts nothing before it has measured what a step costs.
+        answer = shown.type("Tell me a story.\n", r"(accepted|no drafts)\]\n> ")
         assert " tokens, " in answer
         shown.type("Write a long story about a brave fox.\n", r"fox\.\s+\w")  # It answers.
         assert "[stopped]" in shown.type("\x03", "\n> ")
