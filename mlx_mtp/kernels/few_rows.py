@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.gpu import backend, kernel_name, launcher, lean
+from mlx_mtp.kernels.gpu import backend, few, kernel_name, launcher, lean
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block, and rows of the left operand
@@ -275,6 +275,11 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
     # A scale of mxfp has more than float16's range.
     wide = dtype == mx.bfloat16 or (dtype == mx.float16 and weight.scales.dtype == dtype)
     return backend() == "cuda" and wide and weight.fits(dtype) and weight.inputs % _CHUNK == 0
+
+
+def serves(rows: int, weight: Weight) -> bool:
+    """Whether so many tokens are as few as it is used for."""
+    return few(rows) and (weight.form.bits < 16 or rows <= MOST_PLAIN_ROWS)
 
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:

@@ -5,6 +5,8 @@ a verify window costs there. It has never been run on a Mac; see `models.few_row
 hold before it is used. The body runs on CUDA too, where `kernels.few_rows` is faster.
 """
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
@@ -101,13 +103,17 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
     return gpu.backend() == "metal" and weight.form.bits <= 8 and weight.fits(dtype)
 
 
-def serves(x: mx.array) -> bool:
-    """Whether these rows [.., K] are as many as it is faster for."""
-    return 2 <= x.size // x.shape[-1] <= MOST_ROWS
+def serves(rows: int, _weight: Weight) -> bool:
+    """Whether so many rows are as many as it is faster for."""
+    return 2 <= rows <= MOST_ROWS
 
 
-def product(x: mx.array, weight: Weight) -> mx.array:
-    """x [M, K] times the transpose of a quantized weight [N, K], summed in float32: [M, N]."""
+def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """x [M, K] times the transpose of each quantized weight [N, K], summed in float32: [M, N]."""
+    return [_product(x, weight) for weight in weights]
+
+
+def _product(x: mx.array, weight: Weight) -> mx.array:
     (rows, inputs), outputs = x.shape, weight.codes.shape[0]
     _, bits, group = weight.form
     constants = {"K": inputs, "N": outputs, "BITS": bits, "GROUP": group}

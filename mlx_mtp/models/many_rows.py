@@ -8,6 +8,7 @@ is measured when a model is loaded.
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,7 +52,7 @@ class GroupedExperts(SwitchGLU):
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) < self.least_rows:
             return super().__call__(x, indices)
-        weights = list(map(weight_of, _layers(self)))
+        weights = list(map(weight_of, parts_of(self)))
         return grouped.swiglu(rows, weights, *sorted_pairs(indices)).reshape(*indices.shape, -1)
 
 
@@ -72,7 +73,7 @@ def use_many_rows(model: nn.Module, dtype: mx.Dtype) -> None:
             module.__class__ = ExpandedLinear
         if not _expands(module):
             continue
-        first = _layers(module)[0]
+        first = parts_of(module)[0]
         shape = tuple(first.weight.shape), first.bits, first.group_size, str(first.scales.dtype)
         if shape not in found:
             found[shape] = _least_rows(module, first, dtype)
@@ -83,13 +84,14 @@ def _expands(module: nn.Module) -> bool:
     if isinstance(module, ExpandedLinear):
         return module.mode == "affine" and module.weight.shape[0] <= _MOST_OUTPUTS
     return isinstance(module, GroupedExperts) and all(
-        grouped.fits(weight_of(each)) for each in _layers(module)
+        grouped.fits(weight_of(each)) for each in parts_of(module)
     )
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """What stores the weights: the module itself, or gate, up and down of an MLP or experts."""
     names = ("gate_proj", "up_proj", "down_proj")
-    return [module[name] for name in names] if isinstance(module, SwitchGLU) else [module]
+    return [module] if "weight" in module else [module[name] for name in names]
 
 
 def _least_rows(module: nn.Module, first: nn.Module, dtype: mx.Dtype) -> float:
@@ -100,10 +102,10 @@ def _least_rows(module: nn.Module, first: nn.Module, dtype: mx.Dtype) -> float:
             chosen = (1, rows, _CHOSEN)
             given.append(mx.random.randint(0, len(first.weight), chosen, key=mx.random.key(1)))
         module.least_rows = float("inf")
-        usual, seconds = _timed(lambda: module(*given))  # noqa: B023
+        usual, seconds = timed(lambda: module(*given))  # noqa: B023
         module.least_rows = rows
         try:
-            ours, faster = _timed(lambda: module(*given))  # noqa: B023
+            ours, faster = timed(lambda: module(*given))  # noqa: B023
         except Exception as problem:
             told = "Weights of %s are not expanded, it does not run here: %s"
             logger.warning(told, first.weight.shape, problem)
@@ -116,11 +118,11 @@ def _least_rows(module: nn.Module, first: nn.Module, dtype: mx.Dtype) -> float:
     return least
 
 
-def _timed(call: Callable[[], mx.array]) -> tuple[mx.array, float]:
-    result = call()
-    mx.eval(result)
+def timed(call: Callable[[], Any], rounds: int = _ROUNDS) -> tuple[Any, float]:
+    """What a call returns, evaluated, and the fewest seconds that it took of some rounds."""
+    mx.eval(result := call())
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         mx.eval(call())
         times.append(time.perf_counter() - began)
