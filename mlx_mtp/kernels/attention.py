@@ -13,9 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import self_check
+from mlx_mtp.kernels import mma, self_check
 from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan, Row, plan
-from mlx_mtp.kernels.few_rows import CUDA
 from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher, lean
 
 LONGEST = 17  # window
@@ -25,7 +24,7 @@ _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
 TOLERANCE = 0.02  # of 16-bit results, relative to the largest
 
-# What the bodies need of the hardware beside `few_rows.CUDA`; the tests have it in C++.
+# What the bodies need of the hardware beside `mma`; the tests have it in C++.
 STREAM = r"""
 __device__ __forceinline__ uint4 stream16(const uint4* from) {
   uint4 v;
@@ -328,15 +327,15 @@ def _launchers(
     pieces = launcher(
         _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)),
         tuple((sizes | constants).items()),
-        (32 * items, warps * kv_heads, 1),
-        (32, warps, 1),
+        (items, warps * kv_heads, 1),
+        warps,
         tuple((shape, mx.float32) for shape in shapes),
     )
     add = launcher(
         _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)),
         tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
-        (32 * tokens, _ADDING_WARPS * heads, 1),
-        (32, _ADDING_WARPS, 1),
+        (tokens, _ADDING_WARPS * heads, 1),
+        _ADDING_WARPS,
         (((tokens, heads, dim), dtype),),
     )
     return pieces, add
@@ -345,7 +344,6 @@ def _launchers(
 @functools.cache
 def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
-    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
     names = ["parts", "stats", "positions", "tokens"]
     if buffers:
         own = [f"{name}{number}" for number in range(buffers) for name in "kv"]
@@ -355,7 +353,7 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     )
     body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
     bounds = _BOUNDS.replace("THREADS", str(dim)) if buffers else ""
-    header, source = lean(matrix + STREAM + bounds), lean(_COMMON + body)
+    header, source = lean(mma.header(dtype) + STREAM + bounds), lean(_COMMON + body)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"attention_{buffers}", header, source),
         input_names=names,

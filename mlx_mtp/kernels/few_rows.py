@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_mtp.kernels import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
 from mlx_mtp.kernels.gpu import backend, few, kernel_name, launcher, lean
 
@@ -25,41 +26,6 @@ _MOST_WARPS = 16
 _STAGES = 2  # chunks in flight
 _MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
 
-# What the body needs of the hardware; the tests have it in C++.
-CUDA = r"""
-#define SHARED(name) extern __shared__ __align__(16) unsigned char name[]
-// c (16 x 8, float32) += a (16 x 16) times b (16 x 8), both bfloat16.
-__device__ __forceinline__ void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
-}
-template <int bytes>
-__device__ __forceinline__ void copy(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"(bytes));
-}
-// Two products of bfloat16 each.
-__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
-  unsigned c;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(0x80008000u));
-  return c;
-}
-// Two bfloat16 in each.
-__device__ __forceinline__ unsigned multiply_add(unsigned a, unsigned b, unsigned c) {
-  unsigned d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-template <int left>
-__device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left)); }
-"""
 _HEADER = r"""
 __device__ __forceinline__ float swiglu(const float* gate_up) {
   return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
@@ -335,8 +301,8 @@ def _launch(
     launch = launcher(
         _kernel(len(weights), parts, bool(pairs), x.dtype, warps * max(ring, tiles * parts * 512)),
         tuple(template.items()),
-        (32 * blocks, warps * across, 1),
-        (32, warps, 1),
+        (blocks, warps * across, 1),
+        warps,
         tuple(((rows, features), x.dtype) for features in outputs),
     )
     return launch(x, *itertools.chain(*(each[:3] for each in weights)), *pairs)
@@ -353,8 +319,8 @@ def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: i
         numbers = range(1, count if parts == 1 else 1)
         source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
     source += _BODY + (_NEXT_PAIRS if of_experts else "")
-    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
-    header, source = lean(matrix + BASES[dtype] + DECODING + _HEADER), lean(source)
+    header = lean(mma.header(dtype) + BASES[dtype] + DECODING + _HEADER)
+    source = lean(source)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
         input_names=[

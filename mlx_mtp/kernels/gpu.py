@@ -118,8 +118,8 @@ def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE)
 def launcher(
     kernel: Any,  # what mlx made of a source
     template: tuple[tuple[str, Any], ...],
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
+    grid: tuple[int, int, int],  # warps in x, y and z
+    warps: int,  # of a threadgroup, along y
     outputs: tuple[Output, ...],
 ) -> Callable[..., list[mx.array]]:
     """A launch compiled by mlx: a call of a custom kernel assembles its source anew, which takes
@@ -130,8 +130,8 @@ def launcher(
         launched: list[mx.array] = kernel(
             inputs=list(inputs),
             template=list(template),
-            grid=grid,
-            threadgroup=threadgroup,
+            grid=(LANES * grid[0], *grid[1:]),
+            threadgroup=(LANES, warps, 1),
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
@@ -179,12 +179,8 @@ class Kernel:
                 source=source,
                 ensure_row_contiguous=False,
             )
-        x, y, z = grid
-        group = LANES, min(warps, y), 1
-        launch = launcher(
-            self._built[where], tuple(template), (LANES * x, y, z), group, tuple(outputs)
-        )
-        return launch(*inputs)
+        kernel, warps = self._built[where], min(warps, grid[1])
+        return launcher(kernel, tuple(template), grid, warps, tuple(outputs))(*inputs)
 
     def works(self, launch: Launch, shape: Any, dtype: mx.Dtype) -> bool:
         """Whether it can be used here, checked before its first use; a warning says why not."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.few_rows import CUDA
+from mlx_mtp.kernels import gpu, mma
 from mlx_mtp.kernels.formats import Format, Weight
 
 _TILES = 8  # of eight pairs in a block
@@ -221,8 +220,8 @@ def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.
     launch = gpu.launcher(
         _kernel(parts, _STAGES * (8 * _TILES * 256 + features * 72)),
         tuple(template.items()),
-        (32 * (outputs * parts // features), _WARPS * len(blocks), 1),
-        (32, _WARPS, 1),
+        (outputs * parts // features, _WARPS * len(blocks), 1),
+        _WARPS,
         (((order.size, outputs), x.dtype),),
     )
     return launch(x, *itertools.chain(*(each[:3] for each in weights)), blocks, order)[0]
@@ -230,7 +229,7 @@ def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.
 
 @functools.cache
 def _kernel(parts: int, shared: int) -> Any:
-    header, source = CUDA + _EXPANDED, _START.format(parts - 1) + _BODY
+    header, source = mma.header(mx.bfloat16) + _EXPANDED, _START.format(parts - 1) + _BODY
     return mx.fast.cuda_kernel(
         name=gpu.kernel_name(f"grouped_{parts}", header, source, str(shared)),
         input_names=[

@@ -11,6 +11,7 @@ from mlx_mtp.kernels import (
     gpu,
     grouped,
     inputs,
+    mma,
     norms,
     router,
     shared_reads,
@@ -54,8 +55,7 @@ def matrix_units(monkeypatch, compiled):
         pytest.skip(WHY_NOT)
     for module in (attention, few_rows, gpu):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
-    for module in (attention, few_rows, grouped):
-        monkeypatch.setattr(module, "CUDA", MATRIX_UNITS)
+    monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
     for kernel in (grouped._LIST, expand._KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
