@@ -25,7 +25,7 @@ _BODY = """
     reinterpret_cast<decltype(wide)*>(full)[at] = wide;
 """
 
-_KERNEL = gpu.Kernel("expand", ["codes", "scales", "biases"], ["full"], _BODY)
+KERNEL = gpu.Kernel("expand", ["codes", "scales", "biases"], ["full"], _BODY)
 
 
 def expanded(
@@ -36,7 +36,7 @@ def expanded(
         return mx.dequantize(codes, scales, biases, group_size, bits)
     rows, words = codes.shape
     constants = {"WORDS": words, "GROUP": group_size, "BITS": bits}
-    return _KERNEL(
+    return KERNEL(
         [codes, scales, biases],
         [("InT", scales.dtype), *constants.items()],
         (-(-words // gpu.LANES), rows, 1),

@@ -152,9 +152,9 @@ class Kernel:
     inputs: list[str]
     outputs: list[str]
     body: str
-    # Runs what launches the kernel, and the portable code; returns the largest difference.
-    check: Callable[[Launch, Any, mx.Dtype], float] | None = None
-    aligned: Sequence[str] = ()  # sizes of a shape that must be multiples of a warp
+    # The largest difference from the portable code, at a shape and in a type.
+    check: Callable[[Any, mx.Dtype], float] = lambda _shape, _dtype: 0.0
+    applies: Callable[[Any], bool] = lambda _shape: True  # whether it is made for a shape
     _built: dict[Backend, Any] = field(default_factory=dict)
     _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
@@ -182,14 +182,12 @@ class Kernel:
         kernel, warps = self._built[where], min(warps, grid[1])
         return launcher(kernel, tuple(template), grid, warps, tuple(outputs))(*inputs)
 
-    def works(self, launch: Launch, shape: Any, dtype: mx.Dtype) -> bool:
+    def works(self, shape: Any, dtype: mx.Dtype) -> bool:
         """Whether it can be used here, checked before its first use; a warning says why not."""
         where = backend()
-        if where is None or any(getattr(shape, size) % LANES for size in self.aligned):
+        if where is None or not self.applies(shape):
             return False
         known = (where, shape, dtype)
         if known not in self._works:
-            check = self.check
-            assert check is not None
-            self._works[known] = agrees(self.name, lambda: check(launch, shape, dtype))
+            self._works[known] = agrees(self.name, lambda: self.check(shape, dtype))
         return self._works[known]

@@ -95,7 +95,7 @@ _BODY = """
     }
 """
 
-_KERNEL = gpu.Kernel("shared_reads", ["x", "w", "scales", "biases"], ["y"], _BODY)
+KERNEL = gpu.Kernel("shared_reads", ["x", "w", "scales", "biases"], ["y"], _BODY)
 
 
 def fits(weight: Weight, dtype: mx.Dtype) -> bool:
@@ -119,7 +119,7 @@ def _product(x: mx.array, weight: Weight) -> mx.array:
     constants = {"K": inputs, "N": outputs, "BITS": bits, "GROUP": group}
     constants |= {"AFFINE": weight.form.mode == "affine"}
     constants |= {"ROWS": _ROWS, "FEATURES": _FEATURES, "COLUMNS": _COLUMNS}
-    (y,) = _KERNEL(
+    (y,) = KERNEL(
         [mx.contiguous(x), *weight[:3]],
         [("T", x.dtype), *constants.items()],
         (-(-rows // _ROWS), -(-outputs // _FEATURES), 1),

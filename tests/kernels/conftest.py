@@ -41,7 +41,7 @@ def emulated(request, monkeypatch, compiled):
     monkeypatch.setattr(gpu, "backend", lambda: request.param)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    kernels = [module._KERNEL for module in (gated_delta, inputs, router, shared_reads)]
+    kernels = [module.KERNEL for module in (gated_delta, inputs, router, shared_reads)]
     for kernel in [*kernels, *(each.kernel for each in norms.OPERATIONS)]:
         monkeypatch.setattr(kernel, "_built", {})
         monkeypatch.setattr(kernel, "_works", {})
@@ -56,7 +56,7 @@ def matrix_units(monkeypatch, compiled):
     for module in (attention, few_rows, gpu):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
-    for kernel in (grouped._LIST, expand._KERNEL):
+    for kernel in (grouped._LIST, expand.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)

@@ -49,7 +49,7 @@ def test_it_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch, caplo
     assert type(kind(faster=False)) is nn.QuantizedLinear
     assert "WARNING" not in caplog.text
     wrong = shared_reads._BODY.replace("fma(bias, total", "fma(2 * bias, total")
-    monkeypatch.setattr(shared_reads._KERNEL, "body", wrong)
-    monkeypatch.setattr(shared_reads._KERNEL, "_built", {})
+    monkeypatch.setattr(shared_reads.KERNEL, "body", wrong)
+    monkeypatch.setattr(shared_reads.KERNEL, "_built", {})
     assert type(kind(faster=True)) is nn.QuantizedLinear
     assert "it is off by" in caplog.text
