@@ -1,8 +1,9 @@
-"""Products of few rows, where a row's result does not depend on the rows beside it.
+"""GEMMs of few rows, where a row's result has the same bits whatever rows are beside it.
 
-For CUDA: the weights are the left operand of the tensor core's m16n8k16, and read once for up to 16
-rows, which are the right one. A block computes 16 features; its warps share the columns, and their
-sums are added in a fixed order. mlx's own products read the weights once a row up to 7 rows.
+For CUDA, by the tensor cores' m16n8k16: 16 features of the weights are its a, 8 rows of x its b, so
+that weights are read once for up to 16 rows. The warps of a block split K, and their sums are added
+in a fixed order, which depends on K and the format alone. mlx's own read the weights once a row up
+to 7 rows.
 """
 
 import functools
@@ -17,11 +18,10 @@ from mlx_mtp.kernels.formats import BASES, DECODING, Weight
 from mlx_mtp.kernels.gpu import backend, few, kernel_name, launcher, lean
 
 _CHUNK = 256  # columns that a warp loads at once
-_FEATURES = 16  # of a block, and rows of the left operand
+_FEATURES = 16  # of a block
 # mlx's product reads bfloat16 and float16 once for more rows, too.
 MOST_PLAIN_ROWS = 8
-_TILE = 8  # rows of x beside each other in a product
-_MOST_TILES = 2
+_TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
 _MOST_WARPS = 16
 _STAGES = 2  # chunks in flight
 _MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
@@ -30,6 +30,23 @@ _HEADER = r"""
 __device__ __forceinline__ float swiglu(const float* gate_up) {
   return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
 }
+"""
+# `_kernel` puts the source together: the start, which weights a block has, which rows, the body. A
+# block has the features from f0 on, of N. By its place in an mma fragment a lane has features g and
+# g + 8, of x the row g, and of the results the rows 2 t and 2 t + 1.
+_START = r"""
+    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
+    int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
+    auto w_at = w0, w_up = w0;
+    auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
+    auto y_at = y0;
+"""
+_GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
+# The block belongs to one of several weights with the same input.
+_NEXT = """
+    if (f0 >= (N + 15) / 16 * 16) {
+      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
+    }
 """
 # The rows of x that this block reads, and where it writes them: of plain products ...
 _ROWS = r"""
@@ -64,7 +81,7 @@ _SHARED = """
       w_up = wL, s_up = sL, b_up = bL;
     }
 """
-# A lane has features g and g + 8 of the block and columns 8 t ... of each 32.
+# Of each 32 columns a lane has those from 8 t on.
 _BODY = r"""
     constexpr int HALVES = AFFINE && BITS == 8 ? 2 : 1, UNITS = 2 * BITS;
     // A row's padding puts what lanes read at once into different banks.
@@ -220,20 +237,6 @@ _BODY = r"""
         y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
     }
 """
-_START = r"""
-    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
-    int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
-    auto w_at = w0, w_up = w0;
-    auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
-    auto y_at = y0;
-"""
-_GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
-# The block belongs to one of several weights with the same input.
-_NEXT = """
-    if (f0 >= (N + 15) / 16 * 16) {
-      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
-    }
-"""
 
 
 def fits(weight: Weight, dtype: mx.Dtype) -> bool:
@@ -279,33 +282,37 @@ def _launch(
 ) -> list[mx.array]:
     tiles = 1 if pairs or len(x) <= _TILE else _MOST_TILES
     rows = pairs[0].size if pairs else len(x)
-    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE
-    across = -(-rows // span)
+    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
     (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
-    inner, plain, affine = x.shape[1], bits == 16, bits < 16 and scale == x.dtype
-    chunks = inner // _CHUNK
-    # The sums' order follows from it, so that it must not depend on the rows.
-    most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
-    least = max(1, min(chunks, most // 2))
-    warps = min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
-    sides = 0 if plain else _CHUNK // group * (4 if affine else 1)
-    feature = 16 * (2 * bits + max(1, bits // 4)) + sides
-    ring = _STAGES * parts * _FEATURES * feature
+    inner, affine = x.shape[1], bits < 16 and scale == x.dtype
+    warps = _warps(inner // _CHUNK, bits, parts)
     template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
     template |= {"AFFINE": affine, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
     if pairs:
         template |= {"PAIRS": rows // len(x), "SPAN": span}
+    # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; then
+    # its sums.
+    sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
+    feature = 16 * (2 * bits + max(1, bits // 4)) + sides
+    shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
     outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)
     launch = launcher(
-        _kernel(len(weights), parts, bool(pairs), x.dtype, warps * max(ring, tiles * parts * 512)),
+        _kernel(len(weights), parts, bool(pairs), x.dtype, shared),
         tuple(template.items()),
-        (blocks, warps * across, 1),
+        (blocks, warps * -(-rows // span), 1),
         warps,
         tuple(((rows, features), x.dtype) for features in outputs),
     )
     return launch(x, *itertools.chain(*(each[:3] for each in weights)), *pairs)
+
+
+def _warps(chunks: int, bits: int, parts: int) -> int:
+    """How many split K. The order of a sum follows from it, so that it must not depend on rows."""
+    most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
+    least = max(1, min(chunks, most // 2))
+    return min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
 
 
 @functools.cache
