@@ -35,10 +35,9 @@ def expanded(
     if bits not in (4, 8) or scales.dtype.size != 2:
         return mx.dequantize(codes, scales, biases, group_size, bits)
     rows, words = codes.shape
-    constants = {"WORDS": words, "GROUP": group_size, "BITS": bits}
     return KERNEL(
         [codes, scales, biases],
-        [("InT", scales.dtype), *constants.items()],
+        {"InT": scales.dtype, "WORDS": words, "GROUP": group_size, "BITS": bits},
         (-(-words // gpu.LANES), rows, 1),
         [((rows, words * 32 // bits), scales.dtype)],
     )[0]

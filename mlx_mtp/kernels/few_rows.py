@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.gpu import backend, few, kernel_name, launcher, lean
+from mlx_mtp.kernels.gpu import backend, few, kernel_name, launch, lean
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
@@ -298,14 +298,14 @@ def _launch(
     shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
     outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)
-    launch = launcher(
+    return launch(
         _kernel(len(weights), parts, bool(pairs), x.dtype, shared),
-        tuple(template.items()),
+        [x, *itertools.chain(*(each[:3] for each in weights)), *pairs],
+        template,
         (blocks, warps * -(-rows // span), 1),
         warps,
-        tuple(((rows, features), x.dtype) for features in outputs),
+        [((rows, features), x.dtype) for features in outputs],
     )
-    return launch(x, *itertools.chain(*(each[:3] for each in weights)), *pairs)
 
 
 def _warps(chunks: int, bits: int, parts: int) -> int:

@@ -223,13 +223,9 @@ def launch(
     advance = lengths is not None
     outputs, after, delta = KERNEL(
         [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
-        [
-            *(("InT", q.dtype), ("ValueT", window.v.dtype), ("StrengthT", window.beta.dtype)),
-            *(("ADVANCE", advance), ("AHEAD", _AHEAD if advance and window.length > _AHEAD else 1)),
-            *_shape(window).sizes(),
-            ("L", lanes),
-            ("R", rows),
-        ],
+        {"InT": q.dtype, "ValueT": window.v.dtype, "StrengthT": window.beta.dtype}
+        | {"ADVANCE": advance, "AHEAD": _AHEAD if advance and window.length > _AHEAD else 1}
+        | {**_shape(window).sizes(), "L": lanes, "R": rows},
         (1, value_dim * lanes // (gpu.LANES * rows), batch * heads),
         [
             (window.v.shape, q.dtype),

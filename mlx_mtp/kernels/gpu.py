@@ -140,6 +140,18 @@ def launcher(
     return mx.compile(launch)
 
 
+def launch(
+    kernel: Any,
+    inputs: Sequence[mx.array],
+    template: dict[str, Any],
+    grid: tuple[int, int, int],
+    warps: int,
+    outputs: Sequence[Output],
+) -> list[mx.array]:
+    """A launch as `launcher` makes it; `template` has constants and types."""
+    return launcher(kernel, tuple(template.items()), grid, warps, tuple(outputs))(*inputs)
+
+
 @dataclass
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
@@ -161,7 +173,7 @@ class Kernel:
     def __call__(
         self,
         inputs: list[mx.array],
-        template: list[tuple[str, Any]],  # constants and types by name
+        template: dict[str, Any],  # constants and types
         grid: tuple[int, int, int],  # warps in x, y and z
         outputs: list[Output],
         warps: int = _WARPS,  # of a threadgroup, along y
@@ -179,8 +191,7 @@ class Kernel:
                 source=source,
                 ensure_row_contiguous=False,
             )
-        kernel, warps = self._built[where], min(warps, grid[1])
-        return launcher(kernel, tuple(template), grid, warps, tuple(outputs))(*inputs)
+        return launch(self._built[where], inputs, template, grid, min(warps, grid[1]), outputs)
 
     def works(self, shape: Any, dtype: mx.Dtype) -> bool:
         """Whether it can be used here, checked before its first use; a warning says why not."""

@@ -208,8 +208,7 @@ def _list(chosen: mx.array, experts: int) -> mx.array:
     most = chosen.size // rows + min(experts, chosen.size)
     warps = min(-(-experts // gpu.LANES), 16)
     constants = {"E": experts, "ROWS": rows, "BLOCKS": most, "WARPS": warps}
-    output = (most, 3), mx.int32
-    return _LIST([chosen], list(constants.items()), (1, warps, 1), [output], warps=warps)[0]
+    return _LIST([chosen], constants, (1, warps, 1), [((most, 3), mx.int32)], warps)[0]
 
 
 def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
@@ -217,14 +216,14 @@ def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.
     features = 16 * _BANDS * _WARPS
     template = {"T": x.dtype, "K": inner, "PARTS": parts, "PAIRS": order.size // len(x)}
     template |= {"TILES": _TILES, "BANDS": _BANDS, "WARPS": _WARPS, "STAGES": _STAGES}
-    launch = gpu.launcher(
+    return gpu.launch(
         _kernel(parts, _STAGES * (8 * _TILES * 256 + features * 72)),
-        tuple(template.items()),
+        [x, *itertools.chain(*(each[:3] for each in weights)), blocks, order],
+        template,
         (outputs * parts // features, _WARPS * len(blocks), 1),
         _WARPS,
-        (((order.size, outputs), x.dtype),),
-    )
-    return launch(x, *itertools.chain(*(each[:3] for each in weights)), blocks, order)[0]
+        [((order.size, outputs), x.dtype)],
+    )[0]
 
 
 @functools.cache

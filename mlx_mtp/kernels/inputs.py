@@ -147,10 +147,9 @@ def launch(
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     q, k, v, g, beta, conv_input = KERNEL(
         [*projected, *convolution, history, num_kept],
-        [
-            *(("InT", dtype), ("SIZE", shape.conv_size), ("RUN", run)),
-            *(("INVERSE_EPS", round(1 / portable.EPS)), *shape.sizes()),
-        ],
+        {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
+        | {"INVERSE_EPS": round(1 / portable.EPS)}
+        | shape.sizes(),
         (batch * -(-length // run), 2 * shape.key_heads + shape.value_heads, 1),
         [
             *((by_key, dtype), (by_key, dtype), ((*by_head, shape.value_dim), dtype)),

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -183,15 +183,16 @@ class Operation:
         """By the kernel."""
         dtype, heads = inputs[0].dtype, shape.heads + shape.keys
         warps = heads or min(_MOST_WARPS, shape.dim // 32)
-        constants = {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
-        constants |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
+        template: dict[str, Any] = {"InT": dtype}
+        template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
+        template |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
         more = [_rotation(shape.base, shape.scale)] if shape.rotated else []
         return self.kernel(
             [*inputs, *more],
-            [("InT", dtype), *constants.items()],
+            template,
             (rows, warps, 1),
             [(size, dtype) for size in self.sizes(shape, rows)[1]],
-            warps=_HEADS_AT_ONCE if heads else warps,
+            _HEADS_AT_ONCE if heads else warps,
         )
 
     def _check(self, shape: Shape, dtype: mx.Dtype) -> float:

@@ -118,17 +118,9 @@ def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     constants |= {"MOST_ROWS": most_rows, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
-    routes = KERNEL(
-        [logits, gate.reshape(rows)],
-        list(constants.items()),
-        (1, warps, 1),
-        [
-            *((shape, mx.int32), (shape, mx.float32)),
-            *((pairs, mx.int32), (pairs, mx.int32)),
-        ],
-        warps=warps,
-    )
-    return Routes(*routes)
+    outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
+    inputs = [logits, gate.reshape(rows)]
+    return Routes(*KERNEL(inputs, constants, (1, warps, 1), outputs, warps))
 
 
 def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:

@@ -116,12 +116,12 @@ def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
 def _product(x: mx.array, weight: Weight) -> mx.array:
     (rows, inputs), outputs = x.shape, weight.codes.shape[0]
     _, bits, group = weight.form
-    constants = {"K": inputs, "N": outputs, "BITS": bits, "GROUP": group}
-    constants |= {"AFFINE": weight.form.mode == "affine"}
-    constants |= {"ROWS": _ROWS, "FEATURES": _FEATURES, "COLUMNS": _COLUMNS}
+    template = {"T": x.dtype, "K": inputs, "N": outputs, "BITS": bits, "GROUP": group}
+    template |= {"AFFINE": weight.form.mode == "affine"}
+    template |= {"ROWS": _ROWS, "FEATURES": _FEATURES, "COLUMNS": _COLUMNS}
     (y,) = KERNEL(
         [mx.contiguous(x), *weight[:3]],
-        [("T", x.dtype), *constants.items()],
+        template,
         (-(-rows // _ROWS), -(-outputs // _FEATURES), 1),
         [((rows, outputs), x.dtype)],
     )
