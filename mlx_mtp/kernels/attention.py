@@ -1,10 +1,10 @@
-"""Attention of windows, where a position's result does not depend on what is beside it.
+"""Attention of windows, split over the KV (flash decoding), for CUDA.
 
-For CUDA, where mlx has no fused form of these shapes. A row's keys are cut into pieces at fixed
-positions. A block computes a piece for up to 32 pairs of a token and a query head that share a KV
-head, so a window reads its KV once; then the pieces of each pair are added in a fixed order. Rows
-of several buffers are one launch. Whatever is in the batch, however long the window is and however
-large the buffers: a position's result has the same bits.
+mlx has no fused form of these shapes there. A row's KV is split into pieces at fixed positions. A
+block computes a piece for up to 32 pairs of a token and a query head of one KV head, so a window
+reads its KV once; a second launch adds the pieces of each pair in a fixed order. Rows of several
+buffers are one launch. Whatever is in the batch, however long the window is and however large the
+buffers: a position's result has the same bits.
 """
 
 import functools
@@ -269,13 +269,13 @@ def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
     _, heads, dim = queries.shape
     if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
         return False
-    return keys.dtype == queries.dtype and _works(heads, keys.shape[1], dim, keys.dtype)
+    if keys.dtype != queries.dtype or keys.dtype not in (mx.bfloat16, mx.float16):
+        return False
+    return _works(heads, keys.shape[1], dim, keys.dtype)
 
 
 @functools.cache
 def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
-    if dtype not in (mx.bfloat16, mx.float16):
-        return False
     return agrees("attention", lambda: error(heads, kv_heads, dim, dtype), TOLERANCE)
 
 

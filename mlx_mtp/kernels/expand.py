@@ -1,4 +1,4 @@
-"""Quantized weights in the activations' type, for products of many rows on CUDA.
+"""Dequantizes affine weights of 4 and 8 bits, before the dense GEMM of a prompt on CUDA.
 
 mlx's own operation takes several times as long as reading and writing them does.
 """

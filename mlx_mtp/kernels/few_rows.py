@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.gpu import backend, few, kernel_name, launch, lean
+from mlx_mtp.kernels.gpu import backend, kernel_name, launch, lean
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
@@ -247,8 +247,8 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
 
 
 def serves(rows: int, weight: Weight) -> bool:
-    """Whether so many tokens are as few as it is used for."""
-    return few(rows) and (weight.form.bits < 16 or rows <= MOST_PLAIN_ROWS)
+    """Whether it is used for so many of a decode step's tokens."""
+    return weight.form.bits < 16 or rows <= MOST_PLAIN_ROWS
 
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:

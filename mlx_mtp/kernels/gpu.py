@@ -1,4 +1,4 @@
-"""What the GPU kernels share: the backend, its shuffle, and the check before first use."""
+"""What the kernels share: the backend, how they are built and launched, the check before use."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ MOST_ROWS = 128  # tokens; more are a prompt's, unless they are said to be a ste
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 
 _of_step = ContextVar("of_step", default=False)
 
@@ -100,7 +100,7 @@ def lean(source: str) -> str:
     return "".join(f"{line}\n" for line in lines if line)
 
 
-def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE) -> bool:
+def agrees(name: str, check: Callable[[], float], tolerance: float = TOLERANCE) -> bool:
     """Whether a kernel runs here and differs from what is right by less; a warning says why not."""
     try:
         error = check()

@@ -1,4 +1,4 @@
-"""Products of a prompt's tokens with their experts, whose weights are expanded in registers.
+"""Grouped GEMM of a prompt's tokens with their experts, whose weights are expanded in registers.
 
 For CUDA: the pairs of token and expert, sorted by expert, are cut into blocks that have one expert
 and up to 64 pairs each, so that the work follows the pairs however unevenly they are routed.

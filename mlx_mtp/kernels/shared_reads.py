@@ -1,4 +1,4 @@
-"""Products of two to eight rows whose quantized weights are read once for four rows.
+"""GEMM of two to eight rows, for Metal: quantized weights are read once for four rows.
 
 mlx's Metal backend runs so few rows as products of one, each of which reads the weights again: what
 a verify window costs there. It has never been run on a Mac; see `models.few_rows` for what has to
@@ -104,7 +104,7 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
 
 
 def serves(rows: int, _weight: Weight) -> bool:
-    """Whether so many rows are as many as it is faster for."""
+    """Whether it is used for so many of a decode step's tokens."""
     return 2 <= rows <= MOST_ROWS
 
 

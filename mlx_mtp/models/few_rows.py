@@ -184,7 +184,7 @@ def few(x: mx.array) -> bool:
 
 
 def _serves(x: mx.array, layer: nn.Module) -> bool:
-    return bool(_kernel().serves(x.size // x.shape[-1], weight_of(layer)))
+    return few(x) and bool(_kernel().serves(x.size // x.shape[-1], weight_of(layer)))
 
 
 def _rows(x: mx.array) -> mx.array:

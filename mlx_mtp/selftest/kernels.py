@@ -22,7 +22,6 @@ from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
 
-TOLERANCE = 1e-4  # Of results near 1, as in the kernels' own check before first use.
 _LENGTH, _ROWS = 90, 3  # Of windows for the portable code: two chunks, the second one short.
 # Its name, the comparison, and whether the kernel is made for the shape.
 _Case = tuple[str, Callable[[], float], bool]
@@ -78,7 +77,9 @@ def name_of(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def _check(called: str, dtype: mx.Dtype, case: _Case, tolerance: float = TOLERANCE) -> KernelCheck:
+def _check(
+    called: str, dtype: mx.Dtype, case: _Case, tolerance: float = gpu.TOLERANCE
+) -> KernelCheck:
     name, compare, applies = case
     what = (name, called, name_of(dtype))
     if not applies:
