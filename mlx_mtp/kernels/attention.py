@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.kernels import mma, self_check
-from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan, Row, plan
+from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan
 from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher, lean
 
 LONGEST = 17  # window
@@ -281,12 +281,7 @@ def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
 
 def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
     """The largest one, relative to the largest result (see `self_check.attention`)."""
-
-    def run(queries: mx.array, positions: mx.array, buffers: Any, rows: Any) -> mx.array:
-        own = tuple(Row(*row) for row in rows)
-        return attend(queries, positions, buffers, plan(own, heads // kv_heads))
-
-    return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
+    return self_check.attention(attend, heads, kv_heads, dim, dtype, LONGEST)
 
 
 def attend(
@@ -344,20 +339,23 @@ def _launchers(
 @functools.cache
 def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
-    names = ["parts", "stats", "positions", "tokens"]
     if buffers:
-        own = [f"{name}{number}" for number in range(buffers) for name in "kv"]
-        names = ["q", "positions", "items", *own]
-    choose = "".join(
-        f"if (item[0] == {number}) k = k{number}, v = v{number};\n" for number in range(1, buffers)
-    )
-    body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
-    bounds = _BOUNDS.replace("THREADS", str(dim)) if buffers else ""
+        inputs = ["q", "positions", "items"]
+        inputs += [f"{name}{number}" for number in range(buffers) for name in "kv"]
+        choices = (
+            f"if (item[0] == {number}) k = k{number}, v = v{number};\n"
+            for number in range(1, buffers)
+        )
+        outputs, body = ["parts", "stats"], _PIECES.replace("CHOOSE", "".join(choices))
+        bounds = _BOUNDS.replace("THREADS", str(dim))
+    else:
+        inputs = ["parts", "stats", "positions", "tokens"]
+        outputs, body, bounds = ["y"], _ADD, ""
     header, source = lean(mma.header(dtype) + STREAM + bounds), lean(_COMMON + body)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"attention_{buffers}", header, source),
-        input_names=names,
-        output_names=["parts", "stats"] if buffers else ["y"],
+        input_names=inputs,
+        output_names=outputs,
         header=header,
         source=source,
         shared_memory=shared,

@@ -5,6 +5,7 @@ import pytest
 
 from mlx_mtp.kernels import (
     attention,
+    attention_plan,
     expand,
     few_rows,
     gated_delta,
@@ -61,7 +62,7 @@ def matrix_units(monkeypatch, compiled):
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    of_attention = attention._kernel, attention._works, attention._launchers, attention.plan
+    of_attention = attention._kernel, attention._works, attention._launchers, attention_plan.plan
     cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention)
     for each in cached:
         each.cache_clear()
