@@ -7,15 +7,14 @@ without a head, and with drafts. Random weights accept nothing, so whether a dra
 drawn at the rate given: the drafts, their verification and their rejection are computed as ever,
 and the text means nothing. In 24 steps the number drawn varies by some 10%, so "expected" has the
 tokens per second of as many as the rate gives in the long run. "added" is to a step of as many rows
-at the first context. With torch installed, launches and the GPU's milliseconds of a step are shown.
+at the first context. `--profile` shows launches and the GPU's milliseconds of a step, by torch,
+whose profiler may slow down what is measured after it.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,7 +23,6 @@ from mlx_lm.generate import BatchGenerator
 
 from benchmarks.shapes import add_shape, build, integers, shape_of
 from benchmarks.timed import profiled, shares, table, within
-from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
@@ -57,18 +55,6 @@ class Steps(NamedTuple):
     nbytes: int = 0  # of KV
     launches: float | None = None  # a step; None: not counted
     gpu_ms: float | None = None  # a step
-
-
-@dataclass
-class Measured:
-    """One line of the tables; `engine` is "mlx-lm", "off" (no head) or "k = ..."."""
-
-    shape: str
-    bits: int
-    engine: str
-    rows: int
-    context: int
-    found: Steps
 
 
 class SyntheticAcceptance:
@@ -198,8 +184,8 @@ def expected_rate(found: Steps, rows: int, depth: int, acceptance: float) -> flo
     return rows * sum(acceptance**n for n in range(depth + 1)) / found.ms * 1e3
 
 
-def run(shape: str, end: float, options: argparse.Namespace) -> Iterator[Measured]:
-    """All measurements of one shape up to a time (`perf_counter`), printed as they come."""
+def run(shape: str, end: float, options: argparse.Namespace) -> None:
+    """Print the table of one shape, up to a time (`perf_counter`)."""
     model, plain = build(shape_of(shape, options), options.bits)
     gigabytes = mx.get_active_memory() / 1e9
     print(f"\n{shape}, {options.bits} bit, {gigabytes:.1f} GB, acceptance {options.acceptance}\n")
@@ -214,7 +200,7 @@ def run(shape: str, end: float, options: argparse.Namespace) -> Iterator[Measure
         depth = names[name]
         if name != "mlx-lm":
             given: dict[str, Any] = {"contexts": [context] * rows, "steps": options.steps}
-            found = measure_engine(model, depth=depth, profile=True, **given)
+            found = measure_engine(model, depth=depth, profile=options.profile, **given)
         elif options.mlx_lm and context <= _MLX_LM_CONTEXT:
             sizes = {"rows": rows, "context": context, "steps": options.steps}
             found = measure_mlx_lm(plain, vocab=model.vocab_size, **sizes)
@@ -235,7 +221,6 @@ def run(shape: str, end: float, options: argparse.Namespace) -> Iterator[Measure
         cells.append("" if found.launches is None else f"{found.launches:.0f}")
         cells.append("" if found.gpu_ms is None else f"{found.gpu_ms:.1f}")
         row(rows, f"{context:,}", name, *cells)
-        yield Measured(shape, options.bits, name, rows, context, found)
 
 
 def _cases(text: str) -> list[tuple[int, int]]:
@@ -245,7 +230,7 @@ def _cases(text: str) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    """Parse the command line, measure, and write JSON if asked to."""
+    """Parse the command line, measure, print a table for each shape."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_shape(parser, nargs="+", default=["Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B"])
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
@@ -255,16 +240,12 @@ def main() -> None:
     parser.add_argument("--acceptance", type=float, default=0.9, help="synthetic, per position")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--mlx-lm", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--seconds", type=float, default=540, help="begin no case after them")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    check_writable(options.json)
     runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
-    lines = []
     for shape, end in shares(options.seconds, options.shape):
-        lines += run(shape, end, options)
-    if options.json:
-        write_json(options.json, [asdict(line) for line in lines])
+        run(shape, end, options)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@
 On a GPU: random weights, one prompt alone and then eight together. Few layers are enough, of both
 kinds in the model's proportion: a layer's time is what counts; `--layers 0` takes all. "products"
 is the time that the layers' matrix products take by themselves for as many tokens, and what else
-there is shows in the ratio to it. With torch installed, the GPU's milliseconds are shown by part,
-and the kernels that took most. On a CPU: the bundled model beside mlx-lm's loop on the same
-weights, both in chunks of 512; ours shorter where that is faster.
+there is shows in the ratio to it. `--profile` shows the GPU's milliseconds by part, and the kernels
+that took most, by torch, whose profiler may slow down what is measured after it. On a CPU: the
+bundled model beside mlx-lm's loop on the same weights, both in chunks of 512; ours shorter where
+that is faster.
 """
 
 import argparse
@@ -141,7 +142,9 @@ def measure(shape: str, end: float, options: argparse.Namespace) -> None:
         core, alone = cores[step]
         ids, total = prompt(model, tokens), count * tokens
         seconds = min(prompt_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
-        profile = profiled(lambda: prompt_seconds(core, ids)) if count == 1 else None  # noqa: B023
+        profile = None
+        if options.profile and count == 1:
+            profile = profiled(lambda: prompt_seconds(core, ids))  # noqa: B023
         parts = [] if profile is None else [f"{ms:.0f}" for ms in profile.parts.values()]
         figures = f"{1e3 * seconds:.0f}", f"{total / seconds:,.0f}", f"{1e3 * alone * total:.0f}"
         ratio = f"{seconds / alone / total:.2f}"
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--prompts", type=integers, help="tokens")
     parser.add_argument("--steps", type=integers, default=[2048], help="tokens of a chunk")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--seconds", type=float, default=540, help="begin no case after them")
     options = parser.parse_args()
     if options.shape is None and mx.default_device() != mx.gpu:

@@ -78,6 +78,7 @@ def main() -> None:
     if links is not None:
         make_runner = partial(_led, links)  # type: ignore[assignment]
         print(f"a sum over ranks: {sums:.0f} us", flush=True)
+    print("The first prompt compiles kernels.\n", flush=True)
     row = table("rows", "engine", "ms a step", "tokens a step", "tokens/s", "expected")
     cases = [(rows, depth) for depth in (None, *options.depths) for rows in options.rows]
     for rows, depth in within(end, cases):

@@ -51,7 +51,10 @@ def measure(
     own = sum(-(-(n + steps) // 256) * 256 for n in (*short, long))  # at the end, or more
     held = own * (caches.kv_per_token + caches.head_kv_per_token)
     found["of ideal"] = round((times["short"] + times["long"]) / times["both"], 2)
-    return found | {"KV MB": round(step.nbytes / 1e6, 1), "of its rows": round(step.nbytes / held, 2)}
+    return found | {
+        "KV MB": round(step.nbytes / 1e6, 1),
+        "of its rows": round(step.nbytes / held, 2),
+    }
 
 
 def main() -> None:

@@ -24,14 +24,11 @@ from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.published import GROUP_SIZE, SHAPES
 from mlx_mtp.models.shards import shard
 
-_TINY = {
-    **{"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
-    **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"linear_num_key_heads": 2, "linear_key_head_dim": 32},
-    **{"linear_num_value_heads": 4, "linear_value_head_dim": 32},
-}
-_TINY_EXPERTS = {"num_experts": 16, "moe_intermediate_size": 128}
-_TINY_EXPERTS["shared_expert_intermediate_size"] = 128
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
+_HEADS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **_HEADS}
+_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_TINY_EXPERTS = {"num_experts": 16, **dict.fromkeys(_EXPERTS, 128)}
 
 
 def integers(text: str) -> list[int]:
@@ -40,8 +37,13 @@ def integers(text: str) -> list[int]:
 
 
 def add_shape(parser: argparse.ArgumentParser, layers: int | None = None, **given: Any) -> None:
-    """The options that `shape_of` reads; `given` is for --shape itself."""
+    """--shape, as it is given, and `add_sizes`."""
     parser.add_argument("--shape", choices=[*SHAPES], **given)
+    add_sizes(parser, layers)
+
+
+def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
+    """The options that `shape_of` reads."""
     told = "so many of its layers, a multiple of 4; 0: all"
     parser.add_argument("--layers", type=int, default=layers, help=told)
     parser.add_argument("--tiny", action="store_true", help="small sizes: to try it on a CPU")
@@ -53,10 +55,10 @@ def shape_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
         sys.exit("A whole model needs a GPU; --tiny tries the command on a CPU.")
     config = SHAPES[name]
     inner = config.get("text_config", config)
-    more = (_TINY | (_TINY_EXPERTS if "num_experts" in inner else {})) if options.tiny else {}
-    if options.layers:
-        more = more | {"num_hidden_layers": options.layers}
-    inner = inner | more
+    if options.tiny:
+        inner = inner | _TINY | (_TINY_EXPERTS if "num_experts" in inner else {})
+    if options.tiny or options.layers:
+        inner = inner | {"num_hidden_layers": options.layers or 4}
     return config | ({"text_config": inner} if "text_config" in config else inner)
 
 
