@@ -1,10 +1,10 @@
-"""Attention of windows, where a position's result does not depend on what is beside it.
+"""Attention of windows, split over the KV (flash decoding), for CUDA.
 
-For CUDA, where mlx has no fused form of these shapes. A row's keys are cut into pieces at fixed
-positions. A block computes a piece for up to 32 pairs of a token and a query head that share a KV
-head, so a window reads its KV once; then the pieces of each pair are added in a fixed order. Rows
-of several buffers are one launch. Whatever is in the batch, however long the window is and however
-large the buffers: a position's result has the same bits.
+mlx has no fused form of these shapes there. A row's KV is split into pieces at fixed positions. A
+block computes a piece for up to 32 pairs of a token and a query head of one KV head, so a window
+reads its KV once; a second launch adds the pieces of each pair in a fixed order. Rows of several
+buffers are one launch. Whatever is in the batch, however long the window is and however large the
+buffers: a position's result has the same bits.
 """
 
 import functools
@@ -13,9 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import self_check
-from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan, Row, plan
-from mlx_mtp.kernels.few_rows import CUDA
+from mlx_mtp.kernels import mma, self_check
+from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan
 from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher, lean
 
 LONGEST = 17  # window
@@ -25,7 +24,7 @@ _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
 TOLERANCE = 0.02  # of 16-bit results, relative to the largest
 
-# What the bodies need of the hardware beside `few_rows.CUDA`; the tests have it in C++.
+# What the bodies need of the hardware beside `mma`; the tests have it in C++.
 STREAM = r"""
 __device__ __forceinline__ uint4 stream16(const uint4* from) {
   uint4 v;
@@ -270,24 +269,19 @@ def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
     _, heads, dim = queries.shape
     if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
         return False
-    return keys.dtype == queries.dtype and _works(heads, keys.shape[1], dim, keys.dtype)
+    if keys.dtype != queries.dtype or keys.dtype not in (mx.bfloat16, mx.float16):
+        return False
+    return _works(heads, keys.shape[1], dim, keys.dtype)
 
 
 @functools.cache
 def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
-    if dtype not in (mx.bfloat16, mx.float16):
-        return False
     return agrees("attention", lambda: error(heads, kv_heads, dim, dtype), TOLERANCE)
 
 
 def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
     """The largest one, relative to the largest result (see `self_check.attention`)."""
-
-    def run(queries: mx.array, positions: mx.array, buffers: Any, rows: Any) -> mx.array:
-        own = tuple(Row(*row) for row in rows)
-        return attend(queries, positions, buffers, plan(own, heads // kv_heads))
-
-    return self_check.attention(run, heads, kv_heads, dim, dtype, LONGEST)
+    return self_check.attention(attend, heads, kv_heads, dim, dtype, LONGEST)
 
 
 def attend(
@@ -328,15 +322,15 @@ def _launchers(
     pieces = launcher(
         _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)),
         tuple((sizes | constants).items()),
-        (32 * items, warps * kv_heads, 1),
-        (32, warps, 1),
+        (items, warps * kv_heads, 1),
+        warps,
         tuple((shape, mx.float32) for shape in shapes),
     )
     add = launcher(
         _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)),
         tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
-        (32 * tokens, _ADDING_WARPS * heads, 1),
-        (32, _ADDING_WARPS, 1),
+        (tokens, _ADDING_WARPS * heads, 1),
+        _ADDING_WARPS,
         (((tokens, heads, dim), dtype),),
     )
     return pieces, add
@@ -345,21 +339,23 @@ def _launchers(
 @functools.cache
 def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
-    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
-    names = ["parts", "stats", "positions", "tokens"]
     if buffers:
-        own = [f"{name}{number}" for number in range(buffers) for name in "kv"]
-        names = ["q", "positions", "items", *own]
-    choose = "".join(
-        f"if (item[0] == {number}) k = k{number}, v = v{number};\n" for number in range(1, buffers)
-    )
-    body = _PIECES.replace("CHOOSE", choose) if buffers else _ADD
-    bounds = _BOUNDS.replace("THREADS", str(dim)) if buffers else ""
-    header, source = lean(matrix + STREAM + bounds), lean(_COMMON + body)
+        inputs = ["q", "positions", "items"]
+        inputs += [f"{name}{number}" for number in range(buffers) for name in "kv"]
+        choices = (
+            f"if (item[0] == {number}) k = k{number}, v = v{number};\n"
+            for number in range(1, buffers)
+        )
+        outputs, body = ["parts", "stats"], _PIECES.replace("CHOOSE", "".join(choices))
+        bounds = _BOUNDS.replace("THREADS", str(dim))
+    else:
+        inputs = ["parts", "stats", "positions", "tokens"]
+        outputs, body, bounds = ["y"], _ADD, ""
+    header, source = lean(mma.header(dtype) + STREAM + bounds), lean(_COMMON + body)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"attention_{buffers}", header, source),
-        input_names=names,
-        output_names=["parts", "stats"] if buffers else ["y"],
+        input_names=inputs,
+        output_names=outputs,
         header=header,
         source=source,
         shared_memory=shared,

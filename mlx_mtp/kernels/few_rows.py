@@ -1,8 +1,9 @@
-"""Products of few rows, where a row's result does not depend on the rows beside it.
+"""GEMMs of few rows, where a row's result has the same bits whatever rows are beside it.
 
-For CUDA: the weights are the left operand of the tensor core's m16n8k16, and read once for up to 16
-rows, which are the right one. A block computes 16 features; its warps share the columns, and their
-sums are added in a fixed order. mlx's own products read the weights once a row up to 7 rows.
+For CUDA, by the tensor cores' m16n8k16: 16 features of the weights are its a, 8 rows of x its b, so
+that weights are read once for up to 16 rows. The warps of a block split K, and their sums are added
+in a fixed order, which depends on K and the format alone. mlx's own read the weights once a row up
+to 7 rows.
 """
 
 import functools
@@ -12,58 +13,40 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_mtp.kernels import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.gpu import backend, kernel_name, launcher, lean
+from mlx_mtp.kernels.gpu import backend, kernel_name, launch, lean
 
 _CHUNK = 256  # columns that a warp loads at once
-_FEATURES = 16  # of a block, and rows of the left operand
+_FEATURES = 16  # of a block
 # mlx's product reads bfloat16 and float16 once for more rows, too.
 MOST_PLAIN_ROWS = 8
-_TILE = 8  # rows of x beside each other in a product
-_MOST_TILES = 2
+_TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
 _MOST_WARPS = 16
 _STAGES = 2  # chunks in flight
 _MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
 
-# What the body needs of the hardware; the tests have it in C++.
-CUDA = r"""
-#define SHARED(name) extern __shared__ __align__(16) unsigned char name[]
-// c (16 x 8, float32) += a (16 x 16) times b (16 x 8), both bfloat16.
-__device__ __forceinline__ void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from));
-}
-template <int bytes>
-__device__ __forceinline__ void copy(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"(bytes));
-}
-// Two products of bfloat16 each.
-__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
-  unsigned c;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(0x80008000u));
-  return c;
-}
-// Two bfloat16 in each.
-__device__ __forceinline__ unsigned multiply_add(unsigned a, unsigned b, unsigned c) {
-  unsigned d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
-template <int left>
-__device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left)); }
-"""
 _HEADER = r"""
 __device__ __forceinline__ float swiglu(const float* gate_up) {
   return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
 }
+"""
+# `_kernel` puts the source together: the start, which weights a block has, which rows, the body. A
+# block has the features from f0 on, of N. By its place in an mma fragment a lane has features g and
+# g + 8, of x the row g, and of the results the rows 2 t and 2 t + 1.
+_START = r"""
+    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
+    int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
+    auto w_at = w0, w_up = w0;
+    auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
+    auto y_at = y0;
+"""
+_GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
+# The block belongs to one of several weights with the same input.
+_NEXT = """
+    if (f0 >= (N + 15) / 16 * 16) {
+      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
+    }
 """
 # The rows of x that this block reads, and where it writes them: of plain products ...
 _ROWS = r"""
@@ -98,7 +81,7 @@ _SHARED = """
       w_up = wL, s_up = sL, b_up = bL;
     }
 """
-# A lane has features g and g + 8 of the block and columns 8 t ... of each 32.
+# Of each 32 columns a lane has those from 8 t on.
 _BODY = r"""
     constexpr int HALVES = AFFINE && BITS == 8 ? 2 : 1, UNITS = 2 * BITS;
     // A row's padding puts what lanes read at once into different banks.
@@ -254,20 +237,6 @@ _BODY = r"""
         y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
     }
 """
-_START = r"""
-    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
-    int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
-    auto w_at = w0, w_up = w0;
-    auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
-    auto y_at = y0;
-"""
-_GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
-# The block belongs to one of several weights with the same input.
-_NEXT = """
-    if (f0 >= (N + 15) / 16 * 16) {
-      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
-    }
-"""
 
 
 def fits(weight: Weight, dtype: mx.Dtype) -> bool:
@@ -275,6 +244,11 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
     # A scale of mxfp has more than float16's range.
     wide = dtype == mx.bfloat16 or (dtype == mx.float16 and weight.scales.dtype == dtype)
     return backend() == "cuda" and wide and weight.fits(dtype) and weight.inputs % _CHUNK == 0
+
+
+def serves(rows: int, weight: Weight) -> bool:
+    """Whether it is used for so many of a decode step's tokens."""
+    return weight.form.bits < 16 or rows <= MOST_PLAIN_ROWS
 
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
@@ -308,33 +282,37 @@ def _launch(
 ) -> list[mx.array]:
     tiles = 1 if pairs or len(x) <= _TILE else _MOST_TILES
     rows = pairs[0].size if pairs else len(x)
-    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE
-    across = -(-rows // span)
+    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
     (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
-    inner, plain, affine = x.shape[1], bits == 16, bits < 16 and scale == x.dtype
-    chunks = inner // _CHUNK
-    # The sums' order follows from it, so that it must not depend on the rows.
-    most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
-    least = max(1, min(chunks, most // 2))
-    warps = min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
-    sides = 0 if plain else _CHUNK // group * (4 if affine else 1)
-    feature = 16 * (2 * bits + max(1, bits // 4)) + sides
-    ring = _STAGES * parts * _FEATURES * feature
+    inner, affine = x.shape[1], bits < 16 and scale == x.dtype
+    warps = _warps(inner // _CHUNK, bits, parts)
     template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
     template |= {"AFFINE": affine, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
     if pairs:
         template |= {"PAIRS": rows // len(x), "SPAN": span}
+    # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; then
+    # its sums.
+    sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
+    feature = 16 * (2 * bits + max(1, bits // 4)) + sides
+    shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
     outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)
-    launch = launcher(
-        _kernel(len(weights), parts, bool(pairs), x.dtype, warps * max(ring, tiles * parts * 512)),
-        tuple(template.items()),
-        (32 * blocks, warps * across, 1),
-        (32, warps, 1),
-        tuple(((rows, features), x.dtype) for features in outputs),
+    return launch(
+        _kernel(len(weights), parts, bool(pairs), x.dtype, shared),
+        [x, *itertools.chain(*(each[:3] for each in weights)), *pairs],
+        template,
+        (blocks, warps * -(-rows // span), 1),
+        warps,
+        [((rows, features), x.dtype) for features in outputs],
     )
-    return launch(x, *itertools.chain(*(each[:3] for each in weights)), *pairs)
+
+
+def _warps(chunks: int, bits: int, parts: int) -> int:
+    """How many split K. The order of a sum follows from it, so that it must not depend on rows."""
+    most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
+    least = max(1, min(chunks, most // 2))
+    return min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
 
 
 @functools.cache
@@ -348,8 +326,8 @@ def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: i
         numbers = range(1, count if parts == 1 else 1)
         source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
     source += _BODY + (_NEXT_PAIRS if of_experts else "")
-    matrix = CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
-    header, source = lean(matrix + BASES[dtype] + DECODING + _HEADER), lean(source)
+    header = lean(mma.header(dtype) + BASES[dtype] + DECODING + _HEADER)
+    source = lean(source)
     return mx.fast.cuda_kernel(
         name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
         input_names=[

@@ -163,7 +163,7 @@ _BODY = """
 """
 
 # q, k and v may be slices; all else must be contiguous, as the kernel leaves it.
-_KERNEL = gpu.Kernel(
+KERNEL = gpu.Kernel(
     "gated_delta",
     [
         *("q", "k", "v", "g", "beta", "state"),
@@ -171,8 +171,8 @@ _KERNEL = gpu.Kernel(
     ],
     ["y", "state_out", "delta"],
     _BODY,
-    self_check.gated_delta,
-    ["key_dim"],
+    lambda shape, dtype: self_check.gated_delta(launch, shape, dtype),
+    lambda shape: shape.key_dim % gpu.LANES == 0,
 )
 
 
@@ -221,15 +221,11 @@ def launch(
         previous, num_kept = Pending(*window[:3]), gpu.zeros(batch)
     lanes, rows = next((n, r) for n, r in LAYOUTS if value_dim % (gpu.LANES // n * r) == 0)
     advance = lengths is not None
-    outputs, after, delta = _KERNEL(
+    outputs, after, delta = KERNEL(
         [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
-        [
-            *(("InT", q.dtype), ("ValueT", window.v.dtype), ("StrengthT", window.beta.dtype)),
-            *(("ADVANCE", advance), ("AHEAD", _AHEAD if advance and window.length > _AHEAD else 1)),
-            *_shape(window).sizes(),
-            ("L", lanes),
-            ("R", rows),
-        ],
+        {"InT": q.dtype, "ValueT": window.v.dtype, "StrengthT": window.beta.dtype}
+        | {"ADVANCE": advance, "AHEAD": _AHEAD if advance and window.length > _AHEAD else 1}
+        | {**_shape(window).sizes(), "L": lanes, "R": rows},
         (1, value_dim * lanes // (gpu.LANES * rows), batch * heads),
         [
             (window.v.shape, q.dtype),
@@ -242,7 +238,7 @@ def launch(
 
 def fits(window: Window | Pending) -> bool:
     """Whether the kernel runs windows of these shapes and types here."""
-    return _KERNEL.works(launch, _shape(window), window.k.dtype)
+    return KERNEL.works(_shape(window), window.k.dtype)
 
 
 def _shape(window: Window | Pending) -> Shape:

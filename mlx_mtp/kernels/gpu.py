@@ -1,4 +1,4 @@
-"""What the GPU kernels share: the backend, its shuffle, and the check before first use."""
+"""What the kernels share: the backend, how they are built and launched, the check before use."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ MOST_ROWS = 128  # tokens; more are a prompt's, unless they are said to be a ste
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 
 refused: set[str] = set()
 """Names of kernels that were found not to work here, for some shape at least."""
@@ -103,7 +103,7 @@ def lean(source: str) -> str:
     return "".join(f"{line}\n" for line in lines if line)
 
 
-def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE) -> bool:
+def agrees(name: str, check: Callable[[], float], tolerance: float = TOLERANCE) -> bool:
     """Whether a kernel runs here and differs from what is right by less; a warning says why not."""
     try:
         error = check()
@@ -122,8 +122,8 @@ def agrees(name: str, check: Callable[[], float], tolerance: float = _TOLERANCE)
 def launcher(
     kernel: Any,  # what mlx made of a source
     template: tuple[tuple[str, Any], ...],
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
+    grid: tuple[int, int, int],  # warps in x, y and z
+    warps: int,  # of a threadgroup, along y
     outputs: tuple[Output, ...],
 ) -> Callable[..., list[mx.array]]:
     """A launch compiled by mlx: a call of a custom kernel assembles its source anew, which takes
@@ -134,14 +134,26 @@ def launcher(
         launched: list[mx.array] = kernel(
             inputs=list(inputs),
             template=list(template),
-            grid=grid,
-            threadgroup=threadgroup,
+            grid=(LANES * grid[0], *grid[1:]),
+            threadgroup=(LANES, warps, 1),
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
         )
         return launched
 
     return mx.compile(launch)
+
+
+def launch(
+    kernel: Any,
+    inputs: Sequence[mx.array],
+    template: dict[str, Any],
+    grid: tuple[int, int, int],
+    warps: int,
+    outputs: Sequence[Output],
+) -> list[mx.array]:
+    """A launch as `launcher` makes it; `template` has constants and types."""
+    return launcher(kernel, tuple(template.items()), grid, warps, tuple(outputs))(*inputs)
 
 
 @dataclass
@@ -156,16 +168,16 @@ class Kernel:
     inputs: list[str]
     outputs: list[str]
     body: str
-    # Runs what launches the kernel, and the portable code; returns the largest difference.
-    check: Callable[[Launch, Any, mx.Dtype], float] | None = None
-    aligned: Sequence[str] = ()  # sizes of a shape that must be multiples of a warp
+    # The largest difference from the portable code, at a shape and in a type.
+    check: Callable[[Any, mx.Dtype], float] = lambda _shape, _dtype: 0.0
+    applies: Callable[[Any], bool] = lambda _shape: True  # whether it is made for a shape
     _built: dict[Backend, Any] = field(default_factory=dict)
     _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
     def __call__(
         self,
         inputs: list[mx.array],
-        template: list[tuple[str, Any]],  # constants and types by name
+        template: dict[str, Any],  # constants and types
         grid: tuple[int, int, int],  # warps in x, y and z
         outputs: list[Output],
         warps: int = _WARPS,  # of a threadgroup, along y
@@ -183,21 +195,14 @@ class Kernel:
                 source=source,
                 ensure_row_contiguous=False,
             )
-        x, y, z = grid
-        group = LANES, min(warps, y), 1
-        launch = launcher(
-            self._built[where], tuple(template), (LANES * x, y, z), group, tuple(outputs)
-        )
-        return launch(*inputs)
+        return launch(self._built[where], inputs, template, grid, min(warps, grid[1]), outputs)
 
-    def works(self, launch: Launch, shape: Any, dtype: mx.Dtype) -> bool:
+    def works(self, shape: Any, dtype: mx.Dtype) -> bool:
         """Whether it can be used here, checked before its first use; a warning says why not."""
         where = backend()
-        if where is None or any(getattr(shape, size) % LANES for size in self.aligned):
+        if where is None or not self.applies(shape):
             return False
         known = (where, shape, dtype)
         if known not in self._works:
-            check = self.check
-            assert check is not None
-            self._works[known] = agrees(self.name, lambda: check(launch, shape, dtype))
+            self._works[known] = agrees(self.name, lambda: self.check(shape, dtype))
         return self._works[known]

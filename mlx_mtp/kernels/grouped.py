@@ -1,4 +1,4 @@
-"""Products of a prompt's tokens with their experts, whose weights are expanded in registers.
+"""Grouped GEMM of a prompt's tokens with their experts, whose weights are expanded in registers.
 
 For CUDA: the pairs of token and expert, sorted by expert, are cut into blocks that have one expert
 and up to 64 pairs each, so that the work follows the pairs however unevenly they are routed.
@@ -11,8 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.few_rows import CUDA
+from mlx_mtp.kernels import gpu, mma
 from mlx_mtp.kernels.formats import Format, Weight
 
 _TILES = 8  # of eight pairs in a block
@@ -209,8 +208,7 @@ def _list(chosen: mx.array, experts: int) -> mx.array:
     most = chosen.size // rows + min(experts, chosen.size)
     warps = min(-(-experts // gpu.LANES), 16)
     constants = {"E": experts, "ROWS": rows, "BLOCKS": most, "WARPS": warps}
-    output = (most, 3), mx.int32
-    return _LIST([chosen], list(constants.items()), (1, warps, 1), [output], warps=warps)[0]
+    return _LIST([chosen], constants, (1, warps, 1), [((most, 3), mx.int32)], warps)[0]
 
 
 def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
@@ -218,19 +216,19 @@ def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.
     features = 16 * _BANDS * _WARPS
     template = {"T": x.dtype, "K": inner, "PARTS": parts, "PAIRS": order.size // len(x)}
     template |= {"TILES": _TILES, "BANDS": _BANDS, "WARPS": _WARPS, "STAGES": _STAGES}
-    launch = gpu.launcher(
+    return gpu.launch(
         _kernel(parts, _STAGES * (8 * _TILES * 256 + features * 72)),
-        tuple(template.items()),
-        (32 * (outputs * parts // features), _WARPS * len(blocks), 1),
-        (32, _WARPS, 1),
-        (((order.size, outputs), x.dtype),),
-    )
-    return launch(x, *itertools.chain(*(each[:3] for each in weights)), blocks, order)[0]
+        [x, *itertools.chain(*(each[:3] for each in weights)), blocks, order],
+        template,
+        (outputs * parts // features, _WARPS * len(blocks), 1),
+        _WARPS,
+        [((order.size, outputs), x.dtype)],
+    )[0]
 
 
 @functools.cache
 def _kernel(parts: int, shared: int) -> Any:
-    header, source = CUDA + _EXPANDED, _START.format(parts - 1) + _BODY
+    header, source = mma.header(mx.bfloat16) + _EXPANDED, _START.format(parts - 1) + _BODY
     return mx.fast.cuda_kernel(
         name=gpu.kernel_name(f"grouped_{parts}", header, source, str(shared)),
         input_names=[

@@ -109,13 +109,13 @@ _BODY = """
     }
 """
 
-_KERNEL = gpu.Kernel(
+KERNEL = gpu.Kernel(
     "gated_delta_inputs",
     ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
     ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
     _BODY,
-    self_check.inputs,
-    ["key_dim", "value_dim"],
+    lambda shape, dtype: self_check.inputs(launch, shape, dtype),
+    lambda shape: shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0,
 )
 
 
@@ -145,12 +145,11 @@ def launch(
     by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
     run = _RUN if length > _LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
-    q, k, v, g, beta, conv_input = _KERNEL(
+    q, k, v, g, beta, conv_input = KERNEL(
         [*projected, *convolution, history, num_kept],
-        [
-            *(("InT", dtype), ("SIZE", shape.conv_size), ("RUN", run)),
-            *(("INVERSE_EPS", round(1 / portable.EPS)), *shape.sizes()),
-        ],
+        {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
+        | {"INVERSE_EPS": round(1 / portable.EPS)}
+        | shape.sizes(),
         (batch * -(-length // run), 2 * shape.key_heads + shape.value_heads, 1),
         [
             *((by_key, dtype), (by_key, dtype), ((*by_head, shape.value_dim), dtype)),
@@ -162,7 +161,7 @@ def launch(
 
 def fits(projected: Projected, convolution: Convolution) -> bool:
     """Whether the kernel runs layers of these shapes and types here."""
-    return _KERNEL.works(launch, _shape(projected, convolution), projected.q.dtype)
+    return KERNEL.works(_shape(projected, convolution), projected.q.dtype)
 
 
 def _shape(projected: Projected, convolution: Convolution) -> Shape:

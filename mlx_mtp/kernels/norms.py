@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -150,7 +150,10 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """A kernel and mlx's operations for it; both take a shape, and the inputs of N tokens."""
+    """A kernel and mlx's operations for it; both take a shape, and the inputs of N tokens.
+
+    Where the shape has heads a warp has a head of a token, else a threadgroup has a token.
+    """
 
     name: str
     inputs: list[str]
@@ -158,11 +161,12 @@ class Operation:
     body: str
     portable: Callable[..., list[mx.array]]
     sizes: Callable[[Shape, int], tuple[Sizes, Sizes]]  # of its inputs and outputs, by N
-    by_head: bool  # A warp has a head of a token, else a threadgroup has a token.
 
     def __post_init__(self) -> None:
         inputs = [*self.inputs, *(["rotation"] if "rotation" in self.body else [])]
-        self.kernel = gpu.Kernel(self.name, inputs, self.outputs, self.body, self.check)
+        self.kernel = gpu.Kernel(
+            self.name, inputs, self.outputs, self.body, self._check, self._applies
+        )
 
     def __call__(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
         used = self.fits(shape, inputs[0].dtype)
@@ -170,36 +174,35 @@ class Operation:
 
     def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
         """Whether the kernel computes this here."""
-        return self.applies(shape) and self.kernel.works(self.launch, shape, dtype)
+        return self.kernel.works(shape, dtype)
 
-    def applies(self, shape: Shape) -> bool:
-        """Whether the kernel is made for this."""
+    def _applies(self, shape: Shape) -> bool:
         return shape.dim % gpu.LANES == 0 and shape.rotated % (2 * gpu.LANES) == 0
 
     def launch(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
         """By the kernel."""
-        dtype = inputs[0].dtype
-        warps = shape.heads + shape.keys if self.by_head else min(_MOST_WARPS, shape.dim // 32)
-        constants = {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
-        constants |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
+        dtype, heads = inputs[0].dtype, shape.heads + shape.keys
+        warps = heads or min(_MOST_WARPS, shape.dim // 32)
+        template: dict[str, Any] = {"InT": dtype}
+        template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
+        template |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
         more = [_rotation(shape.base, shape.scale)] if shape.rotated else []
         return self.kernel(
             [*inputs, *more],
-            [("InT", dtype), *constants.items()],
+            template,
             (rows, warps, 1),
             [(size, dtype) for size in self.sizes(shape, rows)[1]],
-            warps=_HEADS_AT_ONCE if self.by_head else warps,
+            _HEADS_AT_ONCE if heads else warps,
         )
 
-    def check(self, launch: gpu.Launch, shape: Shape, dtype: mx.Dtype) -> float:
-        """The largest difference over the largest number, in float32's measure."""
+    def _check(self, shape: Shape, dtype: mx.Dtype) -> float:
         draw, inputs = np.random.default_rng(0), []
         for name, size in zip(self.inputs, self.sizes(shape, _CHECKED_ROWS)[0], strict=True):
             drawn = mx.array(draw.standard_normal(size, dtype=np.float32))
             inputs.append(drawn if name == "weights" else drawn.astype(dtype))
             if name == "positions":
                 inputs[-1] = mx.array([0, 7, 3000], dtype=mx.int32)
-        found = launch(shape, _CHECKED_ROWS, *inputs)
+        found = self.launch(shape, _CHECKED_ROWS, *inputs)
         mx.eval(found)
         with mx.stream(mx.cpu):
             exact = [a.astype(mx.float32) if a.dtype == dtype else a for a in inputs]
@@ -267,7 +270,6 @@ ADD_NORM = Operation(
     _ADD,
     _add_norm,
     lambda s, n: ([_stream(s, n)] * 2 + [(s.dim,)], [_stream(s, n)] * 2),
-    by_head=False,
 )
 MIX_NORM = Operation(
     "mix_norm",
@@ -279,7 +281,6 @@ MIX_NORM = Operation(
         [_stream(s, n), (n * s.chosen, s.dim), (n, s.chosen), (s.dim,)],
         [_stream(s, n)] * 2,
     ),
-    by_head=False,
 )
 GATED_NORM = Operation(
     "gated_norm",
@@ -291,7 +292,6 @@ GATED_NORM = Operation(
         [(n, s.heads, s.dim), (n, s.heads // s.ratio, s.ratio, s.dim), (s.dim,)],
         [(n, s.heads * s.dim)],
     ),
-    by_head=True,
 )
 ROTATE = Operation(
     "norm_rotate",
@@ -303,7 +303,6 @@ ROTATE = Operation(
         [(n, s.heads, s.dim), (n, s.keys, s.dim), (s.dim,), (s.dim,), (n,)],
         [(n, s.heads or 1, s.dim), (n, s.keys or 1, s.dim)],
     ),
-    by_head=True,
 )
 
 OPERATIONS = ADD_NORM, MIX_NORM, GATED_NORM, ROTATE

@@ -118,17 +118,9 @@ def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     constants |= {"MOST_ROWS": most_rows, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
-    routes = _KERNEL(
-        [logits, gate.reshape(rows)],
-        list(constants.items()),
-        (1, warps, 1),
-        [
-            *((shape, mx.int32), (shape, mx.float32)),
-            *((pairs, mx.int32), (pairs, mx.int32)),
-        ],
-        warps=warps,
-    )
-    return Routes(*routes)
+    outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
+    inputs = [logits, gate.reshape(rows)]
+    return Routes(*KERNEL(inputs, constants, (1, warps, 1), outputs, warps))
 
 
 def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
@@ -146,16 +138,15 @@ def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
 
 def fits(router: Router, dtype: mx.Dtype) -> bool:
     """Whether the kernel routes by logits of this type here."""
-    return applies(router) and _KERNEL.works(launch, router, dtype)
+    return KERNEL.works(router, dtype)
 
 
-def applies(router: Router) -> bool:
-    """Whether the kernel is made for this."""
+def _applies(router: Router) -> bool:
     few = router.experts <= _MOST_EXPERTS and router.chosen <= min(_MOST_CHOSEN, router.experts)
     return few and router.experts % gpu.LANES == 0
 
 
-def check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
+def _check(router: Router, dtype: mx.Dtype) -> float:
     """The largest difference of weights; another choice or order counts as 1."""
     draw = np.random.default_rng(0).permuted
     # Of half as many values, so that there are equal ones.
@@ -170,10 +161,11 @@ def check(launch: gpu.Launch, router: Router, dtype: mx.Dtype) -> float:
         return self_check.relative(found[1:2], true[1:2]) if same else 1.0
 
 
-_KERNEL = gpu.Kernel(
+KERNEL = gpu.Kernel(
     "router",
     ["logits", "gate"],
     ["experts", "weights", "sorted", "order"],
     _BODY,
-    check,
+    _check,
+    _applies,
 )

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.kernels import portable
+from mlx_mtp.kernels.attention_plan import Row, plan
 from mlx_mtp.kernels.gpu import Launch
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Convolution, Projected, Shape, Window
 
@@ -116,7 +117,7 @@ _BUFFERS = ((512, (256, 300)), (512, (17,)), (512, (255,)), (256, (40,)), (512, 
 def attention(
     run: Callable[..., mx.array], heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, longest: int
 ) -> float:
-    """The largest error of attention over the largest result, for windows up to a length.
+    """The largest error of `attention.attend` over the largest result, for windows up to a length.
 
     ValueError if a position's result depends on what is beside it.
     """
@@ -130,22 +131,23 @@ def attention(
         for number, (size, ends) in enumerate(_BUFFERS)
         for slot, end in enumerate(ends)
     ]
-    errors = []
-    lengths = dict.fromkeys((1, max(1, 16 // (heads // kv_heads)), longest))
+    errors, group = list[float](), heads // kv_heads
+    lengths = dict.fromkeys((1, max(1, 16 // group), longest))
     for length, used in itertools.product(lengths, (2, 5, 6)):
         rows, positions = [], list[int]()
         for place in places[:used]:
             count = 1 if place is places[1] else length
-            rows.append((*place[:3], len(positions), count))
+            rows.append(Row(*place[:3], len(positions), count))
             positions += range(place[3] - count, place[3])
         queries = cases.normal(len(positions), heads, dim).astype(dtype)
         given = queries, mx.array(positions, dtype=mx.int32)
-        found = run(*given, buffers, rows)
+        found = run(*given, buffers, plan(tuple(rows), group))
         for number, slot, size, first, count in rows:
             own, last = slice(first, first + count), slice(first + count - 1, first + count)
             entries = [array[slot : slot + 1] for array in buffers[number]]
             errors.append(_attention_error(found[own], *(a[own] for a in given), *entries))
-            alone = run(*(a[last] for a in given), buffers, [(number, slot, size, 0, 1)])
+            single = plan((Row(number, slot, size, 0, 1),), group)
+            alone = run(*(a[last] for a in given), buffers, single)
             if not mx.array_equal(alone, found[last]):
                 raise ValueError("a position depends on what is beside it")
     return float(np.max(errors))

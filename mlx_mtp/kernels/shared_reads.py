@@ -1,9 +1,11 @@
-"""Products of two to eight rows whose quantized weights are read once for four rows.
+"""GEMM of two to eight rows, for Metal: quantized weights are read once for four rows.
 
 mlx's Metal backend runs so few rows as products of one, each of which reads the weights again: what
 a verify window costs there. It has never been run on a Mac; see `models.few_rows` for what has to
 hold before it is used. The body runs on CUDA too, where `kernels.few_rows` is faster.
 """
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -93,7 +95,7 @@ _BODY = """
     }
 """
 
-_KERNEL = gpu.Kernel("shared_reads", ["x", "w", "scales", "biases"], ["y"], _BODY)
+KERNEL = gpu.Kernel("shared_reads", ["x", "w", "scales", "biases"], ["y"], _BODY)
 
 
 def fits(weight: Weight, dtype: mx.Dtype) -> bool:
@@ -101,21 +103,25 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
     return gpu.backend() == "metal" and weight.form.bits <= 8 and weight.fits(dtype)
 
 
-def serves(x: mx.array) -> bool:
-    """Whether these rows [.., K] are as many as it is faster for."""
-    return 2 <= x.size // x.shape[-1] <= MOST_ROWS
+def serves(rows: int, _weight: Weight) -> bool:
+    """Whether it is used for so many of a decode step's tokens."""
+    return 2 <= rows <= MOST_ROWS
 
 
-def product(x: mx.array, weight: Weight) -> mx.array:
-    """x [M, K] times the transpose of a quantized weight [N, K], summed in float32: [M, N]."""
+def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """x [M, K] times the transpose of each quantized weight [N, K], summed in float32: [M, N]."""
+    return [_product(x, weight) for weight in weights]
+
+
+def _product(x: mx.array, weight: Weight) -> mx.array:
     (rows, inputs), outputs = x.shape, weight.codes.shape[0]
     _, bits, group = weight.form
-    constants = {"K": inputs, "N": outputs, "BITS": bits, "GROUP": group}
-    constants |= {"AFFINE": weight.form.mode == "affine"}
-    constants |= {"ROWS": _ROWS, "FEATURES": _FEATURES, "COLUMNS": _COLUMNS}
-    (y,) = _KERNEL(
+    template = {"T": x.dtype, "K": inputs, "N": outputs, "BITS": bits, "GROUP": group}
+    template |= {"AFFINE": weight.form.mode == "affine"}
+    template |= {"ROWS": _ROWS, "FEATURES": _FEATURES, "COLUMNS": _COLUMNS}
+    (y,) = KERNEL(
         [mx.contiguous(x), *weight[:3]],
-        [("T", x.dtype), *constants.items()],
+        template,
         (-(-rows // _ROWS), -(-outputs // _FEATURES), 1),
         [((rows, outputs), x.dtype)],
     )

@@ -20,8 +20,8 @@ class Shape(NamedTuple):
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def sizes(self) -> list[tuple[str, int]]:
-        return list(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
 
 
 QWEN3_NEXT_80B = Shape(16, 128, 32, 128)

@@ -1,9 +1,15 @@
-"""Layers whose quantized products are those of `kernels.few_rows`, where that serves them."""
+"""Layers whose products of few rows, those of a decode step, run a kernel of ours.
+
+That is `kernels.few_rows` on CUDA and `kernels.shared_reads` on Metal. `use_few_rows` decides when
+a model is loaded, for each kind of layer (class, shapes, format): the kernel must agree with
+float32, and must not be slower than mlx's operation by more than a bound. Where it is used the
+module has a class of `REPLACED`; elsewhere it keeps mlx-lm's.
+"""
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +21,9 @@ from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.models.many_rows import (
     ExpandedLinear,
     GroupedExperts,
+    parts_of,
     sorted_pairs,
+    timed,
     use_many_rows,
 )
 
@@ -30,46 +38,22 @@ _WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's t
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 
-class FewRowsLinear(ExpandedLinear):
-    """A product that gives a row the same bits whatever the other rows are."""
+def _by_kernel(name: str, base: type[Any]) -> type[Any]:
+    """A subclass whose product runs the kernel for as many rows as that serves."""
+    method = "as_linear" if hasattr(base, "as_linear") else "__call__"
+    usual = getattr(base, method)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return project(x, self)[0] if few(x) else super().__call__(x)
+    def call(self: nn.Module, x: mx.array) -> Any:
+        return project(x, self)[0] if _serves(x, self) else usual(self, x)
 
-
-class FewRowsPlainLinear(nn.Linear):
-    """The same, not quantized, up to the rows that the kernel is for."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return project(x, self)[0] if _serves(x, self) else super().__call__(x)
+    return type(name, (base,), {method: call})
 
 
-class FewRowsEmbedding(nn.QuantizedEmbedding):
-    """The same, of an embedding that is lm_head too."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return project(x, self)[0] if few(x) else super().as_linear(x)
-
-
-class FewRowsPlainEmbedding(nn.Embedding):
-    """The same, not quantized."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return project(x, self)[0] if _serves(x, self) else super().as_linear(x)
-
-
-class SharedReadsLinear(nn.QuantizedLinear):
-    """A product of two to eight rows that reads its weights once for four of them."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return _shared(x, self) if shared_reads.serves(x) else super().__call__(x)
-
-
-class SharedReadsEmbedding(nn.QuantizedEmbedding):
-    """The same, of an embedding that is lm_head too."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return _shared(x, self) if shared_reads.serves(x) else super().as_linear(x)
+FewRowsLinear = _by_kernel("FewRowsLinear", ExpandedLinear)
+FewRowsPlainLinear = _by_kernel("FewRowsPlainLinear", nn.Linear)  # not quantized
+# An embedding that is lm_head too; as an embedding it is mlx's.
+FewRowsEmbedding = _by_kernel("FewRowsEmbedding", nn.QuantizedEmbedding)
+FewRowsPlainEmbedding = _by_kernel("FewRowsPlainEmbedding", nn.Embedding)
 
 
 class FewRowsMLP(Qwen3NextMLP):
@@ -115,23 +99,21 @@ REPLACED: dict[type[nn.Module], type[nn.Module]] = {
     FewRowsPlainLinear: nn.Linear,
     FewRowsEmbedding: nn.QuantizedEmbedding,
     FewRowsPlainEmbedding: nn.Embedding,
-    SharedReadsLinear: nn.QuantizedLinear,
-    SharedReadsEmbedding: nn.QuantizedEmbedding,
     FewRowsMLP: Qwen3NextMLP,
     FewRowsExperts: SwitchGLU,
 }
-_ALONE = (FewRowsLinear, FewRowsPlainLinear, FewRowsEmbedding, FewRowsPlainEmbedding)
-_SHARED = (SharedReadsLinear, SharedReadsEmbedding)
+_OURS = {theirs: ours for ours, theirs in REPLACED.items()}
+_SINGLE = FewRowsLinear, FewRowsPlainLinear, FewRowsEmbedding, FewRowsPlainEmbedding
 _EMBEDDINGS = nn.QuantizedEmbedding, nn.Embedding
 _STORING = nn.QuantizedLinear, nn.Linear, *_EMBEDDINGS, QuantizedSwitchLinear, SwitchLinear
 
 
 def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """Several products of one input, in one launch where the kernel serves all of them."""
-    forms = {weight_of(layer).form if type(layer) in _ALONE else None for layer in layers}
+    forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not _serves(x, layers[0]):
         return [layer(x) for layer in layers]
-    found = few_rows.products(_rows(x), [weight_of(layer) for layer in layers])
+    found = _kernel().products(_rows(x), [weight_of(layer) for layer in layers])
     return found if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in found]
 
 
@@ -141,7 +123,7 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
     kinds: dict[tuple[type[nn.Module], Stored], list[nn.Module]] = {}
     for module in model.modules():
         if (tied or type(module) not in _EMBEDDINGS) and (ours := _class_for(module, dtype)):
-            weights = map(weight_of, _parts(module))
+            weights = map(weight_of, parts_of(module))
             stored = tuple((weight.codes.shape, weight.form) for weight in weights)
             kinds.setdefault((ours, stored), []).append(module)
     used = False
@@ -172,22 +154,22 @@ def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
 
 def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
     """What takes its place, if the kernel is made for all of its weights."""
-    if type(module) is SwitchGLU and type(module.activation) is not SwiGLU:
+    ours, kernel = _OURS.get(type(module)), _kernel()
+    if ours is None or (ours is FewRowsExperts and type(module.activation) is not SwiGLU):
         return None
-    for ours, theirs in REPLACED.items():
-        fits = shared_reads.fits if ours in _SHARED else few_rows.fits
-        if type(module) is theirs and all(
-            type(part) in _STORING and "bias" not in part and fits(weight_of(part), dtype)
-            for part in _parts(module)
-        ):
-            first, *others = (weight_of(part).form for part in _parts(module))
-            return ours if not others or first == others[0] else None
-    return None
+    parts = parts_of(module)
+    if len(parts) > 1 and kernel is shared_reads:
+        return None
+    if any(type(part) not in _STORING or "bias" in part for part in parts):
+        return None
+    weights = [weight_of(part) for part in parts]
+    fits = all(kernel.fits(weight, dtype) for weight in weights)
+    return ours if fits and len({weight.form for weight in weights[:2]}) == 1 else None
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    names = ("gate_proj", "up_proj", "down_proj")
-    return [module] if "weight" in module else [module[name] for name in names]
+def _kernel() -> Any:
+    """The module of the kernel for this backend."""
+    return shared_reads if gpu.backend() == "metal" else few_rows
 
 
 def apply(module: nn.Module, *inputs: mx.array) -> mx.array:
@@ -202,23 +184,18 @@ def few(x: mx.array) -> bool:
 
 
 def _serves(x: mx.array, layer: nn.Module) -> bool:
-    plain = weight_of(layer).form.bits == 16
-    return few(x) and (not plain or x.size // x.shape[-1] <= few_rows.MOST_PLAIN_ROWS)
+    return few(x) and bool(_kernel().serves(x.size // x.shape[-1], weight_of(layer)))
 
 
 def _rows(x: mx.array) -> mx.array:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # No operation of mlx is free.
 
 
-def _shared(x: mx.array, layer: nn.Module) -> mx.array:
-    return shared_reads.product(_rows(x), weight_of(layer)).reshape(*x.shape[:-1], -1)
-
-
 def _inputs(
     module: nn.Module, rows: int, dtype: mx.Dtype, experts: mx.array
 ) -> tuple[mx.array, ...]:
     """Some rows, and of a mixture the experts of all of them."""
-    weight = weight_of(_parts(module)[0])
+    weight = weight_of(parts_of(module)[0])
     x = mx.random.normal((rows, weight.inputs), key=mx.random.key(0)).astype(dtype)
     chosen = (experts % weight.codes.shape[0]).reshape(rows, -1)
     return (x, chosen) if type(module) is SwitchGLU else (x,)
@@ -227,7 +204,7 @@ def _inputs(
 def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str | None:
     """Why it must not be of our class: it computes something else, or not each row by itself."""
     theirs = type(module)
-    least, most = (2, 7) if ours in _SHARED else (1, 9)
+    least, most = (2, 7) if _kernel() is shared_reads else (1, 9)
     if ours in (FewRowsPlainLinear, FewRowsPlainEmbedding, FewRowsMLP):
         most = few_rows.MOST_PLAIN_ROWS  # Of unquantized weights the kernel serves no more.
     # Of experts some have one row, and some more than one block has.
@@ -256,7 +233,7 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     routed, shared = block.switch_mlp, block.shared_expert
     if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP):
         return False
-    both = ([weight_of(part) for part in _parts(each)] for each in (routed, shared))
+    both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
     if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):
         return False
     (x,) = _inputs(shared, 2, dtype, mx.arange(2))
@@ -284,14 +261,8 @@ def _is_worth_it(modules: Sequence[nn.Module], ours: type[nn.Module], dtype: mx.
             module.__class__ = kind
         # As layers are: else the host's time would be all that is seen.
         launch = mx.compile(lambda *inputs: [apply(module, *inputs) for module in modules])
-        mx.eval(launch(*inputs))
-        rounds = []
-        for _ in range(_ROUNDS):
-            began = time.perf_counter()
-            mx.eval(launch(*inputs))
-            rounds.append(time.perf_counter() - began)
-        times.append(min(rounds))
-    return times[0] < times[1] * (1 if ours in _SHARED else _WORTH)
+        times.append(timed(lambda: launch(*inputs), _ROUNDS)[1])  # noqa: B023
+    return times[0] < times[1] * (1 if _kernel() is shared_reads else _WORTH)
 
 
 def _in_float32(module: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ is measured when a model is loaded.
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import grouped
 from mlx_mtp.kernels.expand import expanded
-from mlx_mtp.kernels.formats import weight_of
+from mlx_mtp.kernels.formats import Weight, weight_of
 from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ _ROUNDS = 3
 _MOST_OUTPUTS = 1 << 16  # lm_head has more, and is asked for few rows
 _CHOSEN = 8  # experts of each row
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
-
-Shape = tuple[tuple[int, ...], int, int, str]
 
 
 class ExpandedLinear(nn.QuantizedLinear):
@@ -51,7 +50,7 @@ class GroupedExperts(SwitchGLU):
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) < self.least_rows:
             return super().__call__(x, indices)
-        weights = list(map(weight_of, _layers(self)))
+        weights = list(map(weight_of, parts_of(self)))
         return grouped.swiglu(rows, weights, *sorted_pairs(indices)).reshape(*indices.shape, -1)
 
 
@@ -66,47 +65,49 @@ def use_many_rows(model: nn.Module, dtype: mx.Dtype) -> None:
     """Let products of many rows expand their weights, each shape from where it is faster."""
     if backend() != "cuda":
         return
-    found: dict[Shape, float] = {}
+    found: dict[tuple[Any, ...], float] = {}
     for module in model.modules():
         if type(module) is nn.QuantizedLinear and module.mode == "affine":
             module.__class__ = ExpandedLinear
         if not _expands(module):
             continue
-        first = _layers(module)[0]
-        shape = tuple(first.weight.shape), first.bits, first.group_size, str(first.scales.dtype)
-        if shape not in found:
-            found[shape] = _least_rows(module, first, dtype)
-        module.least_rows = found[shape]
+        first = weight_of(parts_of(module)[0])
+        kind = first.codes.shape, first.form, first.scales.dtype
+        if kind not in found:
+            found[kind] = _least_rows(module, first, dtype)
+        module.least_rows = found[kind]
 
 
 def _expands(module: nn.Module) -> bool:
     if isinstance(module, ExpandedLinear):
         return module.mode == "affine" and module.weight.shape[0] <= _MOST_OUTPUTS
     return isinstance(module, GroupedExperts) and all(
-        grouped.fits(weight_of(each)) for each in _layers(module)
+        grouped.fits(weight_of(each)) for each in parts_of(module)
     )
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """What stores the weights: the module itself, or gate, up and down of an MLP or experts."""
     names = ("gate_proj", "up_proj", "down_proj")
-    return [module[name] for name in names] if isinstance(module, SwitchGLU) else [module]
+    return [module] if "weight" in module else [module[name] for name in names]
 
 
-def _least_rows(module: nn.Module, first: nn.Module, dtype: mx.Dtype) -> float:
-    width, least = first.scales.shape[-1] * first.group_size, float("inf")
+def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
+    """From how many rows on a module is faster so, and right; infinity: never."""
+    least = float("inf")
     for rows in _ROWS:
-        given = [mx.random.normal((1, rows, width), key=mx.random.key(0)).astype(dtype)]
-        if first is not module:
+        given = [mx.random.normal((1, rows, first.inputs), key=mx.random.key(0)).astype(dtype)]
+        if isinstance(module, GroupedExperts):
             chosen = (1, rows, _CHOSEN)
-            given.append(mx.random.randint(0, len(first.weight), chosen, key=mx.random.key(1)))
+            given.append(mx.random.randint(0, len(first.codes), chosen, key=mx.random.key(1)))
         module.least_rows = float("inf")
-        usual, seconds = _timed(lambda: module(*given))  # noqa: B023
+        usual, seconds = timed(lambda: module(*given))  # noqa: B023
         module.least_rows = rows
         try:
-            ours, faster = _timed(lambda: module(*given))  # noqa: B023
+            ours, faster = timed(lambda: module(*given))  # noqa: B023
         except Exception as problem:
             told = "Weights of %s are not expanded, it does not run here: %s"
-            logger.warning(told, first.weight.shape, problem)
+            logger.warning(told, first.codes.shape, problem)
             break
         error = mx.abs(ours.astype(mx.float32) - usual.astype(mx.float32)).max()
         largest = mx.abs(usual.astype(mx.float32)).max()
@@ -116,11 +117,11 @@ def _least_rows(module: nn.Module, first: nn.Module, dtype: mx.Dtype) -> float:
     return least
 
 
-def _timed(call: Callable[[], mx.array]) -> tuple[mx.array, float]:
-    result = call()
-    mx.eval(result)
+def timed(call: Callable[[], Any], rounds: int = _ROUNDS) -> tuple[Any, float]:
+    """What a call returns, evaluated, and the fewest seconds that it took of some rounds."""
+    mx.eval(result := call())
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         mx.eval(call())
         times.append(time.perf_counter() - began)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,13 +17,11 @@ from mlx_mtp.kernels import (
     norms,
     portable,
     router,
-    self_check,
 )
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
 
-TOLERANCE = 1e-4  # Of results near 1, as in the kernels' own check before first use.
 _LENGTH, _ROWS = 90, 3  # Of windows for the portable code: two chunks, the second one short.
 # Its name, the comparison, and whether the kernel is made for the shape.
 _Case = tuple[str, Callable[[], float], bool]
@@ -78,7 +77,9 @@ def name_of(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
-def _check(called: str, dtype: mx.Dtype, case: _Case, tolerance: float = TOLERANCE) -> KernelCheck:
+def _check(
+    called: str, dtype: mx.Dtype, case: _Case, tolerance: float = gpu.TOLERANCE
+) -> KernelCheck:
     name, compare, applies = case
     what = (name, called, name_of(dtype))
     if not applies:
@@ -92,11 +93,8 @@ def _check(called: str, dtype: mx.Dtype, case: _Case, tolerance: float = TOLERAN
 
 
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
-    fits = shape.key_dim % gpu.LANES == 0
-    compare = partial(self_check.gated_delta, gated_delta.launch, shape, dtype)
-    yield "gated delta kernel / portable", compare, fits
-    compare = partial(self_check.inputs, inputs.launch, shape, dtype)
-    yield "inputs kernel / portable", compare, fits and shape.value_dim % gpu.LANES == 0
+    yield _case("gated delta kernel / portable", gated_delta.KERNEL, shape, dtype)
+    yield _case("inputs kernel / portable", inputs.KERNEL, shape, dtype)
 
 
 def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
@@ -115,12 +113,14 @@ def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
         way = router.Router(args.num_experts, chosen, args.norm_topk_prob)
-        compare = partial(router.check, router.launch, way, dtype)
-        yield "router kernel / mlx", compare, router.applies(way)
+        yield _case("router kernel / mlx", router.KERNEL, way, dtype)
         shapes[norms.MIX_NORM] = width._replace(chosen=chosen + 1)
     for each, shape in shapes.items():
-        compare = partial(each.check, each.launch, shape, dtype)
-        yield f"{each.name.replace('_', ' ')} kernel / mlx", compare, each.applies(shape)
+        yield _case(f"{each.name.replace('_', ' ')} kernel / mlx", each.kernel, shape, dtype)
+
+
+def _case(name: str, kernel: gpu.Kernel, shape: Any, dtype: mx.Dtype) -> _Case:
+    return name, partial(kernel.check, shape, dtype), kernel.applies(shape)
 
 
 def _cpu_cases(shape: Shape) -> Iterator[_Case]:

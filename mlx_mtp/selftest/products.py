@@ -33,47 +33,40 @@ class Product:
     theirs: list[float]  # Microseconds of mlx's own operation, where another is in use.
 
 
-class _Experts:
+@dataclass
+class _Timed:
+    """A layer's product of rows, and the share of its weights that so many read."""
+
+    layer: nn.Module
+    run: Callable[[nn.Module, mx.array], mx.array] = apply
+    share: Callable[[int], float] = lambda _rows: 1.0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.run(self.layer, x)
+
+
+def _experts(block: nn.Module) -> _Timed:
     """The routed experts of a block, with random ones for each row."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self.layer, count = block.switch_mlp, block.num_experts
-        drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(ROWS[-1])]
-        self.chosen = mx.stack(drawn)[:, : block.top_k]
-        self.count = count
-
-    def __call__(self, x: mx.array) -> mx.array:
-        result: mx.array = self.layer(x, self.chosen[: len(x)])
-        return result
-
-    def share(self, rows: int) -> float:
-        """Of the experts, that these rows read."""
-        return len(set(np.array(self.chosen[:rows]).flat)) / self.count
-
-
-class _Plain:
-    """A product that reads all of its weights."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return apply(self.layer, x)
-
-    def share(self, rows: int) -> float:
-        return 1.0
+    count = block.num_experts
+    drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(ROWS[-1])]
+    chosen = mx.stack(drawn)[:, : block.top_k]
+    return _Timed(
+        block.switch_mlp,
+        lambda layer, x: layer(x, chosen[: len(x)]),
+        lambda rows: len(set(np.array(chosen[:rows]).flat)) / count,
+    )
 
 
 def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
     """Measure each kind of product, that with the most weights first, until the deadline."""
-    kinds: dict[str, list[_Experts | _Plain]] = {}
+    kinds: dict[str, list[_Timed]] = {}
     for module in model.model.modules():
         if "switch_mlp" in module:  # a mixture of experts
             inner = _name(module.switch_mlp)
             name = f"{module.top_k} of {module.num_experts} experts, {inner}"
-            kinds.setdefault(name, []).append(_Experts(module))
+            kinds.setdefault(name, []).append(_experts(module))
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
-            kinds.setdefault(_name(module), []).append(_Plain(module))
+            kinds.setdefault(_name(module), []).append(_Timed(module))
     found = []
     for name, layers in sorted(kinds.items(), key=lambda kind: -sum(map(_nbytes, kind[1]))):
         if time.perf_counter() < deadline:
@@ -81,7 +74,7 @@ def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
     return found
 
 
-def _measured(name: str, layers: Sequence[_Experts | _Plain], dtype: mx.Dtype) -> Product:
+def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
     weights = [[array for _, array in tree_flatten(each.layer.parameters())] for each in layers]
     once = _microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
     most = mx.random.normal((ROWS[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
@@ -135,5 +128,5 @@ def _name(layer: nn.Module) -> str:
     return f"{weight.inputs} -> {weight.codes.shape[-2]}, {stored.get(mode, mode)}"
 
 
-def _nbytes(product: _Experts | _Plain) -> int:
+def _nbytes(product: _Timed) -> int:
     return sum(array.nbytes for _, array in tree_flatten(product.layer.parameters()))

@@ -5,12 +5,14 @@ import pytest
 
 from mlx_mtp.kernels import (
     attention,
+    attention_plan,
     expand,
     few_rows,
     gated_delta,
     gpu,
     grouped,
     inputs,
+    mma,
     norms,
     router,
     shared_reads,
@@ -40,7 +42,7 @@ def emulated(request, monkeypatch, compiled):
     monkeypatch.setattr(gpu, "backend", lambda: request.param)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    kernels = [module._KERNEL for module in (gated_delta, inputs, router, shared_reads)]
+    kernels = [module.KERNEL for module in (gated_delta, inputs, router, shared_reads)]
     for kernel in [*kernels, *(each.kernel for each in norms.OPERATIONS)]:
         monkeypatch.setattr(kernel, "_built", {})
         monkeypatch.setattr(kernel, "_works", {})
@@ -54,14 +56,13 @@ def matrix_units(monkeypatch, compiled):
         pytest.skip(WHY_NOT)
     for module in (attention, few_rows, gpu):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
-    for module in (attention, few_rows, grouped):
-        monkeypatch.setattr(module, "CUDA", MATRIX_UNITS)
-    for kernel in (grouped._LIST, expand._KERNEL):
+    monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
+    for kernel in (grouped._LIST, expand.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    of_attention = attention._kernel, attention._works, attention._launchers, attention.plan
+    of_attention = attention._kernel, attention._works, attention._launchers, attention_plan.plan
     cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention)
     for each in cached:
         each.cache_clear()

@@ -153,7 +153,7 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
 }
 """
 
-# For `few_rows.CUDA` and `attention.STREAM`: copies are done at once, and a matrix product gathers
+# For `mma.CUDA` and `attention.STREAM`: copies are done at once, and a matrix product gathers
 # the lanes' fragments.
 MATRIX_UNITS = r"""
 alignas(16) static unsigned char shared_bytes[1 << 18];

@@ -120,9 +120,9 @@ _BROKEN = [
     [*_BROKEN[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in _BROKEN[2:])],
 )
 def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, module, right, wrong):
-    body = module._KERNEL.body
+    body = module.KERNEL.body
     assert right in body
-    monkeypatch.setattr(module._KERNEL, "body", body.replace(right, wrong, 1))
+    monkeypatch.setattr(module.KERNEL, "body", body.replace(right, wrong, 1))
     cases = Cases(0, SMALL, F32)
     window, layer = cases.window(1, 1)[1:], (cases.projected(1, 1), cases.convolution())
     assert not module.fits(*(window if module is gated_delta else layer))
@@ -130,7 +130,7 @@ def test_a_wrong_body_is_found_and_not_used(emulated, monkeypatch, caplog, modul
 
 
 def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog):
-    monkeypatch.setattr(gated_delta._KERNEL, "body", "nonsense;")
+    monkeypatch.setattr(gated_delta.KERNEL, "body", "nonsense;")
     q, window = Cases(0, SMALL, F32).window(2, 2)
     y, _, _ = gated_delta.run(q, window, Cases(1, SMALL, F32).state(2), None, None)
     assert y.shape == (2, 2, 4, 32)
@@ -162,7 +162,7 @@ CALLS = {"fma", "sqrt", "exp", "log", "ldexp", "fabs", "SHUFFLE_XOR", "if", "for
 
 @pytest.mark.parametrize("module", [gated_delta, inputs, shared_reads])
 def test_the_body_is_common_c_of_both_backends(module):
-    body = re.sub(r"//[^\n]*", "", module._KERNEL.body)
+    body = re.sub(r"//[^\n]*", "", module.KERNEL.body)
     assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
     assert set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body)) <= CALLS
     # A double has no place on Metal.

@@ -93,7 +93,7 @@ def test_a_mixture(emulated, monkeypatch, ranks):
     monkeypatch.setattr(router, "MOST_PAIRS", 12)
     halves = mixture.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(halves, found, atol=1e-6)
-    for kernel in (router._KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
+    for kernel in (router.KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
         assert kernel._works and all(kernel._works.values()), "by the kernel"
 
 

@@ -24,10 +24,10 @@ def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
     # Some lanes have less to do, and a warp has features too many.
     weight = weight_of(linear(384, 10, form, seed=form.bits, dtype=dtype))
     x = mx.random.normal((7, 384), key=mx.random.key(1)).astype(dtype)
-    found = shared_reads.product(x, weight)
+    (found,) = shared_reads.products(x, [weight])
     near(found, exact(x, weight))
     for rows in (slice(0, 2), slice(3, 7), slice(6, 7)):
-        assert mx.array_equal(shared_reads.product(x[rows], weight), found[rows])
+        assert mx.array_equal(shared_reads.products(x[rows], [weight])[0], found[rows])
 
 
 @pytest.mark.parametrize("emulated", ["metal"], indirect=True)
@@ -39,7 +39,7 @@ def test_it_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch, caplo
         return layer
 
     layer = kind(faster=True)
-    assert type(layer) is few_rows.SharedReadsLinear
+    assert type(layer) is few_rows.FewRowsLinear
     for rows in (1, 2, 8, 9):
         x = mx.random.normal((1, rows, 256), key=mx.random.key(rows)).astype(BF16)
         if ours := 2 <= rows <= 8:
@@ -49,7 +49,7 @@ def test_it_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch, caplo
     assert type(kind(faster=False)) is nn.QuantizedLinear
     assert "WARNING" not in caplog.text
     wrong = shared_reads._BODY.replace("fma(bias, total", "fma(2 * bias, total")
-    monkeypatch.setattr(shared_reads._KERNEL, "body", wrong)
-    monkeypatch.setattr(shared_reads._KERNEL, "_built", {})
+    monkeypatch.setattr(shared_reads.KERNEL, "body", wrong)
+    monkeypatch.setattr(shared_reads.KERNEL, "_built", {})
     assert type(kind(faster=True)) is nn.QuantizedLinear
     assert "it is off by" in caplog.text
