@@ -1,28 +1,28 @@
 """Step cost and speed of full-shape random-weight models on a GPU.
 
-    python -m benchmarks.full_shape --shape Qwen3-Next-80B-A3B-Instruct --bits 4
+    python -m benchmarks.full_shape [--shape Qwen3.5-27B] [--cases 1x512,16x32768] [--depths 1,3]
 
-Three tables for each model, all in one run: mlx-lm's BatchGenerator on the same weights; this
-engine end to end at a synthetic acceptance; and the cost of a step at long contexts. Random weights
-accept nothing, so whether a draft is accepted is drawn at the rate given: the drafts, their
-verification and their rejection are computed as ever, and the text means nothing.
+For each case, rows x context, in one run: mlx-lm's BatchGenerator on the same weights, this engine
+without a head, and with drafts. Random weights accept nothing, so whether a draft is accepted is
+drawn at the rate given: the drafts, their verification and their rejection are computed as ever,
+and the text means nothing. In 24 steps the number drawn varies by some 10%, so "expected" has the
+tokens per second of as many as the rate gives in the long run. "added" is to a step of as many rows
+at the first context. `--profile` shows launches and the GPU's milliseconds of a step, by torch,
+whose profiler may slow down what is measured after it.
 """
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.shapes import build, integers
-from mlx_mtp.bench.report import check_writable, write_json
+from benchmarks.shapes import add_shape, build, integers, shape_of
+from benchmarks.timed import profiled, shares, table, within
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
@@ -30,9 +30,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.acceptance import AcceptResult, accept
 from mlx_mtp.speculative.proposer import MTPProposer
@@ -44,28 +42,19 @@ PROMPT = 64
 """Tokens, which are computed."""
 _ENDLESS = 1 << 20
 _WARM_STEPS = 16  # the first of a shape compile kernels, also behind the first few
+_PROFILED_STEPS = 4
+_MLX_LM_CONTEXT = 512  # It computes prompts by a loop over tokens on CUDA.
 
 
-@dataclass
-class Measured:
-    """One line of the tables.
+class Steps(NamedTuple):
+    """What decoding steps took."""
 
-    Args:
-        engine: "mlx-lm", "off" (no head) or "mtp".
-        step_ms: median time of a step.
-        tokens_per_second: all rows together, over the measured steps.
-        tokens_per_step: of one row.
-    """
-
-    shape: str
-    bits: int
-    engine: str
-    rows: int
-    depth: int
-    context: int
-    step_ms: float
-    tokens_per_second: float
-    tokens_per_step: float
+    ms: float  # median of a step
+    rate: float  # tokens per second of all rows
+    per_step: float  # tokens a step and row
+    nbytes: int = 0  # of KV
+    launches: float | None = None  # a step; None: not counted
+    gpu_ms: float | None = None  # a step
 
 
 class SyntheticAcceptance:
@@ -140,8 +129,9 @@ def measure_engine(
     steps: int,
     overlap: bool = True,
     make_runner: MakeRunner = ModelRunner,
-) -> tuple[float, float, float, int]:
-    """Median milliseconds of a step, tokens a second, tokens a step and row, bytes of KV."""
+    profile: bool = False,
+) -> Steps:
+    """The steps of rows of these lengths."""
     given: dict[str, Any] = {"overlap": overlap, "make_runner": make_runner}
     core = decoding_core(model, depth=depth, contexts=contexts, **given)
     for _ in range(_WARM_STEPS):
@@ -157,11 +147,16 @@ def measure_engine(
     batch = core.runner.batches.decoding
     assert batch is not None
     nbytes = sum(a.nbytes for c in batch.cache.attention() for a in c.arrays())
-    return 1e3 * statistics.median(times), rate, tokens / steps / len(contexts), nbytes
+    found = Steps(1e3 * statistics.median(times), rate, tokens / steps / len(contexts), nbytes)
+    run = profiled(lambda: [core.step() for _ in range(_PROFILED_STEPS)]) if profile else None
+    if run is None:
+        return found
+    gpu_ms = sum(run.parts.values()) / _PROFILED_STEPS
+    return found._replace(launches=run.num_launches / _PROFILED_STEPS, gpu_ms=gpu_ms)
 
 
-def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, context: int, steps: int) -> float:
-    """Median milliseconds of a step of mlx-lm's BatchGenerator."""
+def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, context: int, steps: int) -> Steps:
+    """Steps of mlx-lm's BatchGenerator; its rate is by their median, which favours it."""
     generator = BatchGenerator(plain, max_tokens=_ENDLESS, completion_batch_size=rows)
     prompts = [
         mx.random.randint(10, vocab, (context,), key=mx.random.key(row)).tolist()
@@ -180,68 +175,77 @@ def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, context: int, ste
         times.append(now - last)
         last = now
     generator.close()
-    return 1e3 * statistics.median(times)
+    median = statistics.median(times)
+    return Steps(1e3 * median, rows / median, 1.0)
 
 
-def run(options: argparse.Namespace) -> list[Measured]:
-    """All measurements of one shape, printed as they come."""
-    model, plain = build(SHAPES[options.shape], options.bits)
-    print(
-        f"# {options.shape}, {options.bits} bit: {mx.get_active_memory() / 1e9:.1f} GB", flush=True
-    )
-    if options.few_rows:
-        use_few_rows(model.model, model.dtype)
-    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
-    found: list[Measured] = []
+def expected_rate(found: Steps, rows: int, depth: int, acceptance: float) -> float:
+    """Tokens per second with as many tokens a step as an acceptance gives in the long run."""
+    return rows * sum(acceptance**n for n in range(depth + 1)) / found.ms * 1e3
 
-    def add(engine: str, rows: int, depth: int, context: int, *values: float) -> None:
-        line = Measured(options.shape, options.bits, engine, rows, depth, context, *values)
-        found.append(line)
-        print(
-            f"{engine:7} rows {rows:2} depth {depth} context {context:6}: "
-            f"{line.step_ms:7.2f} ms {line.tokens_per_second:8.1f} tok/s "
-            f"{line.tokens_per_step:.2f} a step",
-            flush=True,
-        )
 
-    for context in options.contexts:
-        for rows in options.rows:
-            if options.mlx_lm and context <= options.mlx_lm_context:
-                ms = measure_mlx_lm(
-                    plain, vocab=model.vocab_size, rows=rows, context=context, steps=options.steps
-                )
-                add("mlx-lm", rows, 0, context, ms, rows / ms * 1e3, 1.0)
-                mx.clear_cache()
-            for depth in (None, *options.depths):
-                values = measure_engine(
-                    model, depth=depth, contexts=[context] * rows, steps=options.steps
-                )[:3]
-                add("off" if depth is None else "mtp", rows, depth or 0, context, *values)
-                mx.clear_cache()
-    return found
+def run(shape: str, end: float, options: argparse.Namespace) -> None:
+    """Print the table of one shape, up to a time (`perf_counter`)."""
+    model, plain = build(shape_of(shape, options), options.bits)
+    gigabytes = mx.get_active_memory() / 1e9
+    print(f"\n{shape}, {options.bits} bit, {gigabytes:.1f} GB, acceptance {options.acceptance}\n")
+    heads = ["rows", "context", "engine", "ms a step", "tokens a step", "tokens/s", "expected"]
+    ratios = ["of mlx-lm", "expected of it", "step over off", "added, ms", "launches", "GPU, ms"]
+    row = table(*heads, *ratios)
+    names: dict[str, int | None] = {"mlx-lm": 0, "off": None}
+    names = names | {f"k = {depth}": depth for depth in options.depths}
+    measured: dict[tuple[int, int, str], Steps] = {}
+    cases = [(*case, name) for case in options.cases for name in names]
+    for rows, context, name in within(end, cases):
+        depth = names[name]
+        if name != "mlx-lm":
+            given: dict[str, Any] = {"contexts": [context] * rows, "steps": options.steps}
+            found = measure_engine(model, depth=depth, profile=options.profile, **given)
+        elif options.mlx_lm and context <= _MLX_LM_CONTEXT:
+            sizes = {"rows": rows, "context": context, "steps": options.steps}
+            found = measure_mlx_lm(plain, vocab=model.vocab_size, **sizes)
+        else:
+            continue
+        mx.clear_cache()
+        measured[rows, context, name] = found
+        expected = expected_rate(found, rows, depth or 0, options.acceptance)
+        cells = [f"{found.ms:.2f}", f"{found.per_step:.2f}", f"{found.rate:.0f}"]
+        cells.append(f"{expected:.0f}")
+        theirs = measured.get((rows, context, "mlx-lm"))
+        cells += ["", ""] if theirs is None else [f"{found.rate / theirs.rate:.2f}"]
+        cells += [] if theirs is None else [f"{expected / theirs.rate:.2f}"]
+        off = measured.get((rows, context, "off"))
+        cells.append("" if off is None else f"{found.ms / off.ms:.2f}")
+        first = next(each for (r, _, n), each in measured.items() if (r, n) == (rows, name))
+        cells.append("" if first is found else f"{found.ms - first.ms:.1f}")
+        cells.append("" if found.launches is None else f"{found.launches:.0f}")
+        cells.append("" if found.gpu_ms is None else f"{found.gpu_ms:.1f}")
+        row(rows, f"{context:,}", name, *cells)
+
+
+def _cases(text: str) -> list[tuple[int, int]]:
+    """Rows and context, of a command line: 1x512,16x32768."""
+    parts = (case.split("x") for case in text.split(","))
+    return [(int(rows), int(context)) for rows, context in parts]
 
 
 def main() -> None:
-    """Parse the command line, measure, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=[*SHAPES], default="Qwen3-Next-80B-A3B-Instruct")
+    """Parse the command line, measure, print a table for each shape."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_shape(parser, nargs="+", default=["Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B"])
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--rows", type=integers, default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--depths", type=integers, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--contexts", type=integers, default=[512, 8192, 32768])
+    cases = "1x512,16x512,16x32768,32x512"
+    parser.add_argument("--cases", type=_cases, default=cases, help=f"rows x context: {cases}")
+    parser.add_argument("--depths", type=integers, default=[3])
     parser.add_argument("--acceptance", type=float, default=0.9, help="synthetic, per position")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--few-rows", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--mlx-lm", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--mlx-lm-context", type=int, default=512, help="no longer ones for mlx-lm")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--seconds", type=float, default=540, help="begin no case after them")
     options = parser.parse_args()
-    check_writable(options.json)
-    if mx.default_device() != mx.gpu:
-        sys.exit("This needs a GPU; on a CPU use `mlx-mtp bench`.")
-    found = run(options)
-    if options.json:
-        write_json(options.json, [asdict(line) for line in found])
+    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
+    for shape, end in shares(options.seconds, options.shape):
+        run(shape, end, options)
 
 
 if __name__ == "__main__":

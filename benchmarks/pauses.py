@@ -5,6 +5,7 @@ stream are counted. Without a bound chunks have --prefill-step-size tokens; with
 it by what they cost, which each engine here learns anew. "alone" is the stream's usual time.
 
     python -m benchmarks.pauses [--streams 8] [--prompt 8000] [--pause 100] [--model PATH]
+    python -m benchmarks.pauses --shape Qwen3.5-27B --prompt 60000 --prefill-step-size 2048
 """
 
 import argparse
@@ -19,7 +20,8 @@ from mlx_mtp import backend
 
 BACKEND = backend.prepare()
 
-from mlx_mtp.bench.report import render
+from benchmarks.shapes import add_shape, build, shape_of
+from benchmarks.timed import table
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -86,29 +88,27 @@ def main() -> None:
     """Parse the command line, measure, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
+    add_shape(parser, help="random weights, on a GPU, in place of --model")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=8000, help="tokens of the long prompt")
     parser.add_argument("--pause", type=float, default=100.0, help="the bound, in milliseconds")
     parser.add_argument("--prefill-step-size", type=int, default=512)
     options = parser.parse_args()
-    model = load_model(options.model, enable_mtp=False)
-    rows = []
+    if options.shape:
+        model = build(shape_of(options.shape, options), 4)[0].without_head()
+    else:
+        model = load_model(options.model, enable_mtp=False)
+    print(f"{options.streams} streams beside a prompt of {options.prompt:,} tokens", flush=True)
+    step = options.prefill_step_size
+    measure(model, options.streams, min(4 * step, options.prompt), 0.0, step)  # compiles kernels
+    row = table("bound", "alone, ms", "p50", "p95", "most", "prompt, s", "tokens/s")
     for pause in (0.0, options.pause):
-        found = measure(model, options.streams, options.prompt, pause, options.prefill_step_size)
-        alone, beside, seconds = found
+        alone, beside, seconds = measure(model, options.streams, options.prompt, pause, step)
         cuts = statistics.quantiles(beside, n=20)
         figures = statistics.median(alone), statistics.median(beside), cuts[-1], max(beside)
-        rows.append(
-            [
-                f"{pause:g} ms" if pause else "none",
-                *(f"{1e3 * each:.0f}" for each in figures),
-                f"{seconds:.1f}",
-                f"{options.prompt / seconds:.0f}",
-            ]
-        )
-    heads = ["bound", "alone, ms", "p50", "p95", "most", "prompt, s", "tokens/s"]
-    print(f"{options.streams} streams beside a prompt of {options.prompt:,} tokens")
-    print(render(heads, rows))
+        bound = f"{pause:g} ms" if pause else "none"
+        times = (f"{1e3 * each:.0f}" for each in figures)
+        row(bound, *times, f"{seconds:.1f}", f"{options.prompt / seconds:,.0f}")
 
 
 if __name__ == "__main__":

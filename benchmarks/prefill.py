@@ -1,23 +1,22 @@
 """Seconds from a prompt to its first token, alone: full-shape models on a GPU, and on a CPU.
 
-    python -m benchmarks.prefill --shape Qwen3-Next-80B-A3B-Instruct --layers 8    # on a GPU
-    python -m benchmarks.prefill --prompts 2000,20000                              # on a CPU
+    python -m benchmarks.prefill [--shape Qwen3.5-27B] [--layers 0]    # on a GPU
+    python -m benchmarks.prefill --prompts 2000,20000                  # on a CPU
 
-On a GPU: random weights, chunks of each length. Few layers are enough, of both kinds in the model's
-proportion: a layer's time is what counts. "products" is the time that the layers' matrix products
-take by themselves for as many tokens, and what else there is shows in the ratio to it. With torch
-installed, `--profile` adds up the GPU's time by kernel. On a CPU: the bundled model beside mlx-lm's
-loop on the same weights, both in chunks of 512; ours shorter where that is faster.
+On a GPU: random weights, one prompt alone and then eight together. Few layers are enough, of both
+kinds in the model's proportion: a layer's time is what counts; `--layers 0` takes all. "products"
+is the time that the layers' matrix products take by themselves for as many tokens, and what else
+there is shows in the ratio to it. `--profile` shows the GPU's milliseconds by part, and the kernels
+that took most, by torch, whose profiler may slow down what is measured after it. On a CPU: the
+bundled model beside mlx-lm's loop on the same weights, both in chunks of 512; ours shorter where
+that is faster.
 """
 
 import argparse
-import re
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 from mlx_mtp import backend
 
@@ -30,7 +29,8 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.generate import generate_step
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from benchmarks.shapes import build, integers
+from benchmarks.shapes import add_shape, build, integers, shape_of
+from benchmarks.timed import PARTS, profiled, shares, table, within
 from mlx_mtp.bench.report import render
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
@@ -38,31 +38,18 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
 
 _MLX_LM_STEP = 512
 
-# The parts of a prompt by the names of kernels; the first that fits.
-_PARTS = (
-    ("recurrence", r"gated_delta"),
-    ("attention", r"softmax|sdpa|attention|fmha"),
-    ("experts", r"gather|gather_qmm|grouped"),
-    ("products", r"gemm|qmm|qmv|gemv|cutlass|dequant|xmma|nvjet|splitK"),
-    ("rest", r""),
-)
-
-
-def shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The same shape with fewer layers."""
-    if "text_config" in config:
-        return config | {"text_config": shortened(config["text_config"], layers)}
-    return config | {"num_hidden_layers": layers}
+_SHAPES = ["Qwen3.5-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.6-35B-A3B"]
+_PROMPTS = [8192, 32768, 60_000, 1024]  # the figures that are wanted most first
+_TOGETHER = 8
+_KERNELS = 8  # that are printed
 
 
 def engine_core(model: LoadedModel, step: int, pause: float = 0.0) -> EngineCore:
@@ -73,13 +60,14 @@ def engine_core(model: LoadedModel, step: int, pause: float = 0.0) -> EngineCore
     return EngineCore(scheduler, ModelRunner(model, None, model.vocab_size), overlap=True)
 
 
-def prompt_seconds(core: EngineCore, ids: list[int]) -> float:
-    """From adding a prompt to its first token."""
-    request = Request("prompt", tuple(ids), SamplingParams(max_tokens=1, temperature=0.0))
+def prompt_seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
+    """From adding so many prompts to the last one's first token."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
     began = time.perf_counter()
-    core.add(Sequence(request, (), 1))
-    while not any(output.token_ids for output in core.step()):
-        pass
+    for number in range(count):
+        core.add(Sequence(Request(f"prompt {number}", tuple(ids), sampling), (), 1))
+    while count:
+        count -= sum(bool(output.token_ids) for output in core.step())
     found = time.perf_counter() - began
     while not core.idle:
         core.step()
@@ -95,7 +83,8 @@ def prompt(model: LoadedModel, tokens: int) -> list[int]:
 def products_seconds(model: LoadedModel, tokens: int) -> float:
     """Of the layers' products for so many tokens, all launched at once."""
     inputs: dict[int, mx.array] = {}
-    layers = [_products(each, tokens, inputs) for each in model.causal_lm.model.layers]
+    used = getattr(model.causal_lm.args, "num_experts_per_tok", 0)
+    layers = [_products(each, tokens, used, inputs) for each in model.causal_lm.model.layers]
     mx.eval(list(inputs.values()))
     times = []
     for _ in range(4):
@@ -109,13 +98,11 @@ def products_seconds(model: LoadedModel, tokens: int) -> float:
 
 
 def _products(
-    module: nn.Module, tokens: int, inputs: dict[int, mx.array]
+    module: nn.Module, tokens: int, used: int, inputs: dict[int, mx.array]
 ) -> list[Callable[[], mx.array]]:
     if isinstance(module, SwitchGLU):
         x = _input(inputs, tokens, module.gate_proj)
         most = module.gate_proj.weight.shape[0]
-        # As many of each token as the families' routers choose.
-        used = 10 if most == 512 else 8
         chosen = mx.argsort(mx.random.uniform(shape=(tokens, most)), axis=-1)[:, :used]
         chosen = chosen.astype(mx.uint32)[None]
         mx.eval(chosen)
@@ -125,9 +112,8 @@ def _products(
         return [lambda: module(x)]
     children = module.children().values()
     found = (c for each in children for c in (each if isinstance(each, list) else [each]))
-    return [
-        call for c in found if isinstance(c, nn.Module) for call in _products(c, tokens, inputs)
-    ]
+    modules = (c for c in found if isinstance(c, nn.Module))
+    return [call for c in modules for call in _products(c, tokens, used, inputs)]
 
 
 def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.array:
@@ -139,53 +125,34 @@ def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.arr
     return inputs[width]
 
 
-def profiled(run: Callable[[], object]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """Milliseconds of the GPU by part, and by kernel."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.zeros(1).cuda()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run()
-        mx.synchronize()
-        torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = kernels[event.name]
-            entry[0] += event.device_time / 1e3
-            entry[1] += 1
-    parts = dict.fromkeys((name for name, _ in _PARTS), 0.0)
-    for name, (ms, _) in kernels.items():
-        parts[next(part for part, found in _PARTS if re.search(found, name))] += ms
-    ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
-    return parts, [(name, ms, int(count)) for name, (ms, count) in ordered]
-
-
-def measure(model: LoadedModel, prompts: list[int], steps: list[int], *, profile: bool) -> str:
-    """A table: each length of prompt and chunk."""
-    rows = []
-    heads = ["prompt", "chunk", "tokens/s", "ms", "products", "ratio"]
-    for step in steps:
-        core = engine_core(model, step)
-        prompt_seconds(core, prompt(model, 2 * step))
-        alone = products_seconds(model, step) / step
-        for tokens in prompts:
-            ids = prompt(model, tokens)
-            seconds = min(prompt_seconds(core, ids) for _ in range(2))
-            figures = [f"{1e3 * seconds:.0f}", f"{1e3 * alone * tokens:.0f}"]
-            row = [f"{tokens:,}", f"{step:,}", f"{tokens / seconds:.0f}", *figures]
-            rows.append([*row, f"{seconds / alone / tokens:.2f}"])
-            if profile and tokens == max(prompts):
-                parts, kernels = profiled(lambda: prompt_seconds(core, ids))  # noqa: B023
-                print(
-                    f"{tokens} in chunks of {step}:", {n: round(ms, 1) for n, ms in parts.items()}
-                )
-                for name, ms, count in kernels[:16]:
-                    print(f"  {ms:8.2f} ms {count:6} {name[:120]}")
-            mx.clear_cache()
-            print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    return render(heads, rows)
+def measure(shape: str, end: float, options: argparse.Namespace) -> None:
+    """A table: each length of chunk and prompt, up to a time (`perf_counter`)."""
+    model = build(shape_of(shape, options), options.bits)[0]
+    layers = len(model.causal_lm.model.layers)
+    print(f"\n{shape}, {options.bits} bit, {layers} layers, no head\n")
+    heads = ["chunk", "prompts", "tokens", "ms", "tokens/s", "products", "ratio"]
+    row = table(*heads, *(f"{part}, GPU ms" for part in PARTS))
+    cores: dict[int, tuple[EngineCore, float]] = {}
+    lengths = [(count, tokens) for count in (1, _TOGETHER) for tokens in options.prompts]
+    cases = [(step, *each) for each in lengths for step in options.steps]
+    for step, count, tokens in within(end, cases):
+        if step not in cores:
+            cores[step] = engine_core(model, step), products_seconds(model, step) / step
+            prompt_seconds(cores[step][0], prompt(model, 2 * step))  # compiles kernels
+        core, alone = cores[step]
+        ids, total = prompt(model, tokens), count * tokens
+        seconds = min(prompt_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
+        profile = None
+        if options.profile and count == 1:
+            profile = profiled(lambda: prompt_seconds(core, ids))  # noqa: B023
+        parts = [] if profile is None else [f"{ms:.0f}" for ms in profile.parts.values()]
+        figures = f"{1e3 * seconds:.0f}", f"{total / seconds:,.0f}", f"{1e3 * alone * total:.0f}"
+        ratio = f"{seconds / alone / total:.2f}"
+        row(f"{step:,}", count, f"{tokens:,}", *figures, ratio, *(parts or [""] * len(PARTS)))
+        if profile is not None and tokens == max(options.prompts):
+            for name, ms, launches in profile.kernels[:_KERNELS]:
+                print(f"{ms:8.1f} ms {launches:6} {name[:100]}", file=sys.stderr)
+        mx.clear_cache()
 
 
 def beside_mlx_lm(prompts: list[int]) -> str:
@@ -210,21 +177,20 @@ def beside_mlx_lm(prompts: list[int]) -> str:
 
 def main() -> None:
     """Parse the command line, measure, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=[*SHAPES], default="Qwen3-Next-80B-A3B-Instruct")
-    parser.add_argument("--layers", type=int, default=8, help="of the model; a multiple of 4")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_shape(parser, layers=8, nargs="+", help=f"on a GPU: {', '.join(_SHAPES)}")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--prompts", type=integers, default=[1024, 8192], help="tokens")
-    parser.add_argument("--steps", type=integers, default=[512, 1024, 2048])
-    parser.add_argument("--profile", action="store_true", help="the GPU's time by kernel")
+    parser.add_argument("--prompts", type=integers, help="tokens")
+    parser.add_argument("--steps", type=integers, default=[2048], help="tokens of a chunk")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--seconds", type=float, default=540, help="begin no case after them")
     options = parser.parse_args()
-    if mx.default_device() != mx.gpu:
-        print(beside_mlx_lm(options.prompts))
+    if options.shape is None and mx.default_device() != mx.gpu:
+        print(beside_mlx_lm(options.prompts or [2000, 20_000]))
         return
-    model, _ = build(shortened(dict(SHAPES[options.shape]), options.layers), options.bits)
-    use_few_rows(model.model, model.dtype)
-    print(f"{options.shape}, {options.bits} bit, {options.layers} layers, no head")
-    print(measure(model, options.prompts, options.steps, profile=options.profile))
+    options.prompts = options.prompts or _PROMPTS
+    for shape, end in shares(options.seconds, options.shape or _SHAPES):
+        measure(shape, end, options)
 
 
 if __name__ == "__main__":

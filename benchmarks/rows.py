@@ -10,7 +10,6 @@ whether a draft is accepted is drawn at the rate given.
 """
 
 import argparse
-import copy
 import platform
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ BACKEND = backend.prepare()
 import mlx.core as mx
 
 from benchmarks.full_shape import SyntheticAcceptance, measure_engine
-from benchmarks.shapes import build, integers
+from benchmarks.shapes import add_shape, build, integers, shape_of
 from mlx_mtp.bench.report import check_writable, render, write_json
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.published import SHAPES
 
 
 def measure(
@@ -40,29 +38,29 @@ def measure(
     found: dict[str, Any] = {"short rows": len(short), "long row": long, "depth": depth}
     times = {}
     for name, contexts in (("short", short), ("long", [long]), ("both", [*short, long])):
-        step_ms, rate, _, nbytes = measure_engine(
+        step = measure_engine(
             model,
             depth=depth,
             contexts=contexts,
             steps=steps,
             overlap=mx.default_device() != mx.cpu,
         )
-        times[name] = step_ms
-        found |= {f"{name} ms": round(step_ms, 2), f"{name} tok/s": round(rate, 1)}
+        times[name] = step.ms
+        found |= {f"{name} ms": round(step.ms, 2), f"{name} tok/s": round(step.rate, 1)}
         mx.clear_cache()
     own = sum(-(-(n + steps) // 256) * 256 for n in (*short, long))  # at the end, or more
     held = own * (caches.kv_per_token + caches.head_kv_per_token)
     found["of ideal"] = round((times["short"] + times["long"]) / times["both"], 2)
-    return found | {"KV MB": round(nbytes / 1e6, 1), "of its rows": round(nbytes / held, 2)}
+    return found | {
+        "KV MB": round(step.nbytes / 1e6, 1),
+        "of its rows": round(step.nbytes / held, 2),
+    }
 
 
 def main() -> None:
     """Parse the command line, measure, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--shape", choices=[*SHAPES], help="random weights; none: the bundled model"
-    )
-    parser.add_argument("--layers", type=int, help="of the shape; none: all")
+    add_shape(parser, help="random weights; none: the bundled model")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--rows", type=integers, default=[1, 3, 7, 15], help="short ones")
     parser.add_argument("--short", type=int, default=512, help="tokens of a short row")
@@ -74,10 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     check_writable(options.json)
     if options.shape:
-        config = copy.deepcopy(SHAPES[options.shape])
-        if options.layers:
-            config.get("text_config", config)["num_hidden_layers"] = options.layers
-        model, _ = build(config, options.bits)
+        model, _ = build(shape_of(options.shape, options), options.bits)
     else:
         model = load_model(BUNDLED_MODEL, enable_mtp=True)
     runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]

@@ -2,10 +2,14 @@
 
 The shapes are those of `mlx_mtp/models/published.py`. Weights are random, so the text means
 nothing and acceptance has to be set by hand; what a step costs is what it costs with real weights,
-but for the experts that a router picks (here about uniformly).
+but for the experts that a router picks (here about uniformly). On a CPU they are float32, as mlx
+has no other mixtures of experts there.
 """
 
+import argparse
+import functools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_mtp.machine import machine_memory, wire_memory
+from mlx_mtp.models.few_rows import use_few_rows
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import family_of
-from mlx_mtp.models.published import GROUP_SIZE
+from mlx_mtp.models.published import GROUP_SIZE, SHAPES
 from mlx_mtp.models.shards import shard
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
+_HEADS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **_HEADS}
+_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_TINY_EXPERTS = {"num_experts": 16, **dict.fromkeys(_EXPERTS, 128)}
 
 
 def integers(text: str) -> list[int]:
@@ -24,18 +36,45 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def add_shape(parser: argparse.ArgumentParser, layers: int | None = None, **given: Any) -> None:
+    """--shape, as it is given, and `add_sizes`."""
+    parser.add_argument("--shape", choices=[*SHAPES], **given)
+    add_sizes(parser, layers)
+
+
+def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
+    """The options that `shape_of` reads."""
+    told = "so many of its layers, a multiple of 4; 0: all"
+    parser.add_argument("--layers", type=int, default=layers, help=told)
+    parser.add_argument("--tiny", action="store_true", help="small sizes: to try it on a CPU")
+
+
+def shape_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A published config.json, as the options change it."""
+    if mx.default_device() != mx.gpu and not (options.tiny or options.layers):
+        sys.exit("A whole model needs a GPU; --tiny tries the command on a CPU.")
+    config = SHAPES[name]
+    inner = config.get("text_config", config)
+    if options.tiny:
+        inner = inner | _TINY | (_TINY_EXPERTS if "num_experts" in inner else {})
+    if options.tiny or options.layers:
+        inner = inner | {"num_hidden_layers": options.layers or 4}
+    return config | ({"text_config": inner} if "text_config" in config else inner)
+
+
 def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
-    """A random model with its head, and mlx-lm's own on the same arrays.
+    """A random model with its head, ready to serve, and mlx-lm's own on the same arrays.
 
     Args:
         config: as in config.json.
         bits: 4 or 8, affine, groups of 64; routers 8 bits, as mlx-lm converts them.
     """
+    _use_memory()
     family = family_of(config, "the shape")
     model, plain = (_trunk(family, config, bits) for _ in range(2))
     args = family.causal_lm(model).args
     head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
-    _quantize(head, bits)
+    quantize(head, bits)
     for module in (model, head):
         _randomize(module)
         mx.eval(module.parameters())
@@ -45,16 +84,19 @@ def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     model.eval()
     plain.eval()
     stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
-    return LoadedModel(Path(), stored, {}, model, family, "random"), plain
+    loaded = LoadedModel(Path(), stored, {}, model, family, "random")
+    use_few_rows(model, loaded.dtype)
+    return loaded, plain
 
 
 def build_part(config: dict[str, Any], bits: int, rank: int, size: int) -> LoadedModel:
     """One rank's part of a random model with its head: of what one GPU can't hold."""
+    _use_memory()
     family = family_of(config, "the shape")
     model = _trunk(family, config, bits)
     args = family.causal_lm(model).args
     head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
-    _quantize(head, bits)
+    quantize(head, bits)
     for module in (model, head):
         _randomize(module)
     family.patch(model)
@@ -64,17 +106,27 @@ def build_part(config: dict[str, Any], bits: int, rank: int, size: int) -> Loade
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
         mx.clear_cache()
-    return LoadedModel(Path(), config, {}, model, family, "random", size)
+    loaded = LoadedModel(Path(), config, {}, model, family, "random", size)
+    use_few_rows(model, loaded.dtype)
+    return loaded
+
+
+@functools.cache
+def _use_memory() -> None:
+    """Tell mlx the limit, as `serve` does, while all of the memory is free."""
+    wire_memory(machine_memory())
 
 
 def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:
     model_class, args_class = family.classes(config)
     model = model_class(args_class.from_dict(config))
-    _quantize(model, bits)
+    quantize(model, bits)
     return model
 
 
-def _quantize(module: nn.Module, bits: int) -> None:
+def quantize(module: nn.Module, bits: int) -> None:
+    """As mlx-lm converts: affine, in groups of 64, routers in 8 bits."""
+
     def how(path: str, child: nn.Module) -> bool | dict[str, int]:
         if not hasattr(child, "to_quantized"):
             return False
@@ -101,15 +153,16 @@ def _randomize(module: nn.Module) -> None:
 def _random(name: str, array: mx.array, bits: int) -> mx.array:
     kind = name.rpartition(".")[2]
     shape = array.shape
+    dtype = mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
     if array.dtype == mx.uint32:
         return mx.random.randint(0, 2**32 - 1, shape, dtype=mx.uint32)
     if kind in ("scales", "biases"):
         # Uniform codes then have a mean of 0 and a variance of one over the inner dimension.
         step = math.sqrt(12 / (4**bits - 1) / (shape[-1] * GROUP_SIZE))
         value = step if kind == "scales" else -step * (2**bits - 1) / 2
-        return mx.full(shape, value, dtype=mx.bfloat16)
+        return mx.full(shape, value, dtype=dtype)
     if kind == "A_log":
         return mx.log(mx.random.uniform(1, 16, shape))
     if "conv1d" in name:
-        return (mx.random.normal(shape) * 0.5).astype(mx.bfloat16)
-    return mx.ones(shape, dtype=mx.bfloat16)
+        return (mx.random.normal(shape) * 0.5).astype(dtype)
+    return mx.ones(shape, dtype=dtype)

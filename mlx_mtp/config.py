@@ -103,7 +103,7 @@ class EngineConfig:
         default=100.0,
         program_default=0.0,
     )
-    # Its default is resolved by the model and the backend (`LoadedModel.is_best_exact`).
+    # Its default is resolved by the model and the backend (`LoadedModel.is_exact`).
     exact: bool = setting(
         "memory and prefix cache: --exact",
         "the same tokens, to the bit, whatever runs beside a request and is cached: prompts are "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_mtp import backend, logs
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.errors import MissingHeadError
+from mlx_mtp.options import wants_exact
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,12 @@ def draft_ids(
     return draft_vocabulary(options.mtp_draft_vocab, tokenizer, size)
 
 
+def engine_config(loaded: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
+    """The engine's settings from a command line and `given`, and whether it is exact."""
+    exact = loaded.is_exact(wants_exact(options))
+    return from_options(EngineConfig, options, exact=exact, **given)
+
+
 def engine(
     loaded: LoadedModel,
     tokenizer: Tokenizer,
@@ -96,7 +103,7 @@ def engine(
     return build_engine(
         loaded,
         # No calibration for one answer: the costs that a server measured are used.
-        config or from_options(EngineConfig, options, max_num_seqs=1),
+        config or engine_config(loaded, options, max_num_seqs=1),
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
         cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")),

@@ -8,7 +8,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 
@@ -112,15 +112,13 @@ class BackgroundLog:
         self._thread.start()
 
     @contextlib.contextmanager
-    def attached(self, names: Iterable[str] = ("",)) -> Iterator[None]:
-        before = {name: logging.getLogger(name).handlers for name in names}
-        for name, handlers in before.items():
-            logging.getLogger(name).handlers = [self._queued(each) for each in handlers]
+    def attached(self, logger: logging.Logger = logging.root) -> Iterator[None]:
+        before = logger.handlers
+        logger.handlers = [self._queued(each) for each in before]
         try:
             yield
         finally:
-            for name, handlers in before.items():
-                logging.getLogger(name).handlers = handlers
+            logger.handlers = before
 
     def close(self, seconds: float = 1.0) -> bool:
         try:

@@ -109,6 +109,11 @@ SERVE_FLAGS = _in_order(
     _LOG_FORMAT,
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
+EXACT = replace(
+    _ENGINE["--exact"],
+    usage="model: --exact",
+    default_text="on CUDA, where kernels serve all weights",
+)
 _OF_MODEL = "the model's generation_config.json"
 RANDOMNESS = "randomness; 0 always takes the most probable token"
 _SAMPLING = (
@@ -131,6 +136,7 @@ GENERATE_FLAGS = _in_order(
     replace(_ENGINE["--max-model-len"], default_text="the model's limit"),
     DTYPE,
     replace(_ENGINE["--prefill-step-size"], usage="model: --prefill-step-size N"),
+    EXACT,
     _ENABLE_MTP,
     _ENGINE["--mtp-num-draft-tokens"],
     DRAFT_VOCAB,

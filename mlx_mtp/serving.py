@@ -25,7 +25,6 @@ from mlx_mtp.options import (
     BUNDLED_NAME,
     PREFIX_CACHE_DIR_SIZE,
     check_serve,
-    wants_exact,
     wants_head,
 )
 
@@ -119,8 +118,7 @@ def _parts(options: argparse.Namespace, loaded: LoadedModel, links: Any) -> dict
     """
     from mlx_mtp.engine.build import prefix_store
 
-    limits, store, exact = from_options(EngineConfig, options), None, wants_exact(options)
-    limits = replace(limits, exact=loaded.is_best_exact if exact is None else exact)
+    limits, store = factories.engine_config(loaded, options), None
     memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
     limits = replace(
         limits,

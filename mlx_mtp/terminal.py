@@ -77,6 +77,6 @@ def stream_answer(
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
-    counts = stream.num_drafts, stream.num_accepted
+    counts = stream.drafts.total(), stream.accepted.total()
     print(speed_text(tokens, rate, len(prompt), first - began, *counts), file=sys.stderr)
     return 0

@@ -70,6 +70,8 @@ def _states(client: httpx.Client) -> Iterator[State]:
         with client.stream("GET", "/live") as response:
             if response.status_code == 401:
                 raise UsageError("The server requires its API key: pass --api-key.")
+            if response.status_code == 429:
+                raise UsageError("The server has as many watchers as it takes; close one of them.")
             if response.headers.get("content-type", "").partition(";")[0] != "text/event-stream":
                 raise UsageError(f"What answers at {client.base_url} is not an mlx-mtp server.")
             for line in response.iter_lines():

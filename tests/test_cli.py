@@ -21,6 +21,7 @@ from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models import loader
+from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.options import wants_exact
 from mlx_mtp.server.serve import bind
 from mlx_mtp.serving import answers_text, banner, model_name, own_address, prefixes_text
@@ -250,6 +251,28 @@ def test_the_banners_line_on_answers(exact, can, size, told):
 )
 def test_exactness_is_the_models_choice_unless_a_flag_asks_or_excludes_it(given, wanted):
     assert wants_exact(parse(*given)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "serves", "exact"),
+    [("", True, True), ("", False, False), ("--no-exact", True, False), ("--exact", False, True)],
+)
+def test_all_commands_build_an_engine_that_is_exact_where_serves_is(
+    flags, serves, exact, monkeypatch, capsys
+):
+    """By the same default: so `generate` gives the tokens that `serve` gives."""
+
+    def build(model, config, *_, **__):
+        raise UsageError(f"exact: {config.exact}")
+
+    monkeypatch.setattr(LoadedModel, "can_be_exact", serves)
+    monkeypatch.setattr("mlx_mtp.engine.build.build_engine", build)
+    monkeypatch.setattr("mlx_mtp.bench.offline.build_engine", build)
+    commands = ["serve --port 0", "generate hi", "bench offline", *([] if flags else ["selftest"])]
+    commands += ["chat"]
+    for command in commands:
+        assert cli.main([*command.split(), *flags.split()], {}) == 2
+        assert f"exact: {exact}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ answer has ended: a server may share the client's machine.
 
 import enum
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,11 +96,10 @@ def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer
     )
 
 
-def timed_events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
+def timed_events(reads: Iterable[Read]) -> Iterator[tuple[float, str]]:
     """The data of each server-sent event, with the time of the read that completed it."""
     rest, data = b"", list[bytes]()
-    # The stream's end completes its last event.
-    for at, received in [*reads, *((at, b"\n\n") for at, _ in reads[-1:])]:
+    for at, received in _with_end(reads):
         *lines, rest = (rest + received).split(b"\n")
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -112,6 +111,14 @@ def timed_events(reads: Sequence[Read]) -> Iterator[tuple[float, str]]:
                 except UnicodeDecodeError:
                     raise BenchError("the stream is not UTF-8.") from None
                 data = []
+
+
+def _with_end(reads: Iterable[Read]) -> Iterator[Read]:
+    at = None
+    for at, received in reads:
+        yield at, received
+    if at is not None:
+        yield at, b"\n\n"  # The end of the stream completes its last event.
 
 
 def _parse_chunk(data: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.flags import Flag, Parse, add_flags, at_least, one_of, secret, text, whole, word_or
-from mlx_mtp.options import DRAFT_VOCAB, DTYPE, MODEL_FLAG, RANDOMNESS
+from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
 # It may come from the environment too: a command line can be seen by others.
@@ -59,7 +59,7 @@ def add_bench(subparsers: Any) -> None:
     add_streams(compare, _COMPARED_LEVELS)
     offline = what.add_parser("offline", help="the engine without HTTP, MTP on and off")
     depth, depths = word_or("auto", whole(1, MAX_DRAFT_TOKENS)), (1, 2, 3, "auto")
-    add_flags(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE)
+    add_flags(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE, EXACT)
     help_text = "drafts per step to measure beside MTP off"
     add_flags(offline, _list("--depths K,K,...", help_text, depth, depths))
     add_streams(offline, _COMPARED_LEVELS)

@@ -70,7 +70,9 @@ def run_offline(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         subjects = [
             stack.enter_context(
-                engine_subject(model, tokenizer, depth, asking, rows, seconds, draft_ids)
+                engine_subject(
+                    model, tokenizer, depth, asking, rows, seconds, draft_ids, options.exact
+                )
             )
             for depth in (0, *options.depths)
         ]

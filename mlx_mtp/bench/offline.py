@@ -84,6 +84,7 @@ def engine_subject(
     max_num_seqs: int,
     calibration_seconds: float = 2.0,
     draft_ids: Sequence[int] | None = None,
+    exact: bool | None = None,  # None: as `serve` does by default
 ) -> EngineSubject:
     """A new engine over weights that others may share; depth 0 is MTP off."""
     name = f"MTP, k = {depth}"
@@ -91,7 +92,12 @@ def engine_subject(
         name, model, draft_ids = OFF, model.without_head(), None
     elif depth == "auto":
         name = "MTP, auto"
-    config = EngineConfig(depth, max_num_seqs, calibration_seconds=calibration_seconds)
+    config = EngineConfig(
+        depth,
+        max_num_seqs,
+        calibration_seconds=calibration_seconds,
+        exact=model.is_exact(exact),
+    )
     ids = tokenizer.eos_token_ids
     engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)
     return EngineSubject(name, engine, tokenizer, asking)

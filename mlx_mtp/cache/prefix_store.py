@@ -6,13 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, pack, unpack
 from mlx_mtp.cache.prefix_state import Segment, join
-from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
+from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,13 @@ class PrefixStore:
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, max_bytes: int, max_queued_bytes: int = 1 << 30
+        self,
+        path: Path,
+        fingerprint: str,
+        max_bytes: int,
+        max_queued_bytes: int = 1 << 30,
+        # What is known when the model is loaded, and must be as it was: asked for at the first use.
+        choices: Callable[[], str] = str,
     ) -> None:
         self.path = path
         self.max_bytes = max_bytes
@@ -51,7 +57,7 @@ class PrefixStore:
         # The files that are being read, or have been and were not taken, and their content then.
         self.reading: list[StoredFile] = []
         self._contents: deque[bytes] | None = None
-        self._max_queued_bytes = max_queued_bytes
+        self._max_queued_bytes, self._get_choices = max_queued_bytes, choices
         self._directory = PrefixDirectory(path, fingerprint)
         self._lock = threading.Condition()  # guards what follows; never held while the disk works
         self._files: dict[str, StoredFile] = {}  # A file comes behind those that it builds on.
@@ -78,7 +84,9 @@ class PrefixStore:
         """Write what is not here of a prefix, in the background; its bytes are copied now."""
         with self._lock:
             prefixes = self._prefixes(salt, tokens)
-            start, parent = max((p for p in prefixes if p[1] in self._files), default=(0, salt))
+            start, parent = max(
+                (p for p in prefixes if p[1] in self._files), default=(0, self._root(salt))
+            )
         end, key = prefixes[-1]
         try:
             if start < end:
@@ -91,11 +99,11 @@ class PrefixStore:
 
     def touch(self, salt: str, tokens: Sequence[int]) -> None:
         with self._lock:
-            self._touch(_snapshot_key(salt, tokens))
+            self._touch(self._snapshot_key(salt, tokens))
 
     def drop_snapshot(self, salt: str, tokens: Sequence[int]) -> None:
         with self._lock:
-            self._remove(_snapshot_key(salt, tokens))
+            self._remove(self._snapshot_key(salt, tokens))
 
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
@@ -108,7 +116,7 @@ class PrefixStore:
         if self.seconds_left <= 0:
             return Fetch.LATE
         with self._lock:
-            lineage = self._lineage(_snapshot_key(salt, tokens))
+            lineage = self._lineage(self._snapshot_key(salt, tokens))
             files = [f for f in lineage if f.end > start or f.start == f.end][::-1]
             if not files or files != self.reading:
                 self.forget()
@@ -189,7 +197,19 @@ class PrefixStore:
     def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """Lengths and keys of the prefixes of a prompt that files may end at, and of the whole."""
         ends = {file.end for file in self._files.values() if file.end < len(tokens)}
-        return list(prefix_keys(salt, tokens, sorted({*ends, len(tokens)})))
+        return list(prefix_keys(self._root(salt), tokens, sorted({*ends, len(tokens)})))
+
+    def _snapshot_key(self, salt: str, tokens: Sequence[int]) -> str:
+        ((_, key),) = prefix_keys(self._root(salt), tokens, [len(tokens)])
+        return key + "s"
+
+    def _root(self, salt: str) -> str:
+        """Files of other choices have other keys: they stay, and are not found."""
+        return root_key(f"{salt} {self._choices}") if self._choices else salt
+
+    @cached_property
+    def _choices(self) -> str:
+        return self._get_choices()
 
     def _lineage(self, key: str) -> Iterator[StoredFile]:
         while (file := self._files.get(key)) is not None:
@@ -298,8 +318,3 @@ class PrefixStore:
             why = "%s. The cache goes on in memory; this is said once."
             message = f"The prefix cache's directory %s can't be %s: {why}"
             logger.warning(message, self.path, what, error.strerror or error)
-
-
-def _snapshot_key(salt: str, tokens: Sequence[int]) -> str:
-    ((_, key),) = prefix_keys(salt, tokens, [len(tokens)])
-    return key + "s"

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from mlx_mtp.bench.answer import Read, parse_answer
+from mlx_mtp.bench.answer import Read, parse_answer, timed_events
 from mlx_mtp.chat.screen import Screen
 from mlx_mtp.config import SEED
 from mlx_mtp.errors import BenchError, UsageError
@@ -126,14 +126,15 @@ def _pieces(
             with suppress(ValueError, LookupError, TypeError):
                 raise UsageError(response.json()["error"]["message"])
             raise UsageError(f"The server answered {response.status_code}.")
-        rest = b""
-        for data in response.iter_bytes():
-            reads.append((time.perf_counter(), data))
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                name, _, value = line.strip().partition(b":")
-                if name == b"data" and value.strip() != b"[DONE]":
-                    yield from _parts(json.loads(value))
+
+        def received() -> Iterator[Read]:
+            for data in response.iter_bytes():
+                reads.append((time.perf_counter(), data))
+                yield reads[-1]
+
+        for _, data in timed_events(received()):
+            if data != "[DONE]":
+                yield from _parts(json.loads(data))
 
 
 def _parts(chunk: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -174,15 +175,10 @@ def _clear(session: Session, _: str) -> str:
 
 
 def _help(_: Session, __: str) -> str:
-    lines = [f"{usage:<16}{what}" for usage, _, what in COMMANDS.values()]
-    return "\n".join(
-        (
-            *lines,
-            "/quit           end; Ctrl-D does the same",
-            "Ctrl-C          stop the answer",
-            "A line that ends with \\ goes on in the next one.",
-        )
-    )
+    rows = [(usage, what) for usage, _, what in COMMANDS.values()]
+    rows += [("/quit", "end; Ctrl-D does the same"), ("Ctrl-C", "stop the answer")]
+    lines = [f"{usage:<16}{what}" for usage, what in rows]
+    return "\n".join([*lines, "A line that ends with \\ goes on in the next one."])
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Session, str], str], str]] = {

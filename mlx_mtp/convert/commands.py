@@ -87,8 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         convert_model(model, result, **given)
     else:
         # By the name that was given: of a hub id, the weights may not be in the cache yet.
-        result = options.output or model
-        add_head(model, given.pop("source_model"), **given)
+        result = add_head(model, given.pop("source_model"), **given) or model
     if not given.get("dry_run"):
         print(f"Next: mlx-mtp serve {result}")
     return 0

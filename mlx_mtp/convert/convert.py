@@ -39,10 +39,11 @@ def add_head(
     force: bool = False,
     verify: bool = False,
     mtp_norms: Convention | None = None,
-) -> None:
+) -> Path | None:
     """Convert a head, or print that it is there already; after an error the model is as it was.
 
-    Without a source it is what the model says that it was made from.
+    Without a source it is what the model says that it was made from. Returns `output`, or None
+    where there is none because the model needs none.
     """
     model = _locate(model_name, whole=verify or output is not None)
     directory = output or model
@@ -50,7 +51,7 @@ def add_head(
     existing = None if force else Existing.find(directory)
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
         print(f"{model} has its head in its own files: nothing to do (--force adds one).")
-        return
+        return None
     source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
     plan = Plan(target, source, flags or {})
@@ -61,7 +62,7 @@ def add_head(
         if missing and dry_run:
             print(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
             print(f"Quantization: {plan.default or 'none'}. Did nothing.")
-            return
+            return output
         if missing:
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
             print(f"Downloading {which} at {commit or ''!s:.12}: {size}.", flush=True)
@@ -72,11 +73,12 @@ def add_head(
                 print(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
                 _write(plan, model, directory, verify)
-            return
+            return output
         _check_same(existing, plan, directory)
     print(f"{directory} already has this head: nothing to do.", flush=True)
     if verify:
         verify_head(directory)
+    return output
 
 
 def convert_model(

@@ -114,7 +114,7 @@ class StoredTensor:
 class Existing(NamedTuple):
     """A sidecar that is there already."""
 
-    files: list[Path]  # None if they can't be read.
+    files: list[Path]  # Empty if they can't be read.
     metadata: Mapping[str, str]
 
     @classmethod

@@ -33,7 +33,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
-from mlx_mtp.models.fixed_rows import use_fixed_rows
+from mlx_mtp.models.fixed_rows import choices, use_fixed_rows
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.copies import Copies
@@ -148,6 +148,7 @@ def prefix_store(
     if not config.prefix_cache_size:
         raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
     device = mx.device_info()
+    packages = [f"{each.name} {each.version}" for each in metadata.distributions()]
     mark = prefix_fingerprint(
         model.config,
         model.path.glob("*.safetensors"),
@@ -162,11 +163,14 @@ def prefix_store(
         else None,
         device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
         platform=[platform.system(), platform.machine()],
-        mlx=metadata.version("mlx"),
+        # CUDA's libraries choose by themselves how they compute a product.
+        packages=sorted(each for each in packages if each.startswith(("mlx", "nvidia-"))),
         version=__version__,
     )
-    parts = own_folder(path), mark, max_bytes
-    return LeadStore(links, *parts) if isinstance(links, Links) else PrefixStore(*parts)
+    make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
+    # Bits depend on what was measured when the model was loaded, which is still to come.
+    chosen = partial(choices, model.model) if config.exact else str
+    return make(own_folder(path), mark, max_bytes, choices=chosen)
 
 
 def plan_for(

@@ -82,13 +82,13 @@ def names_of(segments: Iterable[Segment]) -> tuple[int, ...]:
 class LeadStore(PrefixStore):
     """Rank 0's files. The others' stores are told what happens to it."""
 
-    def __init__(self, links: Links, *place: Any) -> None:
+    def __init__(self, links: Links, *place: Any, **more: Any) -> None:
         self.notes = Notes()
         self._links = links
         self._numbers = itertools.count(1)
         self._asked: Read | None = None  # what the others read, or have read
         self._asked_at = 0.0
-        super().__init__(*place)
+        super().__init__(*place, **more)
         for link in links.all:
             link.on_answer = lambda: self.on_read()
 

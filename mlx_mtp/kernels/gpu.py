@@ -24,6 +24,9 @@ _WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
 TOLERANCE = 1e-4
 
+refused: set[str] = set()
+"""Names of kernels that were found not to work here, for some shape at least."""
+
 _of_step = ContextVar("of_step", default=False)
 
 _HEADERS: dict[Backend, str] = {
@@ -108,6 +111,7 @@ def agrees(name: str, check: Callable[[], float], tolerance: float = TOLERANCE) 
     except Exception as problem:
         fault = f"{type(problem).__name__}: {problem}"
     if fault:
+        refused.add(name)
         told = "The %s kernel is not used on %s, slower code is used: %s"
         logger.warning(told, name.replace("_", " "), backend(), fault)
     return not fault

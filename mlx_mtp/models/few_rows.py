@@ -148,7 +148,7 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
 def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether the kernel is made for all quantized weights of a model. None is read."""
     quantized = (nn.QuantizedLinear, QuantizedSwitchLinear)
-    parts = (module for module in model.modules() if type(module) in quantized)
+    parts = (module for module in model.modules() if isinstance(module, quantized))
     return all(few_rows.fits(weight_of(part), dtype) for part in parts)
 
 

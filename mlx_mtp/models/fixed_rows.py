@@ -6,6 +6,7 @@ what a product of few rows takes, so of unquantized weights this costs little.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels.gpu import backend, refused
 from mlx_mtp.models.few_rows import (
     REPLACED,
     FewRowsMLP,
@@ -39,6 +40,15 @@ def use_fixed_rows(model: nn.Module) -> None:
             "inf"
         ):
             module.least_rows = _EXPANDED_ROWS
+
+
+def choices(model: nn.Module) -> str:
+    """Which operations a loaded model uses, where measurement chose them: equal for equal ones."""
+    layers = [
+        (name, type(module).__name__, getattr(module, "least_rows", None))
+        for name, module in model.named_modules()
+    ]
+    return hashlib.sha256(str((sorted(layers), sorted(refused))).encode()).hexdigest()
 
 
 def _in_blocks(call: Callable[..., Any], *inputs: mx.array) -> mx.array:

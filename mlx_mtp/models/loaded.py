@@ -130,10 +130,9 @@ class LoadedModel:
         alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
         return alone and all(spec.head_dim in DIMS for spec in attention)
 
-    @property
-    def is_best_exact(self) -> bool:
-        """Whether that makes no product slower. No weight is read."""
-        return self.can_be_exact and serves(self.model, self.dtype)
+    def is_exact(self, wanted: bool | None = None) -> bool:
+        """What `EngineConfig.exact` is: as wanted, or else whether it makes no product slower."""
+        return self.can_be_exact and serves(self.model, self.dtype) if wanted is None else wanted
 
     def make_cache(self, num_rows: int) -> BatchCache:
         layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]

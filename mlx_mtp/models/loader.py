@@ -1,5 +1,6 @@
 """From a directory to a model that runs on our caches, with its head."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from mlx_mtp.errors import (
 from mlx_mtp.machine import machine_memory
 from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
-from mlx_mtp.models.files import read_json, shapes_in
+from mlx_mtp.models.files import read_index, read_json, shapes_in
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.qwen3_5 import QWEN3_5
@@ -66,12 +67,19 @@ def load_model(
     shapes = shapes_in(path)
     if not shapes:
         raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.")
-    check_sizes(config, path, shapes)
     try:
+        check_sizes(config, path, shapes)
         model, head_source = _build(path, family, dtype, memory, part, enable_mtp=enable_mtp)
-    except MlxMtpError:
+    except UsageError:
         raise
     except Exception as error:
+        if absent := _absent(path):
+            others = f" and {len(absent) - 1} others" if absent[1:] else ""
+            raise CheckpointError(
+                f"{path} has no {absent[0]}{others}, which its index names. Download it again."
+            ) from error
+        if isinstance(error, MlxMtpError):
+            raise
         # Whatever mlx-lm and mlx raise, these files can't be used.
         logger.debug("Why %s can't be loaded", path, exc_info=True)
         what = f"{type(error).__name__}: {error}"
@@ -184,6 +192,14 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
     source = f"{path / 'model*.safetensors'}"
     head = HeadTensors(tensors, seen["convention"], source) if tensors else None
     return model, head, seen["dtype"]
+
+
+def _absent(path: Path) -> list[str]:
+    """What a copy or a download that broke off has left out. The index is of no other use here."""
+    index = path / "model.safetensors.index.json"
+    with contextlib.suppress(MlxMtpError):
+        return sorted({file for file in read_index(index).values() if not (path / file).exists()})
+    return []
 
 
 def _others(path: Path) -> str:

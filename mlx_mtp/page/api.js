@@ -1,6 +1,6 @@
 // Requests to the server that this page came from: its key, errors in words, streams, who waits.
 
-export const state = { locked: false, refused: false, lost: "", models: null };
+export const state = { locked: false, refused: false, lost: "", models: null, sources: [] };
 
 const listeners = new Set();
 export const onChange = (listener) => (listeners.add(listener), () => listeners.delete(listener));
@@ -76,11 +76,11 @@ async function lost(why) {
   }
 }
 
-/** Learn the model's name; without the right key the page shows nothing but its question for it. */
+/** Learn the model's name and what is drafted for it; without the right key the page shows nothing but its question for it. */
 export async function connect() {
   try {
     const { data } = await (await api("/v1/models")).json();
-    set({ models: data.map((model) => model.id), locked: false, refused: false });
+    set({ models: data.map((model) => model.id), sources: data[0].draft_sources, locked: false, refused: false });
   } catch {
     // Said where it was noticed.
   }

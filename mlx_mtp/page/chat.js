@@ -64,7 +64,7 @@ function Settings({ chat, onClose }) {
   const key = (setting) => `${chat.id} ${setting.name}`;
   return html`<aside class="settings" aria-label="Settings of this chat">
     <header><h2>Settings</h2><button type="button" class="icon" aria-label="Close the settings" onClick=${onClose}>×</button></header>
-    ${store.SETTINGS.map((setting) => html`<${Setting} key=${key(setting)} setting=${setting} chat=${chat}
+    ${store.offered().map((setting) => html`<${Setting} key=${key(setting)} setting=${setting} chat=${chat}
       problem=${setting.name === name ? failed.error : null} />`)}
   </aside>`;
 }

@@ -1,6 +1,6 @@
 // Conversations: trees of messages, kept in this browser alone, and the requests that grow them.
 
-import { api, changed, events, withConnection } from "./api.js";
+import { api, changed, events, state, withConnection } from "./api.js";
 
 const PREFIX = "mlx-mtp.chat.";
 const SAVE_SECONDS = 1;
@@ -30,12 +30,19 @@ export const SETTINGS = [
   },
   {
     name: "drafts", label: "Drafts a step", kind: "choice",
-    choices: { "": "what pays most", ...Object.fromEntries([...Array(9).keys()].map((n) => [n, n || "none"])) },
+    get choices() {
+      // Counts are of the head's drafts; without a head only copies can be turned off.
+      const counts = [...Array(state.sources.includes("mtp") ? 9 : Math.min(state.sources.length, 1)).keys()];
+      return { "": "what pays most", ...Object.fromEntries(counts.map((n) => [n, n || "none"])) };
+    },
     help: "Changes the speed, never the answer.",
   },
   { name: "tools", label: "Tools", kind: "json", help: 'A list: [{"name": "get_time", "description": "…", "parameters": {…}}]' },
   { name: "schema", label: "JSON schema", kind: "json", help: "The answer will be JSON that fits it." },
 ];
+/** The settings that this server can act on. */
+export const offered = () => SETTINGS.filter(({ choices }) => !choices || Object.keys(choices).length > 1);
+
 // Where the server's word for what was wrong belongs on this page.
 const FIELDS = { response_format: "schema", chat_template_kwargs: "thinking", mtp: "drafts", messages: "system" };
 
@@ -72,8 +79,9 @@ function requestBody(chat, before) {
   const body = { messages: said.map(message), stream: true, stream_options: { include_usage: true, include_progress: true } };
   if (given.system?.trim()) body.messages.unshift({ role: "system", content: given.system });
   body.mtp = { trace: true };
-  for (const setting of SETTINGS) {
+  for (const setting of offered()) {
     const text = given[setting.name];
+    if (setting.name === "drafts" && text && text in setting.choices) body.mtp.num_draft_tokens = Number(text);
     if (setting.parse && text !== undefined && text !== "") body[setting.name] = setting.parse(text);
     if (setting.kind !== "json") continue;
     const value = parsedJson(setting, text);
@@ -83,7 +91,6 @@ function requestBody(chat, before) {
     }
   }
   if (given.thinking) body.chat_template_kwargs = { enable_thinking: given.thinking === "on" };
-  if (given.drafts) body.mtp.num_draft_tokens = Number(given.drafts);
   return body;
 }
 

@@ -133,15 +133,15 @@ function Rows({ rows }) {
   if (!rows.length) return html`${failed && html`<${Failure}>${failed}<//>`}<p class="hint">No answer is running. Ask something in the chat, or point a client here.</p>`;
   return html`${failed && html`<${Failure}>${failed}<//>`}
     <div class="wide" tabindex="0" role="region" aria-label="Answers"><table class="rows">
-    <thead><tr><th>Answer</th><th>State</th><th>Age</th><th>Prompt</th><th>Cached</th><th>Tokens</th><th>Tokens/s</th><th>Drafts a step</th><th>Accepted</th><th><span class="unseen">Cancel</span></th></tr></thead>
+    <thead><tr><th>Answer</th><th><span class="unseen">Cancel</span></th><th>State</th><th>Age</th><th>Prompt</th><th>Cached</th><th>Tokens</th><th>Tokens/s</th><th>Drafts a step</th><th>Accepted</th></tr></thead>
     <tbody>${rows.map((row) => html`<tr key=${row.id}>
       <td title=${row.id}><code>…${row.id.slice(-8)}</code></td>
+      <td><button type="button" class="small" disabled=${ending.includes(row.id)} onClick=${() => cancel(row.id)} aria-label="Cancel the answer ${row.id.slice(-8)}">Cancel</button></td>
       <td>${STATES[row.state]}${row.computed !== undefined ? ` ${percent(row.computed, row.prompt_tokens)}` : ""}</td>
       <td>${seconds(row.age)}</td><td>${number(row.prompt_tokens)}</td><td>${number(row.cached_tokens)}</td>
       <td>${number(row.tokens)}</td><td>${number(row.tokens_per_second, 1)}</td>
       <td>${row.depth ? `${row.depth} (${row.source})` : row.state === "decoding" ? "none" : "–"}</td>
       <td>${row.drafts ? `${percent(row.accepted, row.drafts)} of ${number(row.drafts)}` : "–"}</td>
-      <td><button type="button" class="small" disabled=${ending.includes(row.id)} onClick=${() => cancel(row.id)} aria-label="Cancel the answer ${row.id.slice(-8)}">Cancel</button></td>
     </tr>`)}</tbody></table></div>`;
 }
 

@@ -111,6 +111,7 @@ class Context:
             "created_at": self.created.isoformat(),
             "lifecycle": "active",
             "max_input_tokens": length,
+            "draft_sources": self.engine.info.draft_sources,  # for the page
         }
 
 

@@ -159,8 +159,8 @@ class Generation:
             "tokens_per_second": stream.num_tokens / seconds if seconds else 0.0,
             "depth": stream.last_drafts,
             "source": stream.last_source,
-            "drafts": stream.num_drafts,
-            "accepted": stream.num_accepted,
+            "drafts": stream.drafts.total(),
+            "accepted": stream.accepted.total(),
             "state": "waiting" if times is None else "decoding",
         }
 
@@ -313,8 +313,8 @@ class Generation:
             "predicted_n": self.completion_tokens,
             "predicted_ms": predicted * 1e3,
             "predicted_per_second": rate(self.completion_tokens - self._first_tokens, predicted),
-            "draft_n": sum(stream.num_drafts for stream in self.streams),
-            "draft_n_accepted": sum(stream.num_accepted for stream in self.streams),
+            "draft_n": sum(stream.drafts.total() for stream in self.streams),
+            "draft_n_accepted": sum(stream.accepted.total() for stream in self.streams),
             **(optimistic if self.requests[0].sampling.optimistic else {}),
             "draft_sources": self._draft_sources(),
         }

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlx_mtp.sampling.grammar import JSON_WHITESPACE
+from mlx_mtp.server.parsing.bare_values import resolved
 
 OPTIONS = "x-guidance"
 """llguidance's options within a schema, which is taken as it is where a client gives its own."""
@@ -107,7 +108,7 @@ def _shared(root: Mapping[str, Any]) -> set[int] | None:
             given = node[key]
             inner = given if isinstance(given, list) else [given]
             if key == "$ref":
-                inner = [_target(root, given)]
+                inner = [root if given == "#" else resolved(root, given)]
             elif key == "dependentSchemas" and isinstance(given, dict):
                 inner = [*given.values()]
             # Where it counts that a schema does not hold, a stricter one could let more through.
@@ -129,14 +130,3 @@ def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
             yield from inner
         elif key in _SINGLE:
             yield inner
-
-
-def _target(root: Mapping[str, Any], reference: object) -> Any:
-    """What a reference within the schema names; None: nothing that is found here."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    node: Any = root
-    for step in filter(None, reference[1:].split("/")):
-        step = step.replace("~1", "/").replace("~0", "~")
-        node = node.get(step) if isinstance(node, dict) else None
-    return node

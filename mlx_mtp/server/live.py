@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import __version__
 from mlx_mtp.errors import ForbiddenError, NotFoundError, QueueFullError, RequestCancelledError
-from mlx_mtp.server.admission import RequestLimiter
+from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
 from mlx_mtp.server.generation import Dispatcher
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.server.progress import report
@@ -57,7 +57,11 @@ class Live:
     def check_room(self) -> None:
         """Raise QueueFullError where as many watch as may."""
         if self._num_watchers >= MOST_WATCHERS:
-            raise QueueFullError(f"{MOST_WATCHERS} clients watch already, and no more may.")
+            raise QueueFullError(
+                f"/live has {MOST_WATCHERS} watchers, the most that it takes: close a page's Live "
+                "view or a `mlx-mtp top`.",
+                retry_after=UNKNOWN_RETRY_SECONDS,
+            )
 
     async def watch(self) -> AsyncIterator[bytes]:
         """Messages as server-sent events; whoever reads slowly gets fewer."""

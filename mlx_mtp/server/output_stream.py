@@ -32,10 +32,10 @@ class OutputStream:
         self.token_ids: list[int] = []  # all that were read, one that stopped it included
         self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
-        self.num_drafts = self.num_accepted = self.num_optimistic = 0
+        self.num_optimistic = 0
         self.last_drafts = 0  # of the last step
         self.last_source = ""  # of the last step that had any
-        # By source and position in the window.
+        # Drafts that were verified, by source and position in the window.
         self.drafts, self.accepted = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
         self.steps: list[RequestOutput] = []  # that were read, if a trace was asked for
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
@@ -72,12 +72,10 @@ class OutputStream:
                 break
         self.num_reused_tokens += output.num_reused_tokens
         self.last_drafts = output.num_draft_tokens
-        self.num_drafts += output.num_draft_tokens
         if output.drafts is not None:
             self.steps.append(replace(output, token_ids=tuple(self.token_ids[before:])))
         # Drafts come first in a step, of which a stop string may have cut some.
         accepted = min(output.num_accepted_tokens, len(self.token_ids) - before)
-        self.num_accepted += accepted
         self.num_optimistic += sum(place < accepted for place in output.optimistic)
         if output.num_draft_tokens:
             self.last_source = output.draft_source

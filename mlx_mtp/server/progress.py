@@ -29,7 +29,7 @@ Line = tuple[str, dict[str, Any]]
 
 
 class Progress:
-    """What is to be told, from the engine's statistics at one time after another."""
+    """The log's lines, from the engine's statistics at one time after another."""
 
     def __init__(self, stats: EngineStats, now: float) -> None:
         self._last, self._at = stats, now
@@ -40,34 +40,28 @@ class Progress:
         for name, began, done, total in stats.prefills:
             if now - self._told[name] >= PREFILL_SECONDS:
                 self._told[name] = now
-                percent, seconds = 100 * done / total, now - began
                 fields = {"id": name, "total": total, "done": done}
-                yield _PREFILL, fields | {"percent": percent, "seconds": seconds}
+                yield _PREFILL, fields | {"percent": 100 * done / total, "seconds": now - began}
         if now - self._at >= STATUS_SECONDS:
-            yield from self._status(stats, now)
+            yield from self._status(stats, now - self._at)
             self._last, self._at = stats, now
 
-    def _status(self, stats: EngineStats, now: float) -> Iterator[Line]:
-        last, seconds = self._last, now - self._at
-        prompts = stats.prompt_tokens - last.prompt_tokens
-        answers = stats.generation_tokens - last.generation_tokens
-        drafts = stats.num_draft_tokens - last.num_draft_tokens
-        accepted = stats.num_accepted_tokens - last.num_accepted_tokens
-        running, waiting = stats.num_requests_running, stats.num_requests_waiting
-        if running or waiting or prompts or answers:
-            yield (
-                _STATUS,
-                {
-                    "running": running,
-                    "waiting": waiting,
-                    "prompt_tokens_per_second": prompts / seconds,
-                    "tokens_per_second": answers / seconds,
-                    "drafts": f"{accepted / drafts:.0%} of drafts accepted"
-                    if drafts
-                    else "no drafts",
-                    "kv_usage": 100 * stats.kv_usage,
-                },
-            )
+    def _status(self, stats: EngineStats, seconds: float) -> Iterator[Line]:
+        def new(name: str) -> int:
+            return int(getattr(stats, name) - getattr(self._last, name))
+
+        prompts, answers = new("prompt_tokens"), new("generation_tokens")
+        drafts, accepted = new("num_draft_tokens"), new("num_accepted_tokens")
+        fields = {
+            "running": stats.num_requests_running,
+            "waiting": stats.num_requests_waiting,
+            "prompt_tokens_per_second": prompts / seconds,
+            "tokens_per_second": answers / seconds,
+            "drafts": f"{accepted / drafts:.0%} of drafts accepted" if drafts else "no drafts",
+            "kv_usage": 100 * stats.kv_usage,
+        }
+        if fields["running"] or fields["waiting"] or prompts or answers:
+            yield _STATUS, fields
 
 
 async def report(engine: Engine) -> None:

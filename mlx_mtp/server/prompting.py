@@ -61,7 +61,7 @@ class Prompter:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
 
         def work() -> Prompt:
-            text, mark = self._rendered(conversation)
+            text, mark = self.render(conversation)
             options: dict[str, Any] = {"limit": limit, "add_special_tokens": False}
             token_ids = self.encode(text, "messages", mark=mark, **options)
             form, added = self.output_format, self.tokenizer.added_tokens
@@ -100,11 +100,11 @@ class Prompter:
             fault = "took too much memory on this, or broke"
         raise InvalidRequestError(f"The model's {what} {fault}.", param=param)
 
-    def render(self, conversation: Conversation) -> str:
-        """The chat as the template writes it; RequestError: it lacks what is asked of it."""
-        return self._rendered(conversation)[0]
+    def render(self, conversation: Conversation) -> tuple[str, str | None]:
+        """The chat as the template writes it, and the mark of `plain_text.marked` in it, if any.
 
-    def _rendered(self, conversation: Conversation) -> tuple[str, str | None]:
+        RequestError: the template lacks what is asked of it.
+        """
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
         chat = folded(conversation.messages)

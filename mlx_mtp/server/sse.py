@@ -74,7 +74,7 @@ def _events(writer: Writer, opening: Iterator[bytes], deltas: Sequence[Delta]) -
     events = [*opening]  # There are none later.
     for delta in deltas:
         for words in writer.read(delta):
-            events += words()
+            events += words
     return events
 
 

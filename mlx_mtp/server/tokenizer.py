@@ -143,16 +143,10 @@ class Tokenizer:
         return (begin, *before, end, *after, middle)
 
     def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        limit: int | None = None,
+        self, messages: Sequence[Message], *, limit: int | None = None
     ) -> tuple[int, ...]:
         """Token ids of a chat in the model's own template, up to where the answer begins."""
-        text = self.render_chat(messages, tools, template_kwargs)
-        return self.encode(text, limit=limit, add_special_tokens=False)
+        return self.encode(self.render_chat(messages), limit=limit, add_special_tokens=False)
 
     def render_chat(
         self,

@@ -4,9 +4,8 @@ import json
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from mlx_mtp.server.generation import Generation
@@ -18,7 +17,7 @@ State = Literal["open", "complete", "cut", "broken"]
 _KINDS: Mapping[type, Kind]
 _KINDS = {events.Text: "text", events.Reasoning: "reasoning", events.ToolArguments: "call"}
 Content = events.Text | events.Reasoning | events.ToolArguments
-Steps = Iterator[Callable[[], Iterable[bytes]]]  # each step of an answer: call it for its events
+Steps = Iterator[Iterable[bytes]]  # the events of each step of an answer
 
 
 @dataclass(slots=True)
@@ -43,6 +42,9 @@ class Block:
 class Writer(ABC):
     """Words one answer: `read` turns its deltas into blocks, of which all else is made.
 
+    Events are made by generators: for an answer that isn't streamed none is run. A stream runs each
+    before it reads on, as blocks grow.
+
     Of a stream: `opening`; `progress` of the prompt; `start`, `add` and `stop` of blocks; `finish`
     of a choice; `ending` or `failure`. `whole` is the answer that isn't streamed.
     """
@@ -61,7 +63,7 @@ class Writer(ABC):
 
     def read(self, delta: Delta) -> Steps:
         if delta.progress is not None:
-            yield partial(self.progress, delta.index, delta.progress)
+            yield self.progress(delta.index, delta.progress)
         for found in delta.events:
             match found:
                 case events.ToolStart():
@@ -77,7 +79,7 @@ class Writer(ABC):
                     yield from self._extend(delta, _KINDS[type(found)], found)
         if delta.finish_reason is not None:
             yield from self._stop(delta, "cut" if delta.finish_reason == "length" else "complete")
-            yield partial(self.finish, delta)
+            yield self.finish(delta)
 
     def whole_blocks(self, choice: int) -> list[Block]:
         # A broken call is text, and one with the texts around it.
@@ -104,14 +106,14 @@ class Writer(ABC):
         if self.record:
             block.pieces.append(content.text)
             block.tokens += getattr(content, "tokens", ())
-        yield partial(self.add, block, content)
+        yield self.add(block, content)
 
     def _start(self, delta: Delta, kind: Kind, **fields: Any) -> Steps:
         yield from self._stop(delta, "complete")
         block_id = new_id(self.prefixes[kind]) if kind in self.prefixes else ""
         block = Block(kind, delta.index, block_id, **fields)
         self.blocks[delta.index].append(block)
-        yield partial(self.start, block)
+        yield self.start(block)
 
     def _stop(
         self,
@@ -124,7 +126,7 @@ class Writer(ABC):
         if block is not None:
             block.state, block.raw = state, raw
             block.tokens += tokens
-            yield partial(self.stop, block)
+            yield self.stop(block)
 
     def opening(self) -> Iterable[bytes]:
         return ()

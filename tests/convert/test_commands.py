@@ -34,6 +34,8 @@ def test_add_mtp_weights(run, pair):
     output = pair.target.parent / "output"
     assert f"mlx-mtp serve {output}" in run(*arguments, "--output", output)
     assert "mlx-mtp: --revision is for" in run(*arguments, "--revision", "v1", status=2)
+    # One that has its head is served as it is.
+    assert f"mlx-mtp serve {DEMO}" in run("add-mtp-weights", DEMO, "--output", output / "none")
 
 
 def test_convert_makes_a_model_with_its_head_in_one_go(run, tmp_path):

@@ -1,11 +1,12 @@
 """Exact answers: a prompt's chunks, and what of it is reused, are functions of its tokens alone."""
 
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.cache.prefix_tree import PrefixTree
@@ -14,7 +15,9 @@ from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, cuts, save_points, turns
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
+from tests.engine import cases
 from tests.engine.test_reuse import END, GAIN, STEP, World, messages
+from tests.grammars import bad_words, compiled
 from tests.harness import Driver, request
 from tests.tiny_models import VOCAB
 
@@ -143,3 +146,104 @@ def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
     driver.add(request("next", answered, sampling))
     driver.run()
     assert driver.reused("next") == max(cuts_of(chat))
+
+
+def kinds(name, prompt):
+    """Requests of one prompt that differ in all else."""
+    own = SamplingParams(max_tokens=7, temperature=1.0, seed=3, top_logprobs=3)
+    return [
+        request(name, prompt, replace(own, max_tokens=90, ignore_eos=True)),
+        request(name, prompt, replace(own, choice=1, top_k=4)),
+        request(name, prompt, replace(own, prompt_logprobs=2)),
+        request(name, prompt, replace(own, optimistic=0.3)),
+        request(name, prompt, replace(own, allowed_token_ids=(5, 6, 7))),
+        request(name, prompt, own, compiled(cases.SPECS[3])),
+        replace(request(name, prompt, own), num_draft_tokens=3, cache_salt="other"),
+        replace(request(name, prompt, own), bad_words=bad_words("ab"), progress=True),
+    ]
+
+
+class Noted(Driver):
+    """A driver that notes the chunks of each prompt."""
+
+    def __init__(self, model, **config) -> None:
+        self.chunks: dict[str, list[tuple[int, int]]] = {}
+        config = EngineConfig(prefill_step_size=STEP, exact=True, **config)
+        super().__init__(model, vocab_size=VOCAB, stop_ids=(END,), config=config, min_gain=GAIN)
+        run = self.runner.run
+
+        def noted(plan):
+            assert len(plan.chunk) <= 1
+            for row, start, length in plan.chunk:
+                self.chunks.setdefault(row.request_id, []).append((start, start + length))
+            return run(plan)
+
+        self.runner.run = noted
+
+    def prompt_bits(self, name):
+        """What a prompt decides: its logprobs and those of the first token, to the bit."""
+        first = next((each for each in self.outputs[name] if each.token_ids), None)
+        return first and (first.logprobs[0].top, first.prompt_logprobs)
+
+
+PROMPTS = [
+    [*messages(20), *messages(9, 30)],
+    [*messages(20), *messages(9, 12), *[7] * 45],
+    [*messages(20), *messages(3, 2, 4, 3, 9, 2, 1, 40), *[8] * STEP],
+    [*range(2, 2 + 4 * STEP)],
+    [5, 6],
+]
+ASKED = st.tuples(
+    st.sampled_from(range(len(PROMPTS))),
+    st.sampled_from(range(8)),
+    st.integers(0, 12),  # when it comes
+    st.none() | st.integers(1, 6),  # after so many steps it is cancelled
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_models):
+    """Chunks and bits of a request that has the engine to itself, cold and without drafts."""
+    known = {}
+
+    def run(prompt, kind):
+        if (prompt, kind) not in known:
+            driver = Noted(tiny_models["qwen3_next"], num_draft_tokens=0)
+            driver.add(kinds("alone", PROMPTS[prompt])[kind])
+            driver.run()
+            known[prompt, kind] = driver.chunks["alone"], driver.prompt_bits("alone")
+        return known[prompt, kind]
+
+    return run
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    asked=st.lists(ASKED, min_size=2, max_size=7),
+    rows=st.integers(1, 5),
+    room=st.sampled_from([0, 300_000, 1 << 30]),
+    overlap=st.booleans(),
+)
+def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(
+    tiny_models, alone, asked, rows, room, overlap
+):
+    """Choices, logprobs of prompts, grammars, drafts, cancelled prompts, a cache that forgets."""
+    config = {"max_num_seqs": rows, "prefix_cache_size": room, "overlap": overlap}
+    driver = Noted(tiny_models["qwen3_next"], **config, num_draft_tokens="auto", max_decode_pause=1)
+    arrivals, cancels = {}, {}
+    for number, (prompt, kind, start, ends) in enumerate(asked):
+        arrivals.setdefault(start, []).append(kinds(f"{number}", PROMPTS[prompt])[kind])
+        if ends is not None:
+            cancels.setdefault(start + ends, []).append(f"{number}")
+    driver.run_arrivals(arrivals, cancels)
+    for number, (prompt, kind, _, ends) in enumerate(asked):
+        chunks, bits = alone(prompt, kind)
+        found, length = driver.chunks.get(f"{number}", []), len(PROMPTS[prompt])
+        if driver.prompt_bits(f"{number}") is None:
+            assert ends is not None  # Cancelled before its first token.
+            reused = found[0][0] if found else 0
+            expected = [each for each in chunks if each[0] >= reused]
+            assert found in (expected[: len(found)], [(length, length)])
+            continue
+        assert found in (chunks[len(chunks) - len(found) :], [(length, length)])
+        assert driver.prompt_bits(f"{number}") == bits

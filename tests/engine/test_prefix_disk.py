@@ -108,6 +108,25 @@ def test_other_settings_files_are_ignored_and_removed(demo_model, tmp_path):
         prefix_store(demo_model, EngineConfig(), "float32", path, 1 << 30)
 
 
+def test_a_start_that_chose_other_operations_restores_nothing(tiny_models, tmp_path):
+    """Where answers are exact; what the first start has written stays for others like it."""
+    model, prompt = tiny_models[FAMILIES[0]], words(1, 70)
+    layer = model.causal_lm.model.layers[0].mlp
+    kinds = type(layer), type("Other", (type(layer),), {})
+    for exact, reused in ((True, [0, 0, 64, 64]), (False, [0, len(prompt)])):
+        given = {"prefill_step_size": 64, "prefix_cache_size": ROOM, "exact": exact}
+        folder = tmp_path / f"{exact}"
+        for number, expected in enumerate(reused):
+            layer.__class__ = kinds[number % 2]
+            store = prefix_store(model, EngineConfig(2, **given), "float32", folder, 1 << 30)
+            with closing(store):
+                run = driver(model, store=store, **given)
+                ask(run, request("r", prompt, greedy(2)))
+                assert run.reused("r") == expected
+                assert flush(store)
+    layer.__class__ = kinds[0]
+
+
 def test_a_full_disk_hits_no_request(tiny_models, ties, start, tmp_path, monkeypatch, caplog):
     model = tiny_models[FAMILIES[0]]
     run = start(model)

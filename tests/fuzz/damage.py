@@ -113,6 +113,16 @@ def _twice(path: Path) -> None:
     shutil.copyfile(path / "model.safetensors", path / "model-2.safetensors")
 
 
+def _one_of_two_files(path: Path) -> None:
+    # In the header alone: the tensors of the other file are not in this one.
+    def rename(entries: dict[str, Any]) -> str:
+        return json.dumps(entries).replace("layers.3.", "layers.9.")
+
+    header(rename)(path)
+    index = {"weight_map": {"model.layers.3.mlp.gate.weight": "model-2.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def _nan(path: Path) -> None:
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -181,6 +191,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "overlap": (header(_overlap), "damaged"),
     "duplicate": (header(_duplicate), "twice"),
     "duplicate in another file": (_twice, "twice"),
+    "one of two files": (_one_of_two_files, "has no model-2.safetensors"),
 }
 
 

@@ -7,6 +7,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models import fixed_rows
+from mlx_mtp.models.few_rows import FewRowsLinear
 from mlx_mtp.models.many_rows import ExpandedLinear
 
 
@@ -54,3 +55,20 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
             assert mx.allclose(found, true[name], atol=1e-5).item()
             few = step or rows <= gpu.MOST_ROWS
             assert seen == ([64] * -(-rows // 64) if few else [])
+
+
+def test_choices_are_told_apart(monkeypatch):
+    """A layer's kernel, from how many rows on it expands its weights, and kernels that fail."""
+    model, found = Model(), []
+    found.append(fixed_rows.choices(model))
+    model.quantized.__class__ = FewRowsLinear
+    found.append(fixed_rows.choices(model))
+    model.expanded.least_rows = 128
+    found.append(fixed_rows.choices(model))
+    monkeypatch.setattr(gpu, "backend", lambda: "cuda")
+    monkeypatch.setattr(gpu, "refused", gpu.refused.copy())
+    monkeypatch.setattr(fixed_rows, "refused", gpu.refused)
+    assert not gpu.agrees("of this test", lambda: 1.0)
+    found.append(fixed_rows.choices(model))
+    assert len({*found}) == 4
+    assert fixed_rows.choices(model) == found[-1]

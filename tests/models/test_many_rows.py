@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_mtp.models import many_rows
-from mlx_mtp.models.few_rows import FewRowsLinear
+from mlx_mtp.models.few_rows import FewRowsLinear, serves
 from mlx_mtp.models.many_rows import ExpandedLinear, use_many_rows
 
 
@@ -47,6 +47,7 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
     assert [layer.least_rows for layer in model.layers] == [512, 512]
     assert model.few.least_rows == model.lm_head.least_rows == float("inf")
     assert type(model.few) is FewRowsLinear and type(model.plain) is nn.Linear
+    assert not serves(model, mx.bfloat16)  # Nor before: 128 inputs are too few.
     # A shape is measured once, and no fewer rows than those that were not faster.
     tried = [rows for outputs, rows, expands in measured if outputs == 48 and expands]
     assert tried == [2048, 1024, 512, 256]

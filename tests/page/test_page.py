@@ -20,7 +20,7 @@ from tests.clients.npm import installed
 from tests.page.conftest import Open
 from tests.process import STORY, Server, running
 from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, out
+from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, endless, out
 from tests.server.wire_help import saying
 
 MOST_BYTES = 80_000
@@ -343,6 +343,34 @@ def test_every_view_fits_and_reads_well(
         assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
         tab.keyboard.press("Enter")
         assert tab.evaluate("document.activeElement.id") == "main"
+
+
+@browsed
+@pytest.mark.parametrize(("sources", "counts"), [((), None), (("copy",), 2), (("mtp",), 10)])
+def test_a_phone_cancels_without_scrolling_and_offers_the_drafts_that_there_are(
+    serve: Serve, opened: Open, sources: tuple[str, ...], counts: int | None
+) -> None:
+    engine = FakeEngine(endless(300), FakeInfo(draft_sources=sources, max_model_len=60_000))
+    size = {"width": 390, "height": 740}
+    with serve(engine) as client, opened(address(client), viewport=size) as tab:
+        # A chat may have been set up with another server.
+        tab.evaluate("""localStorage.setItem("mlx-mtp.chat.a", JSON.stringify(
+            {id: "a", title: "a", at: 1, settings: {drafts: "3"}, nodes: {}, leaf: null}))""")
+        tab.reload()
+        tab.get_by_text("Ask test/model something").wait_for()
+        say(tab, "hi")
+        tab.locator("article.assistant .markdown").wait_for()
+        assert engine.submitted[0].num_draft_tokens == (3 if "mtp" in sources else None)
+        configure(tab)
+        choices = tab.get_by_label("Drafts a step").locator("option")
+        assert choices.count() == (counts or 0)
+        tab.get_by_role("link", name="Live").click()
+        cancel = tab.get_by_role("button", name=re.compile("Cancel the answer"))
+        cancel.wait_for()
+        box = cancel.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= size["width"]
+        cancel.click()
+        tab.get_by_text("No answer is running").wait_for()
 
 
 RUN = "window.pwned=1"

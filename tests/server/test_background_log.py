@@ -28,7 +28,7 @@ def test_nothing_waits_for_a_reader_that_stopped_and_lines_stay_in_order() -> No
     logger.handlers, logger.level = [kept], logging.INFO
     try:
         log = BackgroundLog(capacity=3, texts=1)
-        with log.attached([logger.name]):
+        with log.attached(logger):
             assert logger.handlers != [kept]
             logger.info("line %d", 0)
             assert kept.writing.wait(PATIENCE)

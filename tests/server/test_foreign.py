@@ -82,10 +82,10 @@ def test_neutral_values_pass_in_silence(
 ) -> None:
     # Of the others each value in turn, a few names at a time.
     needed = {"max_tokens"} if path in (MESSAGES, COUNT) else set()
-    for turn in range(max(len(values) for values, _ in NEUTRAL.values())):
+    for turn in range(max(len(values) for values in NEUTRAL.values())):
         names = [name for name in NEUTRAL if "." not in name and name not in needed]
         for start in range(0, len(names), 40):
-            given = {name: NEUTRAL[name][0] for name in names[start : start + 40]}
+            given = {name: NEUTRAL[name] for name in names[start : start + 40]}
             fields = {name: values[turn % len(values)] for name, values in given.items()}
             fields = {name: "x" if value is ANY else value for name, value in fields.items()}
             for asked in (client, strict):
@@ -95,7 +95,7 @@ def test_neutral_values_pass_in_silence(
 
 
 def test_neutral_values_within_objects(client: httpx.Client, strict: httpx.Client) -> None:
-    for name, (values, _) in NEUTRAL.items():
+    for name, values in NEUTRAL.items():
         for value in values if "." in name else ():
             path, given = CHAT, "x" if value is ANY else value
             fields = placed(name, given) if not name.startswith("text.") else {}

@@ -67,7 +67,9 @@ def test_a_row_is_seen_without_its_text_and_cancelled_by_those_who_have_its_key(
         seen.close()
 
 
-def test_an_hour_of_messages_leaves_nothing_behind(serve: Serve, monkeypatch) -> None:
+def test_an_hour_of_messages_leaves_nothing_behind(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(live, "SECONDS", 0)
     with serve(FakeEngine(endless(300))) as client:
         watched: live.Live = client.server.config.app.state.live
@@ -82,7 +84,11 @@ def test_an_hour_of_messages_leaves_nothing_behind(serve: Serve, monkeypatch) ->
         assert sizes[1] - sizes[0] < 200
         assert watched._num_watchers == 2
         monkeypatch.setattr(live, "MOST_WATCHERS", 2)
-        assert client.get("/live").status_code == 429
+        refused = client.get("/live")
+        assert refused.status_code == 429 and refused.headers["retry-after"]
+        assert "2 watchers" in refused.json()["error"]["message"]
+        assert cli.main(["top", str(client.base_url)], {}) == 2
+        assert "as many watchers as it takes" in capsys.readouterr().err
         seen.close()
         # One that ends does not end the others.
         assert next(other)["server"]["state"] == "ready"

@@ -119,7 +119,7 @@ def test_agents_chats_are_rendered(prompter: Prompter) -> None:
         ],
         tools=[Tool("f")],
     )
-    text = prompter.render(chat)
+    text, _ = prompter.render(chat)
     assert text.startswith("<|im_start|>system\nBe kind.\n\nBe brief.\n# Tools")
     assert "<|im_start|>user\nDo it.\n\nRemember.<|im_end|>" in text
     assert "<|im_start|>user\nGo on.<|im_end|>" in text
@@ -160,7 +160,7 @@ def test_what_a_template_writes_is_read_back(
         reasoning=thought or None,
         tool_calls=tuple(ToolCall("f", json.dumps(call)) for call in calls),
     )
-    text = prompter.render(Conversation([Message("user", "hi"), message]))
+    text, _ = prompter.render(Conversation([Message("user", "hi"), message]))
     turn = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
     parser = prompter.output_format.parser(thinking=False, schemas={"f": SCHEMA})
     found = summary(events_of(parser, [turn]))
@@ -203,5 +203,5 @@ def test_half_a_call_is_rendered(prompter: Prompter) -> None:
     """As it is, or as a JSON string."""
     for arguments in ('{"city": "Ro', "{", '{"city": "x\\ud83c', "not json", "[1]"):
         call = Message("assistant", tool_calls=(ToolCall("f", arguments),))
-        text = prompter.render(Conversation([Message("user", "hi"), call]))
+        text, _ = prompter.render(Conversation([Message("user", "hi"), call]))
         assert arguments in text or json.dumps(arguments)[1:-1] in text

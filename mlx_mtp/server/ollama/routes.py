@@ -15,7 +15,7 @@ from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import ollama_error_body
 from mlx_mtp.server.ollama.wire import ChatRequest, ShowRequest, TextRequest
-from mlx_mtp.server.openai.logprobs import logprob_entries
+from mlx_mtp.server.openai.tokens import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.sse import respond
 from mlx_mtp.server.writer import Block, Content, Writer, packed_json

@@ -13,13 +13,13 @@ from mlx_mtp import __version__
 from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.openai.logprobs import (
+from mlx_mtp.server.openai.tokens import (
     Tokens,
+    Trace,
     completion_logprobs,
     logprob_entries,
     prompt_logprobs,
 )
-from mlx_mtp.server.openai.trace import Trace
 from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest, GenerateRequest
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.sse import respond
@@ -153,11 +153,9 @@ class ChatWriter(_OpenAIWriter):
             yield self.chunk(stream.index, message, **self.prompt_ids())
 
     def prompt_ids(self) -> dict[str, Any]:
-        return (
-            {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
-            if self._with_ids
-            else {}
-        )
+        if not self._with_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
 
     def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
         super().__init__(admitted, generation)

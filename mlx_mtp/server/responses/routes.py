@@ -14,7 +14,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.generate import Admitted, admit
 from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.http_errors import error_body
-from mlx_mtp.server.openai.logprobs import logprob_entries
+from mlx_mtp.server.openai.tokens import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest, items_of
 from mlx_mtp.server.sse import respond

@@ -1,9 +1,11 @@
-"""Log-probabilities as the APIs word them: OpenAI's two forms, and vLLM's for prompts."""
+"""The fields about single tokens: log-probabilities in OpenAI's two forms and, for prompts, vLLM's;
+and the trace of drafts that `mtp: {"trace": true}` asks for."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_mtp.engine.request import TokenLogprobs
+from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.tokenizer import Tokenizer
 
@@ -62,3 +64,32 @@ def prompt_logprobs(
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
+
+
+class Trace:
+    """What the steps of one choice drafted, accepted and drew.
+
+    The texts of the tokens, joined, are the answer as the model wrote it.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], steps: list[RequestOutput]) -> None:
+        self._token_bytes, self._steps = token_bytes, steps
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take(self) -> list[dict[str, Any]]:
+        """The steps since the last call."""
+        steps = list(map(self._step, self._steps))
+        self._steps.clear()
+        return steps
+
+    def _step(self, output: RequestOutput) -> dict[str, Any]:
+        # Drafts follow what came before the step, which may end within a character.
+        before = self._utf8.getstate()
+        drafts = [{**self._token(d.token_id), "source": d.source} for d in output.drafts or ()]
+        self._utf8.setstate(before)
+        tokens = list(map(self._token, output.token_ids))
+        accepted = min(output.num_accepted_tokens, len(tokens))
+        return {"tokens": tokens, "drafts": drafts, "num_accepted": accepted}
+
+    def _token(self, token_id: int) -> dict[str, Any]:
+        return {"id": token_id, "text": self._utf8.decode(self._token_bytes(token_id))}
