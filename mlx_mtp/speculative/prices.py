@@ -67,9 +67,9 @@ class Prices:
     def cost(self, drafts: int, passes: int, *, copying: bool = False) -> float:
         return self._verify[copying][drafts] + self._passes[passes]
 
-    def costs(self, passes: int, *, copying: bool = False) -> list[float]:
-        """Of 0, 1, 2, .. drafts."""
-        return [cost + self._passes[passes] for cost in self._verify[copying]]
+    def costs(self, most: int, passes: int, *, copying: bool = False) -> list[float]:
+        """Of 0, 1, 2, .. and at most so many drafts."""
+        return [cost + self._passes[passes] for cost in self._verify[copying][: most + 1]]
 
 
 class StepCosts:

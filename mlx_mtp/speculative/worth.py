@@ -18,9 +18,10 @@ from mlx_mtp.speculative.prices import COPY, HEAD, Prices, Shape, StepCosts
 from mlx_mtp.speculative.rates import HeadRates
 
 _STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03  # what is preferred to others that gain no more than that
+_ALIKE = 1.2  # rows that miss no more often than others get as many drafts
 _ROW_MEMORY = 0.97  # of a row's drafts, by window
 _ANSWERS, _FIRST_ANSWER = 5, 256.0  # whose lengths count, and tokens before any was seen
-_STEPS_PER_REVIEW = 8  # a review takes some 300 microseconds of the host's time with 16 rows
+_STEPS_PER_REVIEW = 8  # a review takes 0.2 ms of the host's time at 16 rows, 1 ms if they differ
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, one a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
 _LEAST_REST = 50  # steps between two probes
@@ -133,9 +134,8 @@ def best_choice(
     best = Choice((0,) * rows, (0,) * rows, float(rows))
     for copying in (False, True) if any(copies) else (False,):
         for passes in range(max(map(len, head)) + 1):
-            costs = prices.costs(passes, copying=copying)
-            token = (costs[rows] - costs[0]) / rows
-            offers = []
+            none, one = (prices.cost(n, passes, copying=copying) for n in (0, rows))
+            token, offers = (one - none) / rows, []
             for row, own in enumerate(head):
                 chances = own[:passes]
                 copied = copying and _gain(copies[row], token) > _gain(chances, token)
@@ -143,6 +143,7 @@ def best_choice(
                 offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
             offers.sort(reverse=True)
             tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
+            costs = prices.costs(len(offers), passes, copying=copying)
             speeds = list(map(truediv, tokens, costs))
             speed = max(speeds)
             if speed > best.speed:
@@ -203,7 +204,8 @@ class DraftsByWorth:
         self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool
     ) -> None:
         prices = self._costs.prices(len(rows))
-        head = [self._useful(self._pool.chances(row.misses)) for row in rows]
+        misses = [row.misses for row in rows]
+        head = [self._useful(self._pool.chances(each)) for each in misses]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
         costs = [prices.cost(choice.verified, max(choice.head)) for choice in even]
         tokens = [len(rows) + sum(sum(own[:n]) for own, n in zip(head, e.head)) for e in even]
@@ -214,7 +216,7 @@ class DraftsByWorth:
         scores[0] *= _PLAIN
         self._depth = best = scores.index(max(scores))
         choice = even[best]._replace(speed=tokens[best] / costs[best])
-        if len(rows) > 1 or any(runs):
+        if max(misses) > _ALIKE * min(misses) or any(runs):
             # Rows with a number of their own are not asked here.
             offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
             found = best_choice(prices, offered, list(map(self._useful, runs)))
