@@ -13,9 +13,11 @@ On a machine that others use too, `OPENBLAS_NUM_THREADS=1` takes most of the noi
 """
 
 import argparse
+import itertools
 import os
 import platform
 import random
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ BACKEND = backend.prepare()
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from benchmarks.contenders import Contender, Work, ratio, take_turns
+from benchmarks.contenders import Contender, Work, take_turns
 from mlx_mtp.bench.measure import Summary
 from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.bench.report import check_writable, render, write_json
@@ -76,6 +78,8 @@ def main() -> None:
     parser.add_argument("--heads", choices=["own", "spoiled", "both"], default="both")
     parser.add_argument("--json", type=Path, help="write every speed here")
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error("--rounds is at least 2: auto is compared with the best of other rounds.")
     check_writable(given.json)
     everything: dict[str, Found] = {}
     for title, depths in ((OWN, (*given.depths, "mtp", "auto")), (SPOILED, ("0", "1", "auto"))):
@@ -95,6 +99,7 @@ def main() -> None:
     print("wall time / by processor time.")
     for rows, figures in everything.get(OWN, {}).items():
         print(f"{rows} at once, {given.work}: auto over the best fixed depth {over_best(figures)}")
+    print("(the best of one half of the rounds, compared in the other half; median and quartiles)")
     if given.json:
         write_json(given.json, everything)
 
@@ -143,16 +148,31 @@ def table(found: Found) -> str:
         [name, *(f"{s['rate']:.0f} ({s['rate_ratio']:.2f} / {s['cpu_ratio']:.2f})" for s in own)]
         for name, own in ((name, [figures[name] for figures in found.values()]) for name in names)
     ]
-    last = ["auto over the best of the others", *map(over_best, found.values())]
+    last = ["auto over the best depth", *map(over_best, found.values())]
     return render(["depth", *(f"{count} at once" for count in found)], [*rows, last])
 
 
 def over_best(figures: dict[str, Summary]) -> str:
-    """The best depth, and the ratio of auto to it by wall time and by processor time."""
-    others = (name for name in figures if name not in ("auto", "mtp"))
-    best = max(others, key=lambda name: figures[name]["cpu_ratio"])
-    wall, cpu = (ratio(figures, "auto", best, rates) for rates in ("rates", "cpu_rates"))
-    return f"{best}: {wall:.3f} / {cpu:.3f}"
+    """The ratio of auto to the best depth, by wall time and by processor time, with its quartiles.
+
+    The best of several depths is also the luckiest in the rounds that it was chosen by. So half of
+    the rounds is compared with the depth that was best in the other half, and the other way round.
+    """
+    depths = [name for name in figures if name not in ("auto", "mtp")]
+    rounds = range(len(figures["auto"]["rates"]))
+    ratios: dict[str, list[float]] = {"rates": [], "cpu_rates": []}
+    found = []
+    for compared, others in itertools.permutations((rounds[::2], rounds[1::2])):
+        speeds = {each: sum(figures[each]["cpu_rates"][n] for n in others) for each in depths}
+        best = max(depths, key=lambda each: speeds[each])
+        found.append(best)
+        for kind, values in ratios.items():
+            values += [figures["auto"][kind][n] / figures[best][kind][n] for n in compared]
+    parts = []
+    for values in ratios.values():
+        low, middle, high = statistics.quantiles(values, n=4)
+        parts.append(f"{middle:.3f} ({low:.2f} to {high:.2f})")
+    return f"{', '.join(dict.fromkeys(found))}: {' / '.join(parts)}"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from mlx_mtp.engine.calibration import cells_to_measure
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative.copies import Copies
-from mlx_mtp.speculative.prices import COPY, HEAD, Seconds, Shape, StepCosts
+from mlx_mtp.speculative.prices import COPY, HEAD, Shape, StepCosts, Table
 from mlx_mtp.speculative.worth import DecodeStep, DraftRow, DraftsByWorth, Outcome
 
 _SHORTEST, _LONGEST = 300, 6000  # tokens of a file
@@ -138,7 +138,7 @@ def replay(
 ) -> Result:
     """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
     chance, costs = random.Random(seed), StepCosts()
-    table: Seconds = {}
+    table: Table = {}
     for size, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
         passes = drafts if source == HEAD else 0
         shape = Shape(size, size * drafts, passes, source == COPY)
@@ -165,18 +165,16 @@ def replay(
             following = row.text.answer[row.at : row.at + count]
             right = zip(run, following) if run else ()
             hits = [a == b for a, b in right] or [chance.random() < rate for _ in range(count)]
-            accepted = min([*hits, False].index(False), left - 1)
-            source = COPY if run else HEAD
-            ended = accepted == left - 1
-            outcomes.append(Outcome(row, source, count, accepted, accepted + 1, ended))
-            came.append((row, row.text.answer[row.at : row.at + accepted + 1]))
-            row.at += accepted + 1
+            brought = min([*hits, False].index(False) + 1, left)
+            outcomes.append(Outcome(row, COPY if run else HEAD, count, brought))
+            came.append((row, row.text.answer[row.at : row.at + brought]))
+            row.at += brought
             pending[row] = drafts
         verified = sum(outcome.num_drafts for outcome in outcomes)
         copied = any(outcome.source == COPY for outcome in outcomes)
         shape = Shape(len(rows), verified, max(choice.head), copied)
         took = prices.seconds(shape._replace(copying=copying), host)
-        tokens = sum(outcome.num_accepted + 1 for outcome in outcomes)
+        tokens = sum(outcome.num_tokens for outcome in outcomes)
         total = Result(total.tokens + tokens, total.steps + len(rows), total.seconds + took)
         unread.append((DecodeStep(shape, outcomes, took), came))
         while len(unread) > (not copying):

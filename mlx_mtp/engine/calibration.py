@@ -17,7 +17,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.copies import Copies
-from mlx_mtp.speculative.prices import COPY, HEAD, Seconds, StepCosts
+from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts, Table
 from mlx_mtp.speculative.worth import Choice, DecodeStep, DraftRow, FixedDepth
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Calibration:
             yield
 
 
-def cells_to_measure(known: Seconds, most_rows: int, sources: Many[str]) -> list[Cell]:
+def cells_to_measure(known: Table, most_rows: int, sources: Many[str]) -> list[Cell]:
     """What an earlier run has not measured, or is checked."""
     wanted = {COPY: COPY in sources, HEAD: any(source != COPY for source in sources)}
     possible = [
@@ -180,10 +180,10 @@ class CostKeeper:
         self._saved_at = clock()
         known = self.file.load()
         if any(known):
-            costs.load(known.seconds)
+            costs.load(known.steps)
             chunks.load(known.chunks, known.per_context)
             logger.debug("Costs of an earlier run: %s", known)
-        cells = cells_to_measure(known.seconds, config.max_num_seqs, sources)
+        cells = cells_to_measure(known.steps, config.max_num_seqs, sources)
         self._calibration = Calibration(costs, config, cells)
 
     @property

@@ -19,21 +19,21 @@ from pydantic import BaseModel, Field, NonNegativeFloat, ValidationError
 
 from mlx_mtp import __version__
 from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.speculative.prices import COPY, HEAD, Seconds
+from mlx_mtp.speculative.prices import COPY, HEAD, Table
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _LARGEST = 1 << 22  # bytes of a file
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
-_Seconds = Annotated[float, Field(ge=1e-9, le=1e6)]
+_Cost = Annotated[float, Field(ge=1e-9, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Measured(NamedTuple):
-    """What is kept: of decode steps, and what `ChunkCosts.table` gives."""
+    """What is kept: `StepCosts.table`, and what `ChunkCosts.table` gives."""
 
-    seconds: Seconds
+    steps: Table
     chunks: dict[int, float]
     per_context: float
 
@@ -87,7 +87,7 @@ class CostFile:
             why = "it is damaged" if isinstance(error, ValidationError) else error
             logger.warning("%s is not used: %s", self.path, why)
             return nothing
-        steps = {size: {**sources} for size, sources in file.seconds.items()}
+        steps = {size: {**sources} for size, sources in file.steps.items()}
         self._saved = Measured(steps, file.chunks, file.per_context)
         return self._saved
 
@@ -96,8 +96,8 @@ class _File(BaseModel):
     format: int
     fingerprint: str
     saved_at: float
-    seconds: dict[_Count, dict[str, dict[NonNegativeFloat, _Seconds]]]
-    chunks: dict[_Count, _Seconds] = {}
+    steps: dict[_Count, dict[str, dict[NonNegativeFloat, _Cost]]]
+    chunks: dict[_Count, _Cost] = {}
     per_context: Annotated[float, Field(ge=0, le=1e6)] = 0.0
 
 

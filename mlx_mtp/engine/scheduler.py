@@ -117,14 +117,12 @@ class Scheduler:
             return
         outcomes = []
         for row in rows:
-            source, counts = self._source(row), (row.num_drafts, row.num_accepted)
-            self._totals.count_window(source, *counts)
+            source, verified = self._source(row), row.num_positions - 1
+            self._totals.count_window(source, row.num_drafts, row.num_accepted)
             self._totals.num_optimistic_tokens += len(row.optimistic)
-            if row.num_cached:
-                end = row.num_cached, row.finished
-                outcomes.append(Outcome(row.sequence.drafting, source, *counts, *end))
+            outcomes.append(Outcome(row.sequence.drafting, source, verified, row.num_cached))
         if rows:
-            verified = sum(row.num_positions - 1 for row in rows)
+            verified = sum(outcome.num_drafts for outcome in outcomes)
             proposed = max(row.num_proposed for row in step.rows)
             copied = any(row.copied for row in step.rows)
             shape = Shape(len(rows), verified, proposed, copied)

@@ -1,33 +1,38 @@
 """The price list: what a step costs by its rows, its tokens and the passes of the head.
 
-Only the ratios between the costs of one number of rows matter, so a step is compared with those of
-another kind that ran just before it, and a change during a long stay at one kind is applied to
-all of them: a hot machine or a longer context changes no ratio.
+All costs are relative to a step of as many rows without drafts. A kind of step is compared with the
+kind that ran just before it, so a hot machine or a longer context changes nothing.
 """
 
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 
 HEAD, COPY = "mtp", "copy"
 KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts a row
 
 _HEAD_SHARE = 0.35  # of the cost of a draft: the head's pass; the rest is the longer window
-_SLOPE = 0.8  # cost of a draft in plain steps before anything is known: what one brings
-_LEAST = 0.03  # and at least, whatever was measured: noise, where that is less
-_HOST = 0.1  # cost in plain steps of a step that is read before the next one is launched
+# Before anything is known: of a draft, the head's as much as one brings; and of reading a step
+# before the next one is launched.
+_SLOPE = {HEAD: 0.8, COPY: (1.0 - _HEAD_SHARE) * 0.8}
+_HOST = {HEAD: 0.0, COPY: 0.1}
+_LEAST = 0.03  # of a draft, whatever was measured: noise, where that is less
 
 _READING = 8  # steps of a reading: their low median, for a step is often late and never early
 _FEWEST = 3  # steps that a reading needs when the kind changes before it is full
 _RECENT = 64  # readings further apart are not compared: too much may have changed
 _MOST_TRUST = 8
+_PRIOR_WEIGHT = 0.02  # of `_SLOPE` beside what was measured at a distance of 1
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
 
-Key = tuple[str, float]  # whether anything was copied, and drafts a row: one of `KNOTS`
-Seconds = dict[int, dict[str, dict[float, float]]]  # by rows, and the parts of the key
+Kind = tuple[str, float]  # whether anything was copied, and drafts a row: one of `KNOTS`
+Table = dict[int, dict[str, dict[float, float]]]  # costs by rows, and the parts of a kind
+_PLAIN: Kind = (HEAD, 0)
 
 
 class Shape(NamedTuple):
@@ -41,50 +46,40 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class _Cell:
-    log: float  # of its seconds
+    cost: float
     trust: int = 1  # the number of comparisons behind it
 
 
 class _Reading(NamedTuple):
-    key: Key
-    log: float
+    kind: Kind
+    seconds: float
     step: int
 
 
 class Prices:
-    """Of steps of one number of rows, relative to one without drafts.
-
-    The curves say how much more a step costs, over `KNOTS`.
+    """Of steps of one number of rows: `verify` that of windows with 0, 1, 2, .. drafts, of the head
+    and if some are copied; `passes` that of 0, 1, 2, .. passes of the head.
     """
 
-    def __init__(self, rows: int, curves: Mapping[str, Sequence[float]]) -> None:
-        self.rows = rows
-        self._curves = curves
-        self._known: dict[tuple[int, str], float] = {}
+    def __init__(self, verify: tuple[Sequence[float], Sequence[float]], passes: Sequence[float]):
+        self._verify, self._passes = verify, passes
 
     def cost(self, drafts: int, passes: int, *, copying: bool = False) -> float:
-        """The head's passes cost what they do where all rows have as many drafts."""
-        head, verified = self._at(passes * self.rows, HEAD), self._at(drafts, HEAD)
-        if copying:
-            return 1.0 + self._at(drafts, COPY) + _HEAD_SHARE * head
-        return 1.0 + verified + _HEAD_SHARE * (head - verified)
+        return self._verify[copying][drafts] + self._passes[passes]
 
-    def _at(self, drafts: int, source: str) -> float:
-        value = self._known.get((drafts, source))
-        if value is None:
-            value = _between(self._curves[source], drafts / self.rows)
-            self._known[drafts, source] = value
-        return value
+    def costs(self, most: int, passes: int, *, copying: bool = False) -> list[float]:
+        """Of 0, 1, 2, .. and at most so many drafts."""
+        return [cost + self._passes[passes] for cost in self._verify[copying][: most + 1]]
 
 
 class StepCosts:
     """The costs that were measured."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[Key, _Cell]] = {}
+        self._cells: dict[int, dict[Kind, _Cell]] = {}
         self._last: dict[int, _Reading] = {}
         self._seen: set[Shape] = set()
-        self._at: tuple[int, Key] | None = None
+        self._at: tuple[int, Kind] = 0, _PLAIN
         self._samples: list[float] = []
         self._num_steps = 0
         self._prices: dict[int, Prices] = {}
@@ -97,16 +92,17 @@ class StepCosts:
             # The first step of a shape compiles kernels and fills pools of buffers.
             self._seen.add(shape)
             return
-        source, x = COPY if shape.copying else HEAD, shape.drafts / shape.rows
-        knot = min(KNOTS, key=lambda each: abs(each - x))
-        if self._at != (shape.rows, (source, knot)):
+        rows, drafts, passes, copying = shape
+        knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
+        at = rows, (COPY if copying else HEAD, knot)
+        if self._at != at:
             self.settle()
-            self._at = shape.rows, (source, knot)
+            self._at = at
         # As it were at the knot, with as many passes as drafts, or none beside what is copied.
-        prices = self.prices(shape.rows)
-        there = 1.0 + _between(prices._curves[source], knot)
-        cost = prices.cost(shape.drafts, shape.passes, copying=shape.copying)
-        self._samples.append(seconds * there / cost)
+        if drafts != knot * rows or passes != (0 if copying else knot):
+            cost = self.prices(rows).cost(drafts, passes, copying=copying)
+            seconds *= self._cost(*at) / cost
+        self._samples.append(seconds)
         if len(self._samples) == _READING:
             self._read()
 
@@ -117,70 +113,67 @@ class StepCosts:
 
     def prices(self, rows: int) -> Prices:
         if rows not in self._prices:
-            self._prices[rows] = Prices(rows, self._infer(rows))
+            head, copied = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (HEAD, COPY))
+            windows = [1.0 + (1.0 - _HEAD_SHARE) * (cost - 1.0) for cost in head]
+            passes = [_HEAD_SHARE * (_between(head, n) - 1.0) for n in range(MAX_DRAFT_TOKENS + 1)]
+            drafts = [n / rows for n in range(rows * MAX_COPY_TOKENS + 1)]
+            verify = [_between(windows, x) for x in drafts], [_between(copied, x) for x in drafts]
+            self._prices[rows] = Prices(verify, passes)
         return self._prices[rows]
 
-    def knows_plain(self, rows: int) -> bool:
-        """Steps without drafts were measured with so many rows, not only inferred from others."""
-        cell = self._rows.get(rows, {}).get((HEAD, 0))
-        return cell is not None and cell.trust > 0
+    def knows(self, rows: int, depth: int) -> bool:
+        """Steps with so many drafts of the head for each row were measured with about as many."""
+        near = (cells for size, cells in self._cells.items() if 0.6 < size / rows < 1.6)
+        return any((HEAD, depth) in cells for cells in near)
 
-    def table(self) -> Seconds:
-        table: Seconds = {}
-        for size, cells in sorted(self._rows.items()):
-            measured = {key: cell for key, cell in cells.items() if cell.trust > 0}
-            for (source, knot), cell in sorted(measured.items()):
-                table.setdefault(size, {}).setdefault(source, {})[knot] = math.exp(cell.log)
+    def table(self) -> Table:
+        table: Table = {}
+        for rows, cells in sorted(self._cells.items()):
+            for (source, knot), cell in sorted(cells.items()):
+                table.setdefault(rows, {}).setdefault(source, {})[knot] = cell.cost
         return table
 
-    def load(self, table: Seconds) -> None:
-        for size, sources in table.items():
-            cells = self._rows.setdefault(size, {})
-            for source, curve in sources.items():
-                cells |= {(source, x): _Cell(math.log(s)) for x, s in curve.items() if x in KNOTS}
+    def load(self, table: Table) -> None:
+        """In any unit: what has no step without drafts beside it isn't used."""
+        for rows, sources in table.items():
+            if plain := sources.get(HEAD, {}).get(0):
+                kinds = ((s, x, cost) for s, curve in sources.items() for x, cost in curve.items())
+                found = {(s, x): _Cell(cost / plain) for s, x, cost in kinds if x in KNOTS}
+                self._cells.setdefault(rows, {}).update(found)
         self._prices.clear()
 
     def _read(self) -> None:
-        assert self._at is not None
-        size, key = self._at
-        log = math.log(statistics.median_low(self._samples))
+        rows, kind = self._at
+        seconds, last = statistics.median_low(self._samples), self._last.get(rows)
         self._samples.clear()
-        cells, last = self._rows.setdefault(size, {}), self._last.get(size)
-        if last is not None and last.key != key and self._num_steps - last.step <= _RECENT:
-            now = cells[last.key].log + log - last.log
-            cell = cells.setdefault(key, _Cell(now, trust=0))
-            cell.log += (now - cell.log) / (1 + cell.trust)
-            cell.trust = min(cell.trust + 1, _MOST_TRUST)
-        else:
-            if last is not None and last.key == key:
-                log = (log + last.log) / 2
-            if not cells:  # A plain step's cost is the measure of all others.
-                price = 1.0 + _between(self.prices(size)._curves[key[0]], key[1])
-                cells[HEAD, 0] = _Cell(log - math.log(price), trust=0)
-            cell = cells.setdefault(key, _Cell(log))
-            cell.trust, change = max(cell.trust, 1), log - cell.log
-            for each in cells.values():
-                each.log += change
-        self._last[size] = _Reading(key, log, self._num_steps)
+        self._last[rows] = _Reading(kind, seconds, self._num_steps)
+        cells = self._cells.setdefault(rows, {})
+        if kind == _PLAIN:
+            cells[kind] = _Cell(1.0)
+        if last is None or last.kind == kind or self._num_steps - last.step > _RECENT:
+            return
+        cost = self._cost(rows, last.kind) * seconds / last.seconds
+        if kind == _PLAIN:  # The measure of all others: the one before is what is known better now.
+            kind, cost = last.kind, last.seconds / seconds
+        cell = cells.setdefault(kind, _Cell(cost, trust=0))
+        cell.cost += (cost - cell.cost) / (1 + cell.trust)
+        cell.trust = min(cell.trust + 1, _MOST_TRUST)
         self._prices.clear()
 
-    def _infer(self, rows: int) -> dict[str, list[float]]:
-        """From the nearest numbers of rows, farthest first, each laid over the one before."""
-        sizes = sorted(self._rows, key=lambda size: abs(math.log(size / rows)))[:_DONORS]
-        curves = {HEAD: [_SLOPE * x for x in KNOTS]}
-        for source in (HEAD, COPY):
-            for size in reversed(sizes):
-                curves[source] = _lay_over(curves[source], self._measured(size, source))
-            head = curves[HEAD]
-            curves.setdefault(COPY, [_HOST + (1.0 - _HEAD_SHARE) * cost for cost in head])
-        return curves
-
-    def _measured(self, size: int, source: str) -> dict[float, float]:
-        cells = self._rows[size]
-        if (HEAD, 0) not in cells:
-            return {}
-        logs = {x: cell.log - cells[HEAD, 0].log for (s, x), cell in cells.items() if s == source}
-        return {x: max(math.exp(log) - 1.0, _LEAST) for x, log in logs.items()}
+    def _cost(self, rows: int, kind: Kind) -> float:
+        """As measured, or what is expected of nothing known, times how wrong that was nearby."""
+        source, x = kind
+        if (cell := self._cells.get(rows, {}).get(kind)) is not None:
+            return max(cell.cost, 1.0 + _LEAST * (kind != _PLAIN))
+        wrong = weight = _PRIOR_WEIGHT
+        for size in sorted(self._cells, key=lambda size: abs(math.log(size / rows)))[:_DONORS]:
+            for (other, knot), cell in self._cells[size].items():
+                if knot:
+                    away = abs(math.log(size / rows)) + abs(math.log((1 + knot) / (1 + x)))
+                    near = 1.0 / (0.01 + (away + (other != source)) ** 4)
+                    more = max(cell.cost - 1.0 - _HOST[other], _LEAST)
+                    wrong, weight = wrong + near * more / (_SLOPE[other] * knot), weight + near
+        return 1.0 + _HOST[source] + _SLOPE[source] * x * wrong / weight
 
 
 def _between(curve: Sequence[float], x: float) -> float:
@@ -188,17 +181,3 @@ def _between(curve: Sequence[float], x: float) -> float:
     above = min(max(bisect_right(KNOTS, x), 1), len(KNOTS) - 1)
     low, high = KNOTS[above - 1], KNOTS[above]
     return curve[above - 1] + (x - low) / (high - low) * (curve[above] - curve[above - 1])
-
-
-def _lay_over(curve: list[float], measured: Mapping[float, float]) -> list[float]:
-    """What was measured as it is; between that the curve, as many times as high as beside it."""
-    at = {x: cost / known for x, cost in measured.items() if (known := curve[KNOTS.index(x)]) > 0}
-    if not at:
-        return curve
-    laid = []
-    for x, cost in zip(KNOTS, curve):
-        below = max((each for each in at if each <= x), default=min(at))
-        above = min((each for each in at if each >= x), default=max(at))
-        share = (x - below) / (above - below) if above > below else 0.0
-        laid.append(cost * (at[below] + share * (at[above] - at[below])))
-    return laid

@@ -7,7 +7,9 @@ and then a few steps go one draft deeper or less deep, for a fixed share of the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import truediv
 from typing import NamedTuple, Protocol
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
@@ -15,14 +17,15 @@ from mlx_mtp.speculative.copies import Copier
 from mlx_mtp.speculative.prices import COPY, HEAD, Prices, Shape, StepCosts
 from mlx_mtp.speculative.rates import HeadRates
 
-_MARGIN = 1.02  # gain at which a choice replaces the one in use
-_RAGGED_MARGIN = 1.03  # and at which rows get different numbers, or copy
-_ANSWER, _ANSWER_GAIN = 256.0, 0.2  # tokens before any was seen, and what the next one adds
-_STEPS_PER_REVIEW = 4  # a review takes some 100 microseconds of the host's time
-_PROBE_STEPS = 6  # two are transitions, whose times say nothing, and one may be a first of its kind
+_STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03  # what is preferred to others that gain no more than that
+_ALIKE = 1.2  # rows that miss no more often than others get as many drafts
+_ROW_MEMORY = 0.97  # of a row's drafts, by window
+_ANSWERS, _FIRST_ANSWER = 5, 256.0  # whose lengths count, and tokens before any was seen
+_STEPS_PER_REVIEW = 8  # a review takes 0.2 ms of the host's time at 16 rows, 1 ms if they differ
+_PROBE_STEPS = 6  # two are transitions, whose times say nothing, one a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
-_LEAST_REST = 48  # steps between two probes
-_LEAST_LOSS, _MOST_LOSS = 0.05, 0.3  # of a probe's steps: prices and acceptance may be wrong
+_LEAST_REST = 50  # steps between two probes
+_LEAST_LOSS = 0.05  # of a probe's step: prices and acceptance may be wrong
 
 
 @dataclass(eq=False, slots=True)
@@ -30,9 +33,18 @@ class DraftRow:
     """What a policy knows of one row."""
 
     fixed: int | None = None  # the head's drafts per step that its request asked for
-    rates: HeadRates = field(default_factory=lambda: HeadRates(MAX_DRAFT_TOKENS, 0.95))
     copier: Copier | None = None  # None: it copies nothing
-    num_tokens: int = 0  # of its answer, in steps that were observed
+    missed: float = 0.0  # windows with a wrong draft, the last ones count most,
+    expected: float = 0.0  # and how many were expected
+
+    def observe(self, missed: bool, expected: float) -> None:
+        self.missed = _ROW_MEMORY * self.missed + missed
+        self.expected = _ROW_MEMORY * self.expected + expected
+
+    @property
+    def misses(self) -> float:
+        """How many times as often its drafts are wrong as those of all rows."""
+        return (self.missed + 1.0) / (self.expected + 1.0)
 
 
 class Outcome(NamedTuple):
@@ -40,17 +52,15 @@ class Outcome(NamedTuple):
 
     row: DraftRow
     source: str
-    num_drafts: int
-    num_accepted: int
-    num_kept: int  # tokens: one more than accepted, but where one of these was the row's last
-    ended: bool  # this was the row's last window
+    num_drafts: int  # that were verified
+    num_tokens: int  # 0: the row had ended before
 
 
 class DecodeStep(NamedTuple):
     """A decode step that has been read."""
 
     shape: Shape
-    outcomes: Sequence[Outcome]  # of the rows that had not ended before
+    outcomes: Sequence[Outcome]
     seconds: float | None  # its cost, where that is known (see `StepTimer`)
 
 
@@ -121,30 +131,26 @@ def best_choice(
     copies where that gains more after the price of verifying its tokens.
     """
     rows = len(head)
-    token = prices.cost(2 * rows, 0, copying=True) - prices.cost(rows, 0, copying=True)
-    gains = [_gain(own, token) for own in copies]
-    best = Choice((0,) * rows, (0,) * rows)
-    for passes in range(max(map(len, head)) + 1):
-        offers = []
-        for row, own in enumerate(head):
-            copying = gains[row] > _gain(own[:passes], token)
-            chances = copies[row] if copying else own[:passes]
-            offers += [(chance, -n, row, copying) for n, chance in enumerate(chances, 1)]
-        offers.sort(reverse=True)
-        tokens, number, used, taken = float(rows), 0, False, -1
-        speed = tokens / prices.cost(0, passes)
-        for place, (chance, _, _, copying) in enumerate(offers):
+    best = Choice((0,) * rows, (0,) * rows, float(rows))
+    for copying in (False, True) if any(copies) else (False,):
+        for passes in range(max(map(len, head)) + 1):
+            none, one = (prices.cost(n, passes, copying=copying) for n in (0, rows))
+            token, offers = (one - none) / rows, []
+            for row, own in enumerate(head):
+                chances = own[:passes]
+                copied = copying and _gain(copies[row], token) > _gain(chances, token)
+                chances = copies[row] if copied else chances
+                offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
+            offers.sort(reverse=True)
+            tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
+            costs = prices.costs(len(offers), passes, copying=copying)
+            speeds = list(map(truediv, tokens, costs))
+            speed = max(speeds)
             if speed > best.speed:
-                best, taken = best._replace(speed=speed), place
-            tokens, number, used = tokens + chance, number + 1, used or copying
-            speed = tokens / prices.cost(number, passes, copying=used)
-        if speed > best.speed:
-            best, taken = best._replace(speed=speed), len(offers)
-        if taken >= 0:
-            counts = [[0] * rows, [0] * rows]
-            for _, minus, row, copying in offers[:taken]:
-                counts[copying][row] = -minus
-            best = Choice(tuple(counts[False]), tuple(counts[True]), best.speed)
+                counts = [0] * rows, [0] * rows
+                for _, minus, row, copied in offers[: speeds.index(speed)]:
+                    counts[copied][row] = -minus
+                best = Choice(tuple(counts[False]), tuple(counts[True]), speed)
     return best
 
 
@@ -152,106 +158,111 @@ class DraftsByWorth:
     """A `DraftPolicy` that follows cost (`costs`, updated here) and acceptance."""
 
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
-        self._costs = costs
-        self._most = most  # drafts of the head for a row; 0: there is none
-        self._pool = HeadRates(most, 0.98)
-        self._answer = _ANSWER  # geometric mean of the tokens of the latest answers
+        self._costs, self._most = costs, most  # drafts of the head for a row; 0: there is none
+        self._pool = HeadRates(most)
+        self._tokens = _ANSWERS * _FIRST_ANSWER  # of the latest answers
         self.choices: dict[int, float] = {}
         self.reason: DraftChoice | None = None
         self._choice = Choice((), ())
-        self._until_review = 0
-        self._probe, self._probing, self._up = Choice((), ()), 0, True
-        self._rested = _LEAST_REST  # the first probe waits for nothing but the price of plain steps
+        self._depth: int | None = 0  # of all rows in the choice; None: they differ
+        self._since_review = 0
+        self._probe, self._probing, self._num_probes = Choice((), ()), 0, 0
+        self._rested = _LEAST_REST  # steps since a probe; the first one waits for nothing
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         steady = steady and len(rows) == len(self._choice.head)
+        copying = any(self._choice.copied)
         # A run that is begun goes on behind what the step in flight brings.
-        late = 0 if any(self._choice.copied) else 1 + max(self._choice.head, default=0)
+        late = 0 if copying else 1 + max(self._choice.head, default=0)
         runs = [
             row.copier.chances()[late:] if row.copier and row.fixed is None else [] for row in rows
         ]
         self._rested += 1
-        self._until_review -= 1
-        due = self._until_review <= 0 and not self._probing
-        if not steady or any(self._choice.copied) or any(runs) or due:
-            self._review(rows, runs, steady=steady)
-        if not steady or any(self._choice.copied):
+        self._since_review += 1
+        if copying or not steady:
             self._probing = 0
-        if self._probing == 0:
+        due = self._since_review >= _STEPS_PER_REVIEW and not self._probing
+        if copying or not steady or due or any(runs):
+            self._since_review = 0
+            self._review(rows, runs, steady=steady)
+        if not self._probing:
             return self._choice
         self._probing -= 1
         return self._probe
 
     def observe(self, step: DecodeStep) -> None:
-        for row, source, *window, num_kept, ended in step.outcomes:
-            if source != COPY:
-                # Behind its last token no draft was tried.
-                for rates in (row.rates, self._pool):
-                    rates.observe(*window, cut=num_kept == window[1])
-            row.rates.fade()
-            row.num_tokens += num_kept
-            if ended:
-                self._answer *= (row.num_tokens / self._answer) ** _ANSWER_GAIN
-        self._pool.fade()
+        for row, source, drafts, tokens in step.outcomes:
+            self._tokens += tokens
+            if not tokens:
+                self._tokens *= 1.0 - 1.0 / _ANSWERS
+            elif source != COPY:
+                row.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
+        self._pool.fade(step.shape.rows)
         self._costs.observe(step.shape, step.seconds)
 
     def _review(
         self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool
     ) -> None:
-        self._until_review = _STEPS_PER_REVIEW
-        prices, pool = self._costs.prices(len(rows)), self._pool.of_all()
-        head = [self._useful(row.rates.chances(pool)) for row in rows]
-        runs = [self._useful(run) for run in runs]
+        prices = self._costs.prices(len(rows))
+        misses = [row.misses for row in rows]
+        head = [self._useful(self._pool.chances(each)) for each in misses]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
-        even = [each._replace(speed=_speed(prices, each, head)) for each in even]
-        best = max(even, key=lambda choice: choice.speed)
-        before, copied = self._choice, any(self._choice.copied)
-        if steady and not copied:
-            before = before._replace(speed=_speed(prices, before, head))
-            # Nothing is drafted as soon as that is no worse.
-            if any(best.head) and best.speed < _MARGIN * before.speed:
-                best = before
-        # Rows with a number of their own are not asked here.
-        offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
-        found = best_choice(prices, offered, runs)
-        if found.speed > _RAGGED_MARGIN * best.speed:
-            best = found._replace(head=_with_own(rows, found.head))
-        self._choice = best
-        self._explain(prices, even)
-        if steady and self._rested >= _LEAST_REST and not any(best.copied):
-            self._begin_probe(even)
+        costs = [prices.cost(choice.verified, max(choice.head)) for choice in even]
+        tokens = [len(rows) + sum(sum(own[:n]) for own, n in zip(head, e.head)) for e in even]
+        scores = list(map(truediv, tokens, costs))
+        before = self._depth
+        if before is not None:
+            scores[before] *= _STAY
+        scores[0] *= _PLAIN
+        self._depth = best = scores.index(max(scores))
+        choice = even[best]._replace(speed=tokens[best] / costs[best])
+        if max(misses) > _ALIKE * min(misses) or any(runs):
+            # Rows with a number of their own are not asked here.
+            offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
+            found = best_choice(prices, offered, list(map(self._useful, runs)))
+            if found.speed * (_STAY if before is None else 1.0) > _EVEN * choice.speed:
+                choice = found._replace(head=_with_own(rows, found.head))
+                self._depth = None
+        self._choice = choice
+        copied = sum(choice.copied)
+        self.choices[len(rows)] = choice.verified / len(rows)
+        cost = prices.cost(choice.verified, max(choice.head), copying=copied > 0)
+        drafts = {HEAD: choice.verified - copied, COPY: copied}
+        own = choice.speed * cost
+        self.reason = DraftChoice(len(rows), drafts, cost, own, tuple(costs), tuple(tokens))
+        if steady and not copied and self._rested >= _LEAST_REST:
+            self._begin_probe(even, self.reason)
 
     def _useful(self, chances: Sequence[float]) -> list[float]:
-        """The same less what is behind an answer's end.
+        """The same less what the step costs that is launched before an answer's end is read.
 
-        With t tokens a step an answer of n takes n / t steps, and one more that was launched before
-        its end was read: t / (1 + t / n) of each step count, so the next one about 1 - 2 t / n.
+        Each step pays for it by the share of the answer that it brings.
         """
-        share = max(1.0 - 2.0 / self._answer, 0.0)
+        share = max(1.0 - _ANSWERS / self._tokens, 0.0)
         return [chance * share**place for place, chance in enumerate(chances, 1)]
 
-    def _begin_probe(self, even: Sequence[Choice]) -> None:
-        """A draft more and a draft less in turns, after a rest that pays for it."""
-        best = self._choice
-        depth = round(sum(best.head) / len(best.head)) + (1 if self._up else -1)
-        depth = depth if self._costs.knows_plain(len(best.head)) else 0
-        if not 0 <= depth <= self._most or even[depth].head == best.head:
-            self._up = not self._up
-            return
-        loss = min(max(1.0 - even[depth].speed / best.speed, _LEAST_LOSS), _MOST_LOSS)
-        if self._rested * _PROBE_SHARE >= _PROBE_STEPS * loss:
-            self._probe, self._probing, self._rested = even[depth], _PROBE_STEPS, 0
-            self._up = not self._up
+    def _begin_probe(self, even: Sequence[Choice], now: DraftChoice) -> None:
+        """A draft more or less for some steps, if rest has paid for it.
 
-    def _explain(self, prices: Prices, even: Sequence[Choice]) -> None:
-        choice, rows = self._choice, prices.rows
-        copied, kept = sum(choice.copied), choice.verified - sum(choice.copied)
-        self.choices[rows] = choice.verified / rows
-        cost = prices.cost(choice.verified, max(choice.head), copying=copied > 0)
-        costs = tuple(prices.cost(sum(each.head), max(each.head)) for each in even)
-        tokens = tuple(each.speed * cost for each, cost in zip(even, costs))
-        drafts = {HEAD: kept, COPY: copied}
-        self.reason = DraftChoice(rows, drafts, cost, choice.speed * cost, costs, tokens)
+        In turns to see whether one draft more is accepted, what it costs, and what one less costs.
+        The last two are left out where not even half or twice the price would change the choice.
+        """
+        turn, self._num_probes = self._num_probes % 3, self._num_probes + 1
+        depth = round(sum(self._choice.head) / now.num_rows) + (-1 if turn == 2 else 1)
+        known = self._costs.knows(now.num_rows, 0)
+        depth = depth if known else 0
+        if not 0 <= depth <= self._most or even[depth].head == self._choice.head:
+            return
+        gain = now.tokens[depth] / now.num_tokens - 1.0
+        price = now.costs[depth] / now.cost - 1.0
+        if known and turn and gain < (2.0 if turn == 2 else 0.5) * price:
+            return
+        affordable = int(self._rested * _PROBE_SHARE / max(price - gain, _LEAST_LOSS))
+        if affordable < (1 if known and turn == 0 else _PROBE_STEPS):
+            self._num_probes -= 1  # Its turn comes again.
+            return
+        self._probe, self._probing = even[depth], min(affordable, _PROBE_STEPS)
+        self._rested = 0
 
 
 def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:
@@ -262,12 +273,6 @@ def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:
 def _with_own(rows: Sequence[DraftRow], head: Sequence[int]) -> tuple[int, ...]:
     """The same with the drafts that the rows' requests have fixed."""
     return tuple(own if row.fixed is None else row.fixed for row, own in zip(rows, head))
-
-
-def _speed(prices: Prices, choice: Choice, chances: Sequence[Sequence[float]]) -> float:
-    pairs = zip(choice.head, chances, strict=True)
-    tokens = sum(1.0 + sum(own[:count]) for count, own in pairs)
-    return tokens / prices.cost(sum(choice.head), max(choice.head))
 
 
 def _gain(chances: Sequence[float], price: float) -> float:

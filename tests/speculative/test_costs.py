@@ -6,6 +6,7 @@ import pytest
 
 from mlx_mtp.speculative.prices import COPY, HEAD, KNOTS, Shape, StepCosts
 from mlx_mtp.speculative.rates import CopyRates, HeadRates
+from mlx_mtp.speculative.worth import DraftRow
 
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
 
@@ -41,7 +42,7 @@ def test_what_was_measured_is_reported_and_unknown_times_change_nothing():
     assert fresh == sorted(set(fresh))
     stay(costs, 2, 2, None, 50)
     assert relative(costs, 2) == pytest.approx(TRUE)
-    assert costs.table() == {2: {HEAD: pytest.approx({k: 0.01 * c for k, c in enumerate(TRUE)})}}
+    assert costs.table() == {2: {HEAD: pytest.approx(dict(enumerate(TRUE)))}}
     again = StepCosts()
     again.load(costs.table())
     assert relative(again, 2) == pytest.approx(TRUE)
@@ -52,7 +53,6 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
     for factor in (1.0, 1.5, 3.0, 0.4, 2.0):
         stay(costs, 1, 2, 0.01 * factor * TRUE[2], 40)
         assert relative(costs, 1) == pytest.approx(TRUE)
-    assert costs.table()[1][HEAD][2] == pytest.approx(0.02 * TRUE[2], rel=0.05)
     costs = measured(1)
     for _ in range(12):
         stay(costs, 1, 0, 0.01, 8)
@@ -81,26 +81,38 @@ def test_copies_have_prices_of_their_own():
         costs.settle()
     assert costs.prices(1).cost(16, 0, copying=True) == pytest.approx(3.0, rel=0.05)
     assert relative(costs, 1) == pytest.approx(TRUE, rel=0.05)
-    assert costs.table()[1][COPY][16] == pytest.approx(0.03, rel=0.05)
+    assert costs.table()[1][COPY][16] == pytest.approx(3.0, rel=0.05)
     assert set(costs.table()[1][COPY]) <= set(KNOTS)
 
 
 def test_a_position_counts_only_where_those_before_it_were_right():
-    row = HeadRates(5, 0.95)
+    pool = HeadRates(5)
     for accepted in [0] * 300 + [2] * 300:
-        row.observe(4, accepted, cut=False)
-    for _ in range(4):
-        row.observe(3, 1, cut=True)  # the row ended: the next draft was not tried
-    chances = row.chances([0.9] * 5)
+        pool.observe(4, accepted)
+        pool.fade(1)
+    chances = pool.chances(1.0)
     rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
-    assert min(rates[:2]) > 0.8
-    assert rates[2] < 0.25
+    assert min(rates[:2]) > 0.95
+    assert rates[2] < 0.05
     # Behind the one that failed nothing was tried, nor at all at the last.
-    assert rates[3:] == pytest.approx([0.9, 0.9])
-    before = rates[2]
+    assert rates[3:] == pytest.approx([0.95 * rates[2], 0.95**2 * rates[2]])
     for _ in range(5000):
-        row.fade()
-    assert row.chances([0.9] * 5)[2] > 0.5 > before
+        pool.fade(1)
+    assert pool.chances(1.0)[2] > 0.4 > chances[2]
+
+
+def test_a_row_is_as_much_better_than_all_as_it_was():
+    pool, rows = HeadRates(4), [DraftRow(), DraftRow()]
+    for number in range(200):
+        for row, accepted in zip(rows, (4, number % 2)):
+            row.observe(accepted < 4, pool.observe(4, accepted))
+        pool.fade(2)
+    good, bad = (pool.chances(row.misses) for row in rows)
+    assert good[3] > 0.9
+    assert bad[0] == pytest.approx(0.5, abs=0.1)
+    for _ in range(300):
+        rows[1].observe(False, pool.observe(0, 0))
+    assert rows[1].misses == pytest.approx(1.0, abs=0.01)
 
 
 def test_copies_are_rated_by_the_length_of_the_match_before_them():

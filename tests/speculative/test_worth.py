@@ -110,17 +110,15 @@ class Machine:
         outcomes = []
         for row, count, copied in zip(rows, verified, choice.copied):
             rates = row.copier.rates if copied else self.rates_of(row)
-            accepted = 0
             if row not in self.left:
                 self.left[row] = self.lengths.choice(self.answers)
-            if (left := self.left[row]) <= 0:
-                continue
-            while accepted < min(count, left) and self.random.random() < rates[accepted]:
-                accepted += 1
-            source, kept = COPY if copied else HEAD, min(accepted + 1, left)
-            outcomes.append(Outcome(row, source, count, accepted, kept, kept == left))
+            left = self.left[row]
+            kept = int(left > 0)
+            while 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]:
+                kept += 1
+            outcomes.append(Outcome(row, COPY if copied else HEAD, count, kept))
             self.left[row] = left - kept
-            self.tokens += _expected(rates[: min(count, left - 1)])
+            self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
         return DecodeStep(shape, outcomes, seconds if clean else None)
 
     def rates_of(self, row: DraftRow) -> Sequence[float]:
@@ -305,11 +303,7 @@ def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) 
     for _ in range(steps):
         head = policy.choose(rows, steady=steady).head
         seen.add(head[1])
-        pairs = zip(rows, head)
-        outcomes = [
-            Outcome(row, HEAD, n, min(accepted, n), min(accepted, n) + 1, ended=False)
-            for row, n in pairs
-        ]
+        outcomes = [Outcome(row, HEAD, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
         shape = Shape(len(rows), sum(head), max(head), False)
         policy.observe(DecodeStep(shape, outcomes, 0.01 if steady else None))
     return seen
@@ -406,7 +400,7 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     speed = machine.run(policy, size, 300, rows)
     head = [list(itertools.accumulate(row.true, lambda a, b: a * b)) for row in rows]
     runs = [row.copier.chances() if row.copier else [] for row in rows]
-    prices = TruePrices(machine, size)
+    prices = true_prices(machine, size)
     best = best_choice(prices, head, runs).speed / machine.cost(size, 0)
     assert speed > 0.96 * best
     even = [[own[:depth] for own in head] for depth in range(K + 1)]
@@ -417,12 +411,9 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     assert size == 1 or speed > 1.4 * fixed
 
 
-class TruePrices(Prices):
-    """A machine's."""
+def true_prices(machine: Machine, rows: int) -> Prices:
+    def more(*shape: int) -> float:
+        return machine.price(Shape(rows, *shape)) / machine.cost(rows, 0)
 
-    def __init__(self, machine: Machine, rows: int) -> None:
-        self.rows, self.machine = rows, machine
-
-    def cost(self, drafts: int, passes: int, *, copying: bool = False) -> float:
-        shape = Shape(self.rows, drafts, passes, copying)
-        return self.machine.price(shape) / self.machine.cost(self.rows, 0)
+    verify = [[more(n, 0, copying) for n in range(16 * rows + 1)] for copying in (False, True)]
+    return Prices((verify[0], verify[1]), [more(0, n, False) - 1.0 for n in range(K + 1)])
