@@ -20,6 +20,7 @@ from mlx_mtp.server.generation import Generation
 from mlx_mtp.server.output_stream import OutputStream
 from mlx_mtp.server.params import RequestOptions, engine_requests, sampling_params
 from mlx_mtp.server.parsing.answer import AnswerParser, PlainParser
+from mlx_mtp.server.request_log import record_of
 from mlx_mtp.server.writer import new_id
 
 Body = TypeVar("Body", bound=GenerateRequest)
@@ -122,7 +123,7 @@ class Admitted(Generic[Body]):
             for i, text in enumerate(texts)
         ]
         parts = context.dispatcher, context.metrics, requests, streams
-        arrived = context.arrived(self.scope)
+        arrived = record_of(self.scope).began
         return Generation(*parts, options.n, context.config.request_timeout, arrived)
 
 
