@@ -52,11 +52,15 @@ class Context:
         self.stored: dict[str, Any] = {}  # a `Store` for each API key
         self.created = datetime.now(UTC).replace(microsecond=0)
 
+    def arrived(self, scope: Scope) -> float:
+        """When a request came, by `perf_counter`."""
+        return record_of(scope).began
+
     @contextlib.asynccontextmanager
     async def in_time(self, scope: Scope) -> AsyncIterator[None]:
         """Do what comes before the engine within the time of a request; RequestTimeoutError."""
         seconds = self.config.request_timeout
-        left = record_of(scope).began + seconds - time.perf_counter() if seconds else None
+        left = self.arrived(scope) + seconds - time.perf_counter() if seconds else None
         try:
             async with asyncio.timeout(left):
                 yield
